@@ -1,7 +1,8 @@
 """Learning curves beside single-process loops: the same task, hyperparameters, seeds and environment steps.
 
 Each case trains by rlhpc and by a loop in one process (`single_process_ppo.py` in the manner of CleanRL's and ManiSkill's
-ppo.py, `single_process_sac.py` in that of CleanRL's), seed by seed, both at once. Of each run is kept the mean return of the
+ppo.py, `single_process_sac.py`, `_td3.py`, `_crossq.py` and `_iql.py` in
+that of CleanRL's, SB3-Contrib's and CORL's), seed by seed, both at once. Of each run is kept the mean return of the
 training episodes that ended in each of the case's equal spans of environment steps.
 
 The criterion, fixed before any run: over the seeds, the two sides' mean of the whole curve, and of its last quarter, differ by
@@ -30,9 +31,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench.learning_cases import CASES, Case
+from bench.learning_cases import CASES, DATA, Case
 from bench.learning_page import write_page
 from bench.machine import RESULTS, write
+from bench.offline_data import write as write_data
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDES = ("rlhpc", "single_process")
@@ -52,9 +54,10 @@ def command_line(command: Sequence[str]) -> str:
 
 def run_ours(case: Case, seed: int, steps: int) -> dict[str, Any]:
     """A run of rlhpc: `[env steps, episodes, their returns' sum, their successes' sum]` a row."""
+    total = steps // case.transitions + case.settings.get("offline_steps", 0)
     with tempfile.TemporaryDirectory() as folder:
         words = [f"runner.run_dir={folder}", "runner.name=bench", f"runner.seed={seed}",
-                 f"runner.max_steps={steps // case.transitions}", "runner.save_interval=-1",
+                 f"runner.max_steps={total}", "runner.save_interval=-1",
                  "runner.logger.logger_backends=[jsonl]"]  # fmt: skip
         command_line([sys.executable, "-m", "rlhpc.cli", "train", case.config, *case.overrides(), *words])
         rows = [json.loads(line) for line in (Path(folder) / "bench" / "metrics.jsonl").read_text().splitlines()]
@@ -70,7 +73,7 @@ def run_ours(case: Case, seed: int, steps: int) -> dict[str, Any]:
 def run_plain(case: Case, seed: int, steps: int) -> dict[str, Any]:
     """A run of the single-process loop, in the same rows."""
     found = json.loads(command_line([sys.executable, "-m", *case.reference(seed, steps)]).splitlines()[-1])
-    if case.algorithm == "sac":
+    if case.off_policy:
         found["curve"] = [[step, [[value, None]]] for step, value in found["returns"]]
         found |= {"total_env_steps": steps, "total_seconds": found["loop_s"]}
     points = []
@@ -133,6 +136,7 @@ def learn(name: str, case: Case, seeds: int, steps: int, together: int) -> None:
     """Runs a case and writes its result."""
     jobs = [(seed, side) for seed in range(1, seeds + 1) for side in SIDES]
     begin = time.perf_counter()
+    played = write_data(DATA) if "data" in case.settings else []
 
     def one(job: tuple[int, str]) -> dict[str, Any]:
         seed, side = job
@@ -161,7 +165,7 @@ def learn(name: str, case: Case, seeds: int, steps: int, together: int) -> None:
     print(write(f"learning_{name}", f"python -m bench.learning {words}", {
         "title": case.title, "task": case.env, "algorithm": case.algorithm, "env_steps": steps, "spans": case.spans,
         "settings": case.settings, "seconds": time.perf_counter() - begin, "compared": measures,
-        "runs": runs,
+        "runs": runs, **({"data_return": statistics.mean(played)} if played else {}),
     }))  # fmt: skip
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 #: Setting → rlhpc's keys; the reference has an argument of the setting's name.
@@ -29,7 +31,14 @@ PPO_KEYS = {
 SAC_KEYS = {
     "starts": ["algorithm.replay_buffer.min_buffer_size"],
     "buffer": ["algorithm.replay_buffer.size"],
+    "data": ["algorithm.demo_buffer.load_path"],
+    "offline_steps": ["algorithm.offline_steps"],
+    "offline_updates": ["algorithm.offline_updates"],
+    "inverse_temperature": ["algorithm.inverse_temperature"],
+    "random": ["algorithm.random_steps"],
 }
+#: What `bench.offline_data` writes.
+DATA = Path(tempfile.gettempdir()) / "rlhpc_bench_pendulum.h5"
 #: Transitions between two rounds of updates of rlhpc; the reference updates after each.
 SAC_ROLLOUT = 8
 
@@ -41,7 +50,7 @@ class Case:
     Attributes:
         title: For the page.
         env: Environment id.
-        algorithm: `ppo` or `sac`.
+        algorithm: `ppo`, `sac`, `td3`, `crossq` or `iql`.
         steps: Environment steps.
         settings: Hyperparameters, by the names of the tables above.
         maniskill: Whether the task is ManiSkill's.
@@ -49,6 +58,7 @@ class Case:
         normalize: CleanRL's running normalisation of observations and rewards, on both sides.
         spans: Points of the curve.
         note: What to know when reading it.
+        more: Further overrides of rlhpc.
     """
 
     title: str
@@ -61,6 +71,7 @@ class Case:
     normalize: bool = False
     spans: int = 20
     note: str = ""
+    more: tuple[str, ...] = ()
 
     @property
     def config(self) -> str:
@@ -68,18 +79,24 @@ class Case:
         return f"configs/base/{self.algorithm}.yaml"
 
     @property
+    def off_policy(self) -> bool:
+        """Whether it learns from a buffer."""
+        return self.algorithm != "ppo"
+
+    @property
     def transitions(self) -> int:
         """Environment steps of a training step of rlhpc."""
-        return SAC_ROLLOUT if self.algorithm == "sac" else self.settings["num_envs"] * self.settings["rollout_steps"]
+        return SAC_ROLLOUT if self.off_policy else self.settings["num_envs"] * self.settings["rollout_steps"]
 
     def overrides(self) -> list[str]:
         """rlhpc's configuration."""
-        keys = SAC_KEYS if self.algorithm == "sac" else PPO_KEYS
+        keys = SAC_KEYS if self.off_policy else PPO_KEYS
         words = [f"{key}={_written(value)}" for name, value in self.settings.items() for key in keys[name]]
         words += [f"env.train.env_id={self.env}", "env.train.simulators=0"]
         words += [f"env.train.kwargs.{name}={_written(value)}" for name, value in self.env_kwargs.items()]
-        if self.algorithm == "sac":
+        if self.off_policy:
             words.append(f"algorithm.rollout_steps={SAC_ROLLOUT}")
+        words += self.more
         if self.maniskill:
             words += ["env.train.env_type=maniskill", "env.train.ignore_terminations=true"]
         if self.normalize:
@@ -90,7 +107,7 @@ class Case:
         """Module and arguments of the single-process loop."""
         words = [f"bench.single_process_{self.algorithm}", "--env", self.env, "--seed", str(seed)]
         words += ["--env-kwargs", json.dumps(self.env_kwargs)]
-        words += ["--steps" if self.algorithm == "sac" else "--max-env-steps", str(steps)]
+        words += ["--steps" if self.off_policy else "--max-env-steps", str(steps)]
         for name, value in self.settings.items():
             argument = name.replace("_", "-")
             if isinstance(value, bool):
@@ -133,6 +150,9 @@ _SAC_NOTE = (
     f"rounds of {SAC_ROLLOUT} after as many steps."
 )
 
+_PENDULUM: dict[str, Any] = {"starts": 1000, "buffer": 100_000}
+_ROUNDS = f"One slot, batches of 256, an update for each step; rlhpc makes them in rounds of {SAC_ROLLOUT} after as many steps."
+
 CASES: dict[str, Case] = {
     "push_cube": Case(
         "PPO, PushCube-v1 (ManiSkill)", "PushCube-v1", "ppo", 80_000,
@@ -171,5 +191,22 @@ CASES: dict[str, Case] = {
     "lunar_lander_sac": Case(
         "SAC, LunarLander-v3, continuous", "LunarLander-v3", "sac", 20_000, {"starts": 1000, "buffer": 1_000_000}, spans=10,
         env_kwargs={"continuous": True}, note=f"{_SAC_NOTE} Learning starts after 1000 steps, not 5000.",
+    ),
+    "pendulum_td3": Case(
+        "TD3, Pendulum-v1", "Pendulum-v1", "td3", 6000, _PENDULUM, spans=6,
+        note=f"CleanRL's td3_continuous_action.py with its defaults, but for learning from step 1000 on. {_ROUNDS}",
+    ),
+    "pendulum_crossq": Case(
+        "CrossQ, Pendulum-v1", "Pendulum-v1", "crossq", 6000, _PENDULUM, spans=6,
+        more=("actor.model.critic_hidden_sizes=[256,256]",),
+        note=f"SB3-Contrib's CrossQ with its defaults, but for critics of 256 units and learning from step 1000 on. {_ROUNDS}",
+    ),
+    "pendulum_iql": Case(
+        "IQL, Pendulum-v1, offline, then online", "Pendulum-v1", "iql", 3200,
+        {"starts": 200, "buffer": 100_000, "random": 0, "data": str(DATA), "offline_steps": 4, "offline_updates": 1000,
+         "inverse_temperature": 0.5}, spans=4,
+        note="CORL's iql.py with its defaults, but for an inverse temperature that fits these rewards: 4000 updates from "
+        "12 000 transitions of mixed quality (`bench/offline_data.py`; the result's file has their mean return), then "
+        f"online, with half of each batch from these. The curve is that of the online part. {_ROUNDS}",
     ),
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """SAC in one process and one file, the way CleanRL's sac_continuous_action.py does it.
 
-The yardstick of `bench.sac` and `bench.learning`.
+The yardstick of `bench.sac` and `bench.learning`; the loop is also that of `single_process_td3`, `_crossq` and `_iql`.
 
 Written for this benchmark: one gymnasium environment, two critics as modules of their own, torch.distributions,
 torch.optim.Adam, a replay buffer of NumPy arrays, the actor updated twice every second step. Prints one JSON line: the returns
@@ -126,8 +126,8 @@ class Learner:
                 t.data.copy_(0.005 * p.data + 0.995 * t.data)
 
 
-def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains for `steps` environment steps."""
+def train(args: argparse.Namespace, kind: type[Any] = Learner) -> dict[str, Any]:
+    """Trains a learner of a kind for `steps` environment steps."""
     torch.manual_seed(args.seed)
     np.random.seed(args.seed)
     torch.set_num_threads(1)
@@ -136,13 +136,16 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     seen, space = env.observation_space, env.action_space
     assert isinstance(seen, gym.spaces.Box)
     assert isinstance(space, gym.spaces.Box)
-    learner = Learner(int(np.prod(seen.shape)), space)
+    learner = kind(int(np.prod(seen.shape)), space)
     buffer = Buffer(args.buffer, int(np.prod(seen.shape)), int(np.prod(space.shape)))
     returns: list[tuple[int, float]] = []
     obs, total = env.reset(seed=args.seed)[0], 0.0
     started = time.perf_counter()
+    if hasattr(learner, "before"):
+        learner.before(args)
+    at_random = args.starts if args.random is None else args.random
     for step in range(args.steps):
-        if step < args.starts:
+        if step < at_random:
             action = env.action_space.sample()
         else:
             with torch.no_grad():
@@ -158,13 +161,17 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     return {"seed": args.seed, "returns": returns, "loop_s": time.perf_counter() - started}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(kind: type[Any] = Learner, description: str | None = __doc__, **more: Any) -> None:
+    """Trains as the command line says. Further arguments, with their defaults, are a learner's own (`before`)."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--env", default="InvertedPendulum-v5")
     parser.add_argument("--env-kwargs", default="{}")
     for name, default in (("seed", 1), ("steps", 6000), ("starts", 1000), ("buffer", 100_000)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    print(json.dumps(train(parser.parse_args())))
+    parser.add_argument("--random", type=int, help="steps at the start with random actions; default: --starts")
+    for name, default in more.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    print(json.dumps(train(parser.parse_args(), kind)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""A dataset for offline learning: Pendulum-v1, played by a controller that swings up and balances, of mixed quality.
+
+In each of 60 episodes a share of the actions, from 20 % to 90 %, is random; the file is the same each time.
+
+    python -m bench.offline_data pendulum.h5
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+
+from rlhpc.embodied.data.trajectories import TrajectoryWriter
+
+EPISODES = 60
+
+
+def controller(obs: np.ndarray) -> float:
+    """Brings the pendulum's energy to that of the upright position, and holds it there."""
+    cosine, sine, speed = obs.tolist()
+    if cosine > 0.9:
+        return float(np.clip(-(12 * np.arctan2(sine, cosine) + 3 * speed), -2, 2))
+    energy = speed**2 / 6 + 5 * (cosine - 1)
+    return 2.0 if (energy < 0) == (speed > 0) else -2.0
+
+
+def write(path: Path) -> list[float]:
+    """Writes the file; returns the episodes' returns."""
+    env, random, returns = gym.make("Pendulum-v1"), np.random.default_rng(0), []
+    with TrajectoryWriter(path, env_id="Pendulum-v1", source_type="scripted") as writer:
+        for episode in range(EPISODES):
+            share = 0.2 + 0.7 * episode / (EPISODES - 1)
+            obs, actions, rewards, over = [env.reset(seed=episode)[0]], [], [], False
+            while not over:
+                choice = random.uniform(-2, 2) if random.random() < share else controller(obs[-1])
+                actions.append(np.array([choice], np.float32))
+                seen, reward, terminated, truncated, _ = env.step(actions[-1])
+                obs.append(seen)
+                rewards.append(float(reward))
+                over = terminated or truncated
+            cut = np.arange(len(actions)) == len(actions) - 1
+            writer.add({"obs": np.array(obs), "actions": np.array(actions), "rewards": np.array(rewards, np.float32),
+                        "terminations": np.zeros(len(actions), bool), "truncations": cut, "seed": episode})  # fmt: skip
+            returns.append(sum(rewards))
+    return returns
+
+
+if __name__ == "__main__":
+    found = write(Path(sys.argv[1]))
+    print(f"{len(found)} episodes, returns from {min(found):.0f} to {max(found):.0f}, mean {np.mean(found):.0f}")

@@ -1,0 +1,94 @@
+"""CrossQ in one process, the way SB3-Contrib's does it, with critics of 256 units, in the loop of `single_process_sac`.
+
+Within the first 100 000 updates, batch renormalisation is batch normalisation; more are not made here.
+
+    python -m bench.single_process_crossq --env Pendulum-v1 --seed 1 --steps 6000
+"""
+
+from __future__ import annotations
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bench.single_process_sac import main
+
+
+def network(inputs: int, outputs: int) -> nn.Sequential:
+    """A perceptron with normalisation before each layer."""
+    layers: list[nn.Module] = []
+    for wide, narrow in ((inputs, 256), (256, 256)):
+        layers += [nn.BatchNorm1d(wide, eps=1e-3, momentum=0.01), nn.Linear(wide, narrow), nn.ReLU()]
+    return nn.Sequential(*layers, nn.BatchNorm1d(256, eps=1e-3, momentum=0.01), nn.Linear(256, outputs)).eval()
+
+
+class Actor(nn.Module):
+    """Squashed Gaussian."""
+
+    def __init__(self, obs: int, space: gym.spaces.Box) -> None:
+        super().__init__()
+        self.body = network(obs, 2 * int(np.prod(space.shape)))
+        self.scale, self.bias = (
+            torch.as_tensor((space.high - space.low) / 2),
+            torch.as_tensor((space.high + space.low) / 2),
+        )
+
+    def act(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Actions and their log-probabilities `[B]`."""
+        mean, log_std = self.body(obs).chunk(2, -1)
+        normal = torch.distributions.Normal(mean, (-5 + 0.5 * 7 * (torch.tanh(log_std) + 1)).exp())
+        before = normal.rsample()
+        squashed = torch.tanh(before)
+        logprob = normal.log_prob(before) - torch.log(self.scale * (1 - squashed.pow(2)) + 1e-6)
+        return squashed * self.scale + self.bias, logprob.sum(1)
+
+
+class Learner:
+    """Networks, optimizers and the update."""
+
+    def __init__(self, obs: int, space: gym.spaces.Box) -> None:
+        dim = int(np.prod(space.shape))
+        self.actor = Actor(obs, space)
+        self.critics = nn.ModuleList(network(obs + dim, 1) for _ in range(2))
+        self.q_opt = torch.optim.Adam(self.critics.parameters(), lr=1e-3, betas=(0.5, 0.999))
+        self.actor_opt = torch.optim.Adam(self.actor.parameters(), lr=1e-3, betas=(0.5, 0.999))
+        self.log_alpha = torch.zeros(1, requires_grad=True)
+        self.alpha, self.alpha_opt, self.target = 1.0, torch.optim.Adam([self.log_alpha], lr=1e-3), -float(dim)
+
+    def update(self, step: int, data: list[torch.Tensor]) -> None:
+        """One update."""
+        obs, next_obs, actions, rewards, ends = data
+        with torch.no_grad():
+            following, logprob = self.actor.act(next_obs)
+        both = torch.cat([torch.cat([obs, actions], 1), torch.cat([next_obs, following], 1)])
+        self.critics.train()
+        values = [critic(both).flatten().chunk(2) for critic in self.critics]
+        self.critics.eval()
+        after = torch.min(*(value[1] for value in values)).detach() - self.alpha * logprob
+        wanted = rewards.flatten() + (1 - ends.flatten()) * 0.99 * after
+        loss = sum(F.mse_loss(value[0], wanted) for value in values)
+        self.q_opt.zero_grad()
+        loss.backward()
+        self.q_opt.step()
+        if step % 3:
+            return
+        self.actor.train()
+        chosen, logprob = self.actor.act(obs)
+        self.actor.eval()
+        pairs = torch.cat([obs, chosen], 1)
+        value = torch.min(*(critic(pairs).flatten() for critic in self.critics))
+        actor_loss = (self.alpha * logprob - value).mean()
+        self.actor_opt.zero_grad()
+        actor_loss.backward()
+        self.actor_opt.step()
+        alpha_loss = -(self.log_alpha * (logprob.detach() + self.target)).mean()
+        self.alpha_opt.zero_grad()
+        alpha_loss.backward()
+        self.alpha_opt.step()
+        self.alpha = self.log_alpha.exp().item()
+
+
+if __name__ == "__main__":
+    main(Learner, __doc__)

@@ -1,0 +1,117 @@
+"""IQL in one process, the way CORL's iql.py does it: first from a file, then in the loop of `single_process_sac`.
+
+Unlike CORL's, which puts what it plays into one buffer with the data, half of each batch stays with the data, as in rlhpc.
+
+    python -m bench.offline_data pendulum.h5
+    python -m bench.single_process_iql --env Pendulum-v1 --data pendulum.h5 --seed 1 --steps 3000
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+
+import gymnasium as gym
+import h5py
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bench.single_process_sac import Critic, main
+
+
+def network(inputs: int, outputs: int) -> nn.Sequential:
+    """Two hidden layers."""
+    return nn.Sequential(
+        nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs)
+    )  # fmt: skip
+
+
+class Actor(nn.Module):
+    """A Gaussian whose spread does not depend on the observation, in halves of the bounds' width."""
+
+    def __init__(self, obs: int, space: gym.spaces.Box) -> None:
+        super().__init__()
+        dim = int(np.prod(space.shape))
+        self.mean, self.log_std = network(obs, dim), nn.Parameter(torch.zeros(dim))
+        self.scale, self.bias = (
+            torch.as_tensor((space.high - space.low) / 2),
+            torch.as_tensor((space.high + space.low) / 2),
+        )
+
+    def normal(self, obs: torch.Tensor) -> torch.distributions.Normal:
+        """The distribution, between -1 and 1."""
+        return torch.distributions.Normal(torch.tanh(self.mean(obs)), self.log_std.clamp(-20, 2).exp())
+
+    def act(self, obs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """A sample, clipped to the bounds."""
+        return self.normal(obs).sample().clamp(-1, 1) * self.scale + self.bias, None
+
+
+class Learner:
+    """Networks, optimizers and the update."""
+
+    def __init__(self, obs: int, space: gym.spaces.Box) -> None:
+        dim = int(np.prod(space.shape))
+        self.actor, self.value = Actor(obs, space), network(obs, 1)
+        self.q1, self.q2 = Critic(obs, dim), Critic(obs, dim)
+        self.t1, self.t2 = copy.deepcopy(self.q1), copy.deepcopy(self.q2)
+        self.q_opt = torch.optim.Adam([*self.q1.parameters(), *self.q2.parameters()], lr=3e-4)
+        self.v_opt = torch.optim.Adam(self.value.parameters(), lr=3e-4)
+        self.actor_opt = torch.optim.Adam(self.actor.parameters(), lr=3e-4)
+
+    def before(self, args: argparse.Namespace) -> None:
+        """Reads the data and learns from it alone."""
+        self.expectile, self.temperature = args.expectile, args.inverse_temperature
+        with h5py.File(args.data) as file:
+            episodes = [file[name] for name in sorted(file, key=lambda name: int(name[5:]))]
+            parts = [
+                [group["obs"][:-1], group["obs"][1:], group["actions"][()], group["rewards"][()][:, None],
+                 group["terminated"][()][:, None]] for group in episodes
+            ]  # fmt: skip
+        self.data = [torch.as_tensor(np.concatenate(part), dtype=torch.float32) for part in zip(*parts, strict=True)]
+        for _ in range(args.offline_steps * args.offline_updates):
+            self.learn(self.drawn(256))
+
+    def drawn(self, count: int) -> list[torch.Tensor]:
+        """Transitions of the data."""
+        rows = np.random.randint(0, len(self.data[0]), count)
+        return [column[rows] for column in self.data]
+
+    def update(self, step: int, data: list[torch.Tensor]) -> None:
+        """One update, half from the data."""
+        del step
+        self.learn([torch.cat([old, new[:128]]) for old, new in zip(self.drawn(128), data, strict=True)])
+
+    def learn(self, data: list[torch.Tensor]) -> None:
+        """Value network, critics, target networks, policy."""
+        obs, next_obs, actions, rewards, ends = data
+        with torch.no_grad():
+            following = self.value(next_obs)
+            wanted = torch.min(self.t1(obs, actions), self.t2(obs, actions))
+        apart = wanted - self.value(obs)
+        value_loss = (torch.abs(self.expectile - (apart < 0).float()) * apart**2).mean()
+        self.v_opt.zero_grad()
+        value_loss.backward()
+        self.v_opt.step()
+        target = rewards + (1 - ends) * 0.99 * following
+        loss = F.mse_loss(self.q1(obs, actions), target) + F.mse_loss(self.q2(obs, actions), target)
+        self.q_opt.zero_grad()
+        loss.backward()
+        self.q_opt.step()
+        for q, t in ((self.q1, self.t1), (self.q2, self.t2)):
+            for p, average in zip(q.parameters(), t.parameters(), strict=True):
+                average.data.copy_(0.005 * p.data + 0.995 * average.data)
+        weights = torch.exp(self.temperature * apart.detach()).clamp(max=100.0).flatten()
+        unit = (actions - self.actor.bias) / self.actor.scale
+        actor_loss = -(weights * self.actor.normal(obs).log_prob(unit).sum(1)).mean()
+        self.actor_opt.zero_grad()
+        actor_loss.backward()
+        self.actor_opt.step()
+
+
+if __name__ == "__main__":
+    main(
+        Learner, __doc__, data="", expectile=0.7, inverse_temperature=3.0, offline_steps=5, offline_updates=1000
+    )  # fmt: skip

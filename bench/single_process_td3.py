@@ -1,0 +1,77 @@
+"""TD3 in one process, the way CleanRL's td3_continuous_action.py does it, in the loop of `single_process_sac`.
+
+python -m bench.single_process_td3 --env Pendulum-v1 --seed 1 --steps 6000
+"""
+
+from __future__ import annotations
+
+import copy
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bench.single_process_sac import Critic, main
+
+
+class Actor(nn.Module):
+    """One action; explores by noise."""
+
+    def __init__(self, obs: int, space: gym.spaces.Box) -> None:
+        super().__init__()
+        self.one, self.two, self.out = (
+            nn.Linear(obs, 256),
+            nn.Linear(256, 256),
+            nn.Linear(256, int(np.prod(space.shape))),
+        )
+        self.low, self.high = torch.as_tensor(space.low), torch.as_tensor(space.high)
+        self.scale, self.bias = (self.high - self.low) / 2, (self.high + self.low) / 2
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        """The action without noise."""
+        hidden = F.relu(self.two(F.relu(self.one(obs))))
+        return torch.tanh(self.out(hidden)) * self.scale + self.bias
+
+    def act(self, obs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The action with noise of standard deviation 0.1."""
+        action = self(obs)
+        return (action + torch.randn_like(action) * self.scale * 0.1).clamp(self.low, self.high), None
+
+
+class Learner:
+    """Networks, optimizers and the update."""
+
+    def __init__(self, obs: int, space: gym.spaces.Box) -> None:
+        dim = int(np.prod(space.shape))
+        self.actor, self.q1, self.q2 = Actor(obs, space), Critic(obs, dim), Critic(obs, dim)
+        self.target_actor, self.t1, self.t2 = copy.deepcopy(self.actor), copy.deepcopy(self.q1), copy.deepcopy(self.q2)
+        self.q_opt = torch.optim.Adam([*self.q1.parameters(), *self.q2.parameters()], lr=3e-4)
+        self.actor_opt = torch.optim.Adam(self.actor.parameters(), lr=3e-4)
+
+    def update(self, step: int, data: list[torch.Tensor]) -> None:
+        """One update."""
+        obs, next_obs, actions, rewards, ends = data
+        with torch.no_grad():
+            noise = (torch.randn_like(actions) * 0.2).clamp(-0.5, 0.5) * self.actor.scale
+            following = (self.target_actor(next_obs) + noise).clamp(self.actor.low, self.actor.high)
+            value = torch.min(self.t1(next_obs, following), self.t2(next_obs, following))
+            wanted = rewards + (1 - ends) * 0.99 * value
+        loss = F.mse_loss(self.q1(obs, actions), wanted) + F.mse_loss(self.q2(obs, actions), wanted)
+        self.q_opt.zero_grad()
+        loss.backward()
+        self.q_opt.step()
+        if step % 2:
+            return
+        actor_loss = -self.q1(obs, self.actor(obs)).mean()
+        self.actor_opt.zero_grad()
+        actor_loss.backward()
+        self.actor_opt.step()
+        for network, target in ((self.actor, self.target_actor), (self.q1, self.t1), (self.q2, self.t2)):
+            for p, t in zip(network.parameters(), target.parameters(), strict=True):
+                t.data.copy_(0.005 * p.data + 0.995 * t.data)
+
+
+if __name__ == "__main__":
+    main(Learner, __doc__)
