@@ -151,7 +151,9 @@ _SAC_NOTE = (
 )
 
 _PENDULUM: dict[str, Any] = {"starts": 1000, "buffer": 100_000}
-_ROUNDS = f"One slot, batches of 256, an update for each step; rlhpc makes them in rounds of {SAC_ROLLOUT} after as many steps."
+_ROUNDS = (
+    f"One slot, batches of 256, an update a step; rlhpc makes them in rounds of {SAC_ROLLOUT} after as many steps."
+)
 
 CASES: dict[str, Case] = {
     "push_cube": Case(
@@ -202,10 +204,10 @@ CASES: dict[str, Case] = {
         note=f"SB3-Contrib's CrossQ with its defaults, but for critics of 256 units and learning from step 1000 on. {_ROUNDS}",
     ),
     "pendulum_iql": Case(
-        "IQL, Pendulum-v1, offline, then online", "Pendulum-v1", "iql", 3200,
-        {"starts": 200, "buffer": 100_000, "random": 0, "data": str(DATA), "offline_steps": 4, "offline_updates": 1000,
-         "inverse_temperature": 0.5}, spans=4,
-        note="CORL's iql.py with its defaults, but for an inverse temperature that fits these rewards: 4000 updates from "
+        "IQL, Pendulum-v1, offline, then online", "Pendulum-v1", "iql", 1600,
+        {"starts": 200, "buffer": 100_000, "random": 0, "data": str(DATA), "offline_steps": 3, "offline_updates": 1000,
+         "inverse_temperature": 0.5}, spans=2,
+        note="CORL's iql.py with its defaults, but for an inverse temperature that fits these rewards: 3000 updates from "
         "12 000 transitions of mixed quality (`bench/offline_data.py`; the result's file has their mean return), then "
         f"online, with half of each batch from these. The curve is that of the online part. {_ROUNDS}",
     ),
