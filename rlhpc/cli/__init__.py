@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlhpc.cli import clean, config, doctor, init, join, policies, replay, run, scale, start, tune, watch
+from rlhpc.cli import clean, config, data, doctor, init, join, policies, replay, run, scale, start, tune, watch
 from rlhpc.cli.parser import TopParser, add_command
 from rlhpc.cli.streams import silence_output, standard_streams, tell
 from rlhpc.runtime.environment_values import masked
@@ -25,7 +25,7 @@ GROUPS = {
     "Train": ("init", "config", "run", "plan", "tune", "train", "submit", "join", "scale", "cancel"),
     "Look at a run": ("status", "logs", "report", "compare"),
     "Use a policy": ("eval", "record", "pairs", "convert"),
-    "Data": ("replay", "dagger"),
+    "Data": ("data", "replay", "dagger"),
     "This machine, this cluster": ("doctor", "clean", "completion", "help"),
 }
 
@@ -33,7 +33,7 @@ GROUPS = {
 def build_parser() -> TopParser:
     """Builds the parser of the command line."""
     parser = TopParser(GROUPS)
-    for part in (init, config, run, start, tune, join, scale, watch, policies, replay, doctor, clean):
+    for part in (init, config, run, start, tune, join, scale, watch, policies, data, replay, doctor, clean):
         part.add_commands(parser.subparsers)
     parser.commands["completion"].set_defaults(parser=parser)  # what it writes a script for
 

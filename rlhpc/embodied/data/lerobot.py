@@ -4,7 +4,8 @@ Version 2 has one file per episode, version 3 files with many episodes. Pictures
 mp4 files (`dtype: video`). https://huggingface.co/docs/lerobot/lerobot-dataset-v3
 
 A LeRobot episode has as many observations as actions. So that none of its actions is lost, the last observation is
-repeated as the final one; the last step is a truncation unless `next.done` and `next.success` say that it was the task's end.
+repeated as the final one; the last step is a truncation unless `next.done` and `next.success` say that it was the task's end,
+or a column `next.truncated`, which rlhpc writes, says which ends are none.
 """
 
 from __future__ import annotations
@@ -177,8 +178,12 @@ def _trajectory(columns: dict[str, Any], source: str, features: dict[str, Any]) 
     ended = np.asarray(done, bool).reshape(T) if done is not None else terminations
     reached = np.asarray(success, bool).reshape(T) if success is not None else None
     # `next.done` marks any end; if nothing is said about success, it is taken for the task's.
-    terminations |= ended if reached is None else ended & reached
-    truncations[-1] = not terminations[-1]
+    if (cut := columns.get("next.truncated")) is not None:
+        truncations |= np.asarray(cut, bool).reshape(T)
+        terminations |= ended & ~truncations
+    else:
+        terminations |= ended if reached is None else ended & reached
+        truncations[-1] = not terminations[-1]
     actions = _array(columns["action"], None)
     reward = columns.get("next.reward")
     return check(

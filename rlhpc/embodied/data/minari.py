@@ -5,13 +5,17 @@ https://minari.farama.org/content/dataset_standards
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import h5py
 import numpy as np
 
+from rlhpc.checkpoint.folders import filled_folder
 from rlhpc.checkpoint.hdf5 import checked, member, members, open_hdf5
 from rlhpc.embodied.data.trajectory import Trajectory, check
 from rlhpc.runtime.errors import ConfigError
@@ -91,3 +95,92 @@ def _success(group: Any, length: int) -> np.ndarray | None:
     except KeyError:
         return None
     return found[1:] if len(found) == length + 1 else found if len(found) == length else None
+
+
+class MinariWriter:
+    """A dataset, which takes its name when `close` is called. Pictures are written as they are, not as JPEG.
+
+    Args:
+        folder: Of the dataset.
+        env_id: The task's name.
+    """
+
+    def __init__(self, folder: Path, *, env_id: str) -> None:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{folder} is there already; give a folder that is not, or is empty")
+        self._stack, self._env_id, self._spaces = ExitStack(), env_id, dict[str, Any]()
+        self._root = self._stack.enter_context(filled_folder(folder))
+        (self._root / MAIN).parent.mkdir()
+        self._file = h5py.File(self._root / MAIN, "w", track_order=True)
+        self._steps, self._count = 0, 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, trajectory: Trajectory) -> None:
+        """One episode, with the fields of `rlhpc.embodied.data.trajectory`.
+
+        Raises:
+            ConfigError: It lacks observations or rewards, or is shaped otherwise than the first.
+        """
+        if missing := [name for name in ("obs", "rewards") if trajectory[name] is None]:
+            raise ConfigError(f"{trajectory['source']} has no {missing[0]}, which a Minari dataset needs")
+        actions = np.asarray(trajectory["actions"])
+        actions = actions.reshape(-1) if actions.dtype.kind in "iu" and actions.shape[1] == 1 else actions
+        spaces = {"observation_space": _space(trajectory["obs"]), "action_space": _space(actions)}
+        if self._spaces and spaces["observation_space"] != self._spaces["observation_space"]:
+            raise ConfigError(f"{trajectory['source']} has other observations than the episodes before it")
+        if most := self._spaces.get("action_space", {}).get("n"):
+            spaces["action_space"]["n"] = max(most, spaces["action_space"]["n"])
+        self._spaces = spaces
+        group = self._file.create_group(f"{_GROUP}{self._count}")
+        group.attrs.update({"id": self._count, "total_steps": len(actions)})
+        if trajectory["seed"] is not None:
+            group.attrs["seed"] = trajectory["seed"]
+        obs = trajectory["obs"]
+        for name, value in obs.items() if isinstance(obs, dict) else [("", obs)]:
+            group[f"observations/{name}".rstrip("/")] = value
+        group["actions"] = actions
+        for name in _PARTS[2:]:
+            group[name] = trajectory[name]
+        if trajectory["success"] is not None:
+            group["infos/success"] = np.concatenate([[False], trajectory["success"]])
+        self._count, self._steps = self._count + 1, self._steps + len(actions)
+
+    def close(self) -> None:
+        """Gives the dataset its name."""
+        with self._stack:
+            if not self._count:
+                raise ConfigError("there is no episode to write")
+            self._file.close()
+            described = {
+                "total_episodes": self._count, "total_steps": self._steps, "data_format": "hdf5", "jpeg_encoding": False,
+                **{name: json.dumps(space) for name, space in self._spaces.items()},
+                "dataset_id": f"{self._env_id.lower()}/rlhpc-v0", "minari_version": "0.5.4",
+                "dataset_size": round((self._root / MAIN).stat().st_size / 1e6, 1),
+            }  # fmt: skip
+            (self._root / "data" / "metadata.json").write_text(json.dumps(described) + "\n")
+
+    def __enter__(self) -> MinariWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        self._file.close()
+        self._stack.__exit__(kind, error, trace)
+
+
+def _space(value: Any) -> dict[str, Any]:
+    """As Minari describes what holds one step of this; bounds of numbers are not known."""
+    if isinstance(value, dict):
+        return {"type": "Dict", "subspaces": {name: _space(part) for name, part in value.items()}}
+    if value.dtype.kind in "iu" and value.ndim == 1:
+        return {"type": "Discrete", "dtype": "int64", "start": 0, "n": int(value.max(initial=0)) + 1}
+    low, high = (0, 255) if value.dtype == np.uint8 else (-np.inf, np.inf)
+    shape, kind = value.shape[1:], value.dtype
+    bounds = {"low": np.full(shape, low, kind).tolist(), "high": np.full(shape, high, kind).tolist()}
+    return {"type": "Box", "dtype": str(kind), "shape": list(shape), **bounds}

@@ -1,0 +1,75 @@
+"""`data`: datasets of trajectories."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from rlhpc.cli.outputs import check_file, check_folder
+from rlhpc.cli.parser import add_command
+from rlhpc.runtime.errors import ConfigError
+
+_EXAMPLES = (
+    "rlhpc data info demos/push_cube.h5",
+    "rlhpc data show demos/push_cube.h5 --output push_cube.html",
+    "rlhpc data merge demos/round_0.h5 demos/round_1.h5 --output demos/all.h5",
+    "rlhpc data split demos/all.h5 --parts 2 --output demos/halves",
+    "rlhpc data convert demos/push_cube.h5 --to lerobot --videos --fps 20 --task 'push the cube' --output lerobot/push_cube",
+)
+
+
+def _data(args: argparse.Namespace) -> int:
+    from rlhpc.embodied.data import datasets
+    from rlhpc.embodied.data.page import page
+
+    if args.overrides:
+        raise ConfigError(f"rlhpc data takes no overrides ({args.overrides[0]})")
+    for option, found in (("--parts", args.parts), ("--fps", args.fps), ("--episodes", args.episodes)):
+        if found < 1:
+            raise ConfigError(f"{option} is {found}; it must be at least 1")
+    if args.action == "info":
+        print(json.dumps(datasets.inspect(args.paths), indent=1))
+        return 0
+    if not args.output:
+        raise ConfigError(f"rlhpc data {args.action} needs --output")
+    if args.action == "show":
+        output = check_file("--output", Path(args.output))
+        facts = datasets.inspect(args.paths)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        shown = itertools.islice(datasets.read(args.paths), args.episodes)
+        output.write_text(page(", ".join(args.paths), facts, shown))
+        print(f"{output}: {min(args.episodes, facts['episodes'])} of {facts['episodes']} episodes")
+        return 0
+    if args.to == "hdf5" and args.action != "split":
+        check_file("--output", Path(args.output))
+    else:
+        check_folder("--output", Path(args.output))
+    options = datasets.Options(args.to, args.fps, args.task, args.videos)
+    if args.action == "split":
+        for name, count in datasets.split(args.paths, args.output, args.parts, options):
+            print(f"{name}: {count} episodes")
+    else:
+        print(f"{args.output}: {datasets.convert(args.paths, args.output, options)} episodes")
+    return 0
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the commands of this module to the command line."""
+    data = add_command(commands, "data", _data, "show, merge, split and convert datasets of trajectories", _EXAMPLES)
+    data.add_argument("action", choices=("info", "show", "merge", "split", "convert"), help="what to do")
+    data.add_argument("paths", nargs="+", help="files of trajectories, folders of them, Minari's or LeRobot's datasets")
+    data.add_argument("--output", help="page (show), file (hdf5) or folder to write")
+    data.add_argument(
+        "--to", choices=("hdf5", "lerobot", "minari"), default="hdf5",
+        help="format (merge, split, convert): ManiSkill's HDF5 (default), LeRobot's v3.0, or Minari's",
+    )  # fmt: skip
+    data.add_argument("--parts", type=int, default=2, help="datasets to deal the episodes out to (split; default 2)")
+    data.add_argument("--episodes", type=int, default=10, help="episodes to show (show; default 10)")
+    data.add_argument("--fps", type=int, default=20, help="frames a second (lerobot; default 20)")
+    data.add_argument(
+        "--task", help="what is done in the episodes, in words (lerobot; default: the environment's name)"
+    )
+    data.add_argument("--videos", action="store_true", help="pictures as mp4 instead of in the table (lerobot)")

@@ -1,0 +1,176 @@
+"""Writes LeRobot datasets, format v3.0: files of many episodes, as lerobot's own `LeRobotDataset.create` makes them.
+
+    meta/info.json, stats.json, tasks.parquet, episodes/chunk-000/file-000.parquet
+    data/chunk-000/file-000.parquet                       a row a frame, a row group an episode
+    videos/<camera>/chunk-000/file-000.mp4                all episodes' frames, one after the other
+
+A LeRobot episode has as many observations as actions: the one after the last action is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from rlhpc.checkpoint.folders import filled_folder
+from rlhpc.embodied.data.lerobot_columns import (
+    CHUNK,
+    MOST_BYTES,
+    PATTERN,
+    columns_of,
+    features_of,
+    images,
+    table_of,
+    tasks_table,
+)
+from rlhpc.embodied.data.lerobot_statistics import Totals
+from rlhpc.embodied.data.lerobot_video import CameraFiles
+from rlhpc.embodied.data.trajectory import not_finite
+from rlhpc.runtime.errors import ConfigError
+
+
+class LeRobotWriter:
+    """A dataset, which takes its name when `close` is called.
+
+    Args:
+        folder: Of the dataset.
+        fps: Frames a second.
+        task: What is done in the episodes, in words.
+        videos: Pictures go into mp4 files, rather than into the table.
+        robot: `robot_type`.
+    """
+
+    def __init__(self, folder: Path, *, fps: int, task: str, videos: bool = False, robot: str | None = None) -> None:
+        try:
+            import pyarrow.parquet
+        except ImportError:
+            raise ConfigError("LeRobot datasets need pyarrow: pip install 'rlhpc[embodied]'") from None
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{folder} is there already; give a folder that is not, or is empty")
+        self._arrow, self._parquet = pyarrow, pyarrow.parquet
+        self._fps, self._task, self._videos, self._robot = fps, task, videos, robot
+        self._stack = ExitStack()
+        self._root = self._stack.enter_context(filled_folder(folder))
+        self._features: dict[str, Any] = {}
+        self._cameras: dict[str, CameraFiles] = {}
+        self._rows: list[dict[str, Any]] = []
+        self._totals = Totals()
+        self._table: Any = None
+        self._file, self._frames = 0, 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, trajectory: Mapping[str, Any]) -> None:
+        """One episode, with the fields of `rlhpc.embodied.data.trajectory`.
+
+        Raises:
+            ConfigError: It has no observations, other columns than the first, or a number that is not finite.
+        """
+        if trajectory["obs"] is None:
+            raise ConfigError(f"{trajectory['source']} has no obs, which a LeRobot dataset needs")
+        if fault := not_finite(dict(trajectory), ("obs", "actions")):
+            raise ConfigError(fault)
+        columns = columns_of(trajectory)
+        features = features_of(columns, self._fps, self._videos)
+        if not self._features:
+            self._features = features
+            self._cameras = {
+                name: CameraFiles(self._root, name, self._fps)
+                for name in images(features)
+                if features[name]["dtype"] == "video"
+            }
+        elif features != self._features:
+            raise ConfigError(
+                f"{trajectory['source']} has {_said(features)}; the episodes before it have {_said(self._features)}"
+            )
+        number, length = len(self._rows), len(columns["action"])
+        columns |= {
+            "timestamp": np.arange(length, dtype=np.float32) / np.float32(self._fps), "frame_index": np.arange(length),
+            "episode_index": np.full(length, number), "index": self._frames + np.arange(length),
+            "task_index": np.zeros(length, np.int64),
+        }  # fmt: skip
+        statistics = {
+            name: self._totals.add(name, column, name in images(features)) for name, column in columns.items()
+        }
+        places: dict[str, Any] = {}
+        for name, camera in self._cameras.items():
+            places |= camera.add(columns[name])
+        self._write(table_of(columns, self._features, self._arrow))
+        self._rows.append({
+            "episode_index": number, "tasks": [self._task], "length": length,
+            "data/chunk_index": self._file // CHUNK, "data/file_index": self._file % CHUNK,
+            "dataset_from_index": self._frames, "dataset_to_index": self._frames + length, **places,
+            **{f"stats/{name}/{key}": v.tolist() for name, each in statistics.items() for key, v in each.items()},
+            "meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0,
+        })  # fmt: skip
+        self._frames += length
+
+    def _write(self, table: Any) -> None:
+        path = (
+            self._root
+            / f"data/{PATTERN.format(chunk_index=self._file // CHUNK, file_index=self._file % CHUNK)}.parquet"
+        )
+        if self._table is not None and path.stat().st_size + table.nbytes >= MOST_BYTES["data"]:
+            self._table.close()
+            self._table, self._file = None, self._file + 1
+            self._write(table)
+            return
+        if self._table is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._table = self._parquet.ParquetWriter(path, table.schema, compression="snappy")
+        self._table.write_table(table)
+
+    def close(self) -> None:
+        """Gives the dataset its name.
+
+        Raises:
+            ConfigError: It has no episode.
+        """
+        with self._stack:
+            if not self._rows:
+                raise ConfigError("there is no episode to write")
+            self._table.close()
+            for name, camera in self._cameras.items():
+                self._features[name]["info"] = camera.close()
+            meta = self._root / "meta"
+            (meta / "episodes" / "chunk-000").mkdir(parents=True)
+            episodes = self._arrow.Table.from_pylist(self._rows)
+            self._parquet.write_table(episodes, meta / "episodes" / "chunk-000" / "file-000.parquet")
+            self._parquet.write_table(tasks_table([self._task], self._arrow), meta / "tasks.parquet")
+            (meta / "stats.json").write_text(json.dumps(self._totals.all(), indent=4) + "\n")
+            (meta / "info.json").write_text(json.dumps(self._info(), indent=4) + "\n")
+
+    def _info(self) -> dict[str, Any]:
+        return {
+            "codebase_version": "v3.0", "robot_type": self._robot, "total_episodes": len(self._rows),
+            "total_frames": self._frames, "total_tasks": 1, "chunks_size": CHUNK,
+            "data_files_size_in_mb": MOST_BYTES["data"] >> 20, "video_files_size_in_mb": MOST_BYTES["videos"] >> 20,
+            "fps": self._fps, "splits": {"train": f"0:{len(self._rows)}"}, "data_path": f"data/{PATTERN}.parquet",
+            "video_path": f"videos/{{video_key}}/{PATTERN}.mp4" if self._cameras else None, "features": self._features,
+        }  # fmt: skip
+
+    def __enter__(self) -> LeRobotWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        if self._table is not None:
+            self._table.close()
+        for camera in self._cameras.values():
+            camera.discard()
+        self._stack.__exit__(kind, error, trace)
+
+
+def _said(features: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {each['dtype']}{list(each['shape'])}" for name, each in features.items())

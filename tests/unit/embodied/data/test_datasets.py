@@ -1,0 +1,213 @@
+"""`rlhpc data`: what is written in any format is what was there, as we and as its own library read it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+
+from rlhpc.cli import main
+from rlhpc.embodied.data.trajectories import read_trajectories
+from tests.unit.embodied.data.test_trajectories import assert_same, episode, write
+
+ROOT = Path(__file__).resolve().parents[4]
+#: LeRobot has a Python of its own.
+LEROBOT = ROOT / ".venv-lerobot" / "bin" / "python"
+FIELDS = ("actions", "rewards", "terminations", "truncations", "success")
+
+
+def episodes(**kind: Any) -> list[dict[str, Any]]:
+    """One that succeeded and one that was cut off."""
+    one, two = episode(5, **kind), episode(9, **kind)
+    two |= {"terminations": np.zeros(9, bool), "truncations": np.arange(9) == 8}
+    two["success"] = None if one["success"] is None else np.zeros(9, bool)
+    return [one, two]
+
+
+def data(*words: object) -> None:
+    assert main(["data", *map(str, words)]) == 0
+
+
+@pytest.mark.parametrize("kind", [{}, {"rgb": True}, {"discrete": True, "success": None}], ids=str)
+@pytest.mark.parametrize("to", ["hdf5", "lerobot", "minari"])
+def test_converted_and_back(tmp_path: Path, to: str, kind: dict[str, Any]) -> None:
+    written = episodes(**kind)
+    source, there, back = (
+        write(tmp_path / "a.h5", *written),
+        tmp_path / f"there{'.h5' * (to == 'hdf5')}",
+        tmp_path / "b.h5",
+    )
+    data("convert", source, "--to", to, "--output", there)
+    data("convert", there, "--output", back)
+    for one, two in zip(written, read_trajectories(back), strict=True):
+        for name in FIELDS:
+            assert_same(one[name], two[name])
+        if to == "lerobot":  # which has no observation after the last action
+            kept = one["obs"] if isinstance(one["obs"], dict) else {"": one["obs"]}
+            shown = two["obs"] if isinstance(two["obs"], dict) else {"": two["obs"]}
+            assert_same(
+                {name: value[:-1] for name, value in kept.items()}, {name: value[:-1] for name, value in shown.items()}
+            )
+        else:
+            assert_same(one["obs"], two["obs"])
+
+
+def pictures(T: int) -> np.ndarray:
+    """A bright square that moves over a dark floor: what a video keeps."""
+    found = np.full((T + 1, 32, 48, 3), 40, np.uint8)
+    for t in range(T + 1):
+        found[t, 8:24, 2 * t : 2 * t + 16] = (200, 120, 60)
+    return found
+
+
+def test_lerobot_s_layout_statistics_and_videos(tmp_path: Path) -> None:
+    written = [episode(T, obs={"state": np.random.default_rng(T).normal(size=(T + 1, 3)).astype(np.float32),
+                               "rgb": pictures(T)}) for T in (5, 9)]  # fmt: skip
+    folder = tmp_path / "set"
+    data(
+        "convert",
+        write(tmp_path / "a.h5", *written),
+        "--to",
+        "lerobot",
+        "--videos",
+        "--fps",
+        10,
+        "--task",
+        "push",
+        "--output",
+        folder,
+    )
+    info, statistics = (json.loads((folder / "meta" / name).read_text()) for name in ("info.json", "stats.json"))
+    assert (info["codebase_version"], info["total_episodes"], info["total_frames"], info["fps"]) == ("v3.0", 2, 14, 10)
+    assert info["features"]["observation.images.rgb"]["dtype"] == "video" and info["features"]["action"]["shape"] == [2]
+    state, seen = (np.concatenate([each["obs"][name][:-1] for each in written]) for name in ("state", "rgb"))
+    found = {name: np.array(value) for name, value in statistics["observation.state"].items()}
+    np.testing.assert_allclose(found["mean"], state.mean(0, np.float64))
+    np.testing.assert_allclose(found["std"], state.std(0, dtype=np.float64))
+    np.testing.assert_allclose(found["q90"], np.quantile(state.astype(np.float64), 0.9, axis=0))
+    shown = {name: np.array(value) for name, value in statistics["observation.images.rgb"].items()}
+    assert shown["mean"].shape == (3, 1, 1) and shown["count"].tolist() == [14]
+    np.testing.assert_allclose(shown["mean"].ravel(), seen.mean((0, 1, 2)) / 255)
+    np.testing.assert_allclose(shown["std"].ravel(), (seen / 255).std((0, 1, 2)))
+    np.testing.assert_allclose(shown["max"].ravel() * 255, seen.max((0, 1, 2)))
+    np.testing.assert_allclose(shown["q50"].ravel() * 255, np.quantile(seen, 0.5, (0, 1, 2), method="inverted_cdf"))
+    rows = parquet.read_table(folder / "meta" / "episodes" / "chunk-000" / "file-000.parquet").to_pylist()
+    assert [(row["dataset_from_index"], row["dataset_to_index"], row["length"]) for row in rows] == [
+        (0, 5, 5),
+        (5, 14, 9),
+    ]
+    assert [row["videos/observation.images.rgb/from_timestamp"] for row in rows] == [0.0, 0.5]
+    assert rows[1]["stats/action/max"] == pytest.approx(written[1]["actions"].max(0))
+    assert parquet.read_metadata(folder / "data" / "chunk-000" / "file-000.parquet").num_row_groups == 2
+    for one, two in zip(written, read_trajectories(folder), strict=True):
+        apart = np.abs(one["obs"]["rgb"][:-1].astype(int) - two["obs"]["rgb"][:-1])
+        assert apart.mean() < 4, "another frame is further off"
+    data("convert", tmp_path / "a.h5", "--to", "lerobot", "--output", tmp_path / "images")
+    if LEROBOT.exists():
+        assert read_by_lerobot(tmp_path / "images") == [
+            [2, 14, "Task-v1", *np.concatenate([each["actions"] for each in written])[7].tolist()],
+            [round(value / 255, 4) for value in seen[7, 9, 20].tolist()], sorted(info["features"]),
+        ]  # fmt: skip
+
+
+def read_by_lerobot(folder: Path) -> Any:
+    program = (
+        "import json, sys, torch\n"
+        "library = torch.library.Library('torchvision', 'DEF')\n"  # an operator that its build of torchvision may lack
+        "[library.define(f'{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor') for name in ('nms', 'qnms')]\n"
+        "from lerobot.datasets.lerobot_dataset import LeRobotDataset\n"
+        "found = LeRobotDataset('local/set', root=sys.argv[1])\n"
+        "row = found[7]\n"
+        "facts = [found.num_episodes, found.num_frames, row['task'], *row['action'].tolist()]\n"
+        "seen = [round(value, 4) for value in row['observation.images.rgb'][:, 9, 20].tolist()]\n"
+        "print(json.dumps([facts, seen, sorted(found.features)]))\n"
+    )
+    home = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder.parent / "hf"), "HOME": str(folder.parent)}
+    command = [LEROBOT, "-c", program, folder]
+    done = subprocess.run(command, env=home, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_split_merged_and_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = [episode(T) for T in (3, 4, 5)]
+    source = write(tmp_path / "a.h5", *written)
+    data("split", source, "--parts", 2, "--output", tmp_path / "parts")
+    lengths = [[len(t["actions"]) for t in read_trajectories(tmp_path / "parts" / f"{i}.h5")] for i in range(2)]
+    assert lengths == [[3, 5], [4]]
+    data("merge", tmp_path / "parts" / "1.h5", tmp_path / "parts" / "0.h5", "--output", tmp_path / "b.h5")
+    capsys.readouterr()
+    data("info", tmp_path / "b.h5")
+    found = json.loads(capsys.readouterr().out)
+    assert (found["env_id"], found["episodes"], found["steps"], found["length"]) == ("Task-v1", 3, 12, [3, 5])
+    assert found["success_once"] == 1 and found["truncated"] == 0
+    assert found["return"]["mean"] == pytest.approx(np.mean([each["rewards"].sum() for each in written]))
+    assert json.loads((tmp_path / "b.json").read_text())["env_info"]["env_kwargs"] == {
+        "control_mode": "pd_ee_delta_pos"
+    }
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_the_page_shows_episodes_and_loads_nothing(tmp_path: Path) -> None:
+    data("show", write(tmp_path / "<b>.h5", *episodes(rgb=True)), "--episodes", 1, "--output", tmp_path / "a.html")
+    text = (tmp_path / "a.html").read_text()
+    tags = Tags()
+    tags.feed(text)
+    names = [tag for tag, _ in tags.found]
+    assert names.count("section") == 1 and "5 steps" in text and "success" in text and "<b>" not in text
+    assert names.count("polyline") == 1 + 2 + 3  # reward, actions, state
+    sources = [attributes["src"] or "" for tag, attributes in tags.found if tag == "img"]
+    assert len(sources) == 6 and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not any("href" in attributes for _, attributes in tags.found) and "script" not in names
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("merge", "a.h5", "--output", "a.h5"), "is there already"),
+        (("convert", "a.h5", "--to", "lerobot", "--output", "full"), "is there already"),
+        (("convert", "a.h5", "--to", "minari", "--output", "full"), "is there already"),
+        (("merge", "a.h5", "other.h5", "--output", "b.h5"), "one data set has one task"),
+        (("split", "a.h5", "--parts", "9", "--output", "b"), "--parts is 9, but there are 2 episodes"),
+        (("convert", "a.h5", "--output", "b.txt"), "does not end in .h5"),
+        (("convert", "bare.h5", "--to", "lerobot", "--output", "b"), "has no obs"),
+        (("convert", "bare.h5", "--to", "minari", "--output", "b"), "has no obs"),
+        (("show", "a.h5"), "needs --output"),
+        (("info", "nowhere.h5"), "no such file"),
+    ],
+)
+def test_bad_input_is_one_message_and_leaves_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.h5", *episodes())
+    write(tmp_path / "bare.h5", episode(3, obs=None))
+    write(tmp_path / "other.h5", episode(3))
+    described = json.loads((tmp_path / "other.json").read_text())
+    described["env_info"]["env_id"] = "Other-v1"
+    (tmp_path / "other.json").write_text(json.dumps(described))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["data", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("rlhpc: error:") == 1 and "Traceback" not in error
+    assert sorted(tmp_path.rglob("*")) == before
