@@ -204,10 +204,10 @@ CASES: dict[str, Case] = {
         note=f"SB3-Contrib's CrossQ with its defaults, but for critics of 256 units and learning from step 1000 on. {_ROUNDS}",
     ),
     "pendulum_iql": Case(
-        "IQL, Pendulum-v1, offline, then online", "Pendulum-v1", "iql", 1600,
-        {"starts": 200, "buffer": 100_000, "random": 0, "data": str(DATA), "offline_steps": 3, "offline_updates": 1000,
+        "IQL, Pendulum-v1, offline, then online", "Pendulum-v1", "iql", 1200,
+        {"starts": 200, "buffer": 100_000, "random": 0, "data": str(DATA), "offline_steps": 2, "offline_updates": 1000,
          "inverse_temperature": 0.5}, spans=2,
-        note="CORL's iql.py with its defaults, but for an inverse temperature that fits these rewards: 3000 updates from "
+        note="CORL's iql.py with its defaults, but for an inverse temperature that fits these rewards: 2000 updates from "
         "12 000 transitions of mixed quality (`bench/offline_data.py`; the result's file has their mean return), then "
         f"online, with half of each batch from these. The curve is that of the online part. {_ROUNDS}",
     ),
