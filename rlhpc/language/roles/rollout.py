@@ -357,8 +357,8 @@ class LanguageRolloutWorker(Worker):
 
     def _whole(self, slot: Slot) -> None:
         """Handles a group that is whole: hands it over, or asks another prompt in its place."""
-        members = [member for member in range(self.group_size) if not slot.episodes[member].failed]
-        # What failed for its agent's sake says nothing about the policy: it is no reward of 0, and in no baseline.
+        oldest = slot.step - 1 - self.staleness
+        members = untrained.members(slot, oldest)
         lacking = len(members) < min(2, self.group_size)
         if lacking:
             if slot.attempt < self.refills:
@@ -378,7 +378,7 @@ class LanguageRolloutWorker(Worker):
             self._start(slot.step, slot.position, slot.attempt + 1, untrained.refilled(slot))
             return
         why = "nonfinite" if fault else "alone" if lacking else ""
-        untrained.settle(slot, slot.step - 1 - self.staleness, cut=self.cfg.algorithm.overlong_filter, why=why)
+        untrained.settle(slot, oldest, cut=self.cfg.algorithm.overlong_filter, why=why)
         del self._slots[slot.step, slot.position]
         made = [
             columns_of(self.algorithm, s, score) for e, score in zip(episodes, scores, strict=True) for s in e.samples

@@ -21,6 +21,17 @@ def drawn(episodes: Iterable[Episode]) -> int:
     return sum(sum(sample.loss_mask) for episode in episodes for sample in episode.samples)
 
 
+def members(slot: Slot, oldest: int) -> list[int]:
+    """Which of a group's episodes are compared. What failed for its agent's sake says nothing about the policy, and what was
+    drawn by weights before version `oldest` alone says nothing about these: neither is a reward of 0, or in any baseline."""
+    return [m for m, found in sorted(slot.episodes.items()) if not found.failed and not _too_old(found, oldest)]
+
+
+def _too_old(episode: Episode, oldest: int) -> bool:
+    versions = [v for s in episode.samples for v, own in zip(s.versions, s.loss_mask, strict=True) if own]
+    return bool(versions) and max(versions) < oldest
+
+
 def refilled(slot: Slot) -> Counter[str]:
     """What was drawn in vain in a prompt's place, now that another one is asked there."""
     return slot.untrained + Counter(refilled=drawn(slot.episodes.values()))
@@ -47,13 +58,21 @@ def settle(slot: Slot, oldest: int, *, cut: bool, why: str) -> None:
 
 
 def _mask_old(episode: Episode, oldest: int) -> int:
-    count = 0
+    """Masks what is too old, and takes out roles of which nothing else is left: they would be compared as worth 0."""
+    count, spoke = 0, _speakers(episode)
     for sample in episode.samples:
         for at, (own, version) in enumerate(zip(sample.loss_mask, sample.versions, strict=True)):
             if own and version < oldest:
                 sample.loss_mask[at] = False
                 count += 1
+    gone = spoke - _speakers(episode)
+    if episode.branches and gone != spoke:
+        episode.branches = [sample for sample in episode.branches if sample.role not in gone]
     return count
+
+
+def _speakers(episode: Episode) -> set[int]:
+    return {sample.role for sample in episode.samples if any(sample.loss_mask)}
 
 
 def facts(slot: Slot) -> dict[str, float]:

@@ -171,28 +171,55 @@ def test_micro_batches_add_up_to_the_whole(batch: TokenBatch, options: dict[str,
         torch.testing.assert_close(sums[name], torch.as_tensor(metrics[name]), msg=name)
 
 
+def gradients_of(given: TokenBatch, said: torch.Tensor, entropy: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    """Of log-probs and entropies, with samples of an episode in several micro-batches."""
+    algorithm = make_algorithm(config(kl_coef=0.1, entropy_coef=0.01, tis_cap=2.0, **options))
+    given.columns["advantages"] = algorithm.advantages(given, None)
+    given.columns["parts_of"] = given.parts_of_sequences()
+    owners = torch.repeat_interleave(given.sequence(), given.lengths)[given.mask]
+    whole = Whole(float(given.mask.sum()), float(len(owners.unique())), given.by_episode().width)
+    logprobs, uncertain = said.clone().requires_grad_(), entropy.clone().requires_grad_()
+    for samples in torch.arange(len(given)).split(5):
+        where = given.tokens_of(samples)
+        loss, _ = algorithm.loss(TokenScores(logprobs[where], uncertain[where]), given.select(samples), whole)
+        loss.backward()
+    assert logprobs.grad is not None and uncertain.grad is not None
+    return [logprobs.grad, uncertain.grad]
+
+
+@pytest.mark.parametrize("loss_type", ["ppo", "cispo", "decoupled_ppo", "gspo"])
 @pytest.mark.parametrize(
-    "loss_agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+    "loss_agg", ["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 )
-def test_an_episode_in_several_samples_has_the_gradient_of_one(batch: TokenBatch, loss_agg: str) -> None:
-    """Over tokens and over sequences; with a penalty, a bonus, and samples of an episode in several micro-batches."""
-    options = {"loss_agg": loss_agg, "kl_coef": 0.1, "entropy_coef": 0.01, "recompute_logprobs": True, "tis_cap": 2.0}
-    algorithm, gradients = make_algorithm(config(**options)), []
+def test_an_episode_in_several_samples_has_the_gradient_of_one(
+    batch: TokenBatch, loss_agg: str, loss_type: str
+) -> None:
+    """Over tokens and over sequences, with a penalty and a bonus. GSPO's ratio is a sample's: there it holds as long as the
+    samples of an episode have the same, as they do before the first update."""
+    options = {"loss_agg": loss_agg, "loss_type": loss_type, "recompute_logprobs": True}
     said, entropy = -torch.rand(batch.tokens), torch.rand(batch.tokens)
-    for given in (batch, in_pieces(batch)):
-        given.columns["advantages"] = algorithm.advantages(given, None)
-        given.columns["parts_of"] = given.parts_of_sequences()
-        owners = torch.repeat_interleave(given.sequence(), given.lengths)[given.mask]
-        whole = Whole(float(given.mask.sum()), float(len(owners.unique())), given.by_episode().width)
-        logprobs, uncertain = said.clone().requires_grad_(), entropy.clone().requires_grad_()
-        for samples in torch.arange(len(given)).split(5):
-            where = given.tokens_of(samples)
-            loss, _ = algorithm.loss(TokenScores(logprobs[where], uncertain[where]), given.select(samples), whole)
-            loss.backward()
-        gradients.append((logprobs.grad, uncertain.grad))
-    for one, other in zip(*gradients, strict=True):
-        assert one is not None and other is not None and one.abs().max() > 1e-5
-        torch.testing.assert_close(one, other, atol=1e-7, rtol=0)
+    if loss_type == "gspo":
+        said = batch.columns["old_logprobs"] + 0.1
+    one, other = (gradients_of(given, said, entropy, **options) for given in (batch, in_pieces(batch)))
+    for whole, pieces in zip(one, other, strict=True):
+        assert whole.abs().max() > 1e-5
+        torch.testing.assert_close(whole, pieces, atol=1e-6, rtol=0)
+
+
+def test_the_ratio_of_gspo_is_a_samples(batch: TokenBatch) -> None:
+    """By hand: in pieces, each token is weighed by the ratio of its own piece, and has the advantage of its episode."""
+    two = in_pieces(batch)
+    algorithm = make_algorithm(config(loss_type="gspo", clip_ratio_low=0.9, clip_ratio_high=9.0))
+    two.columns |= {"advantages": algorithm.advantages(two, None), "parts_of": two.parts_of_sequences()}
+    logprobs = (-torch.rand(batch.tokens)).requires_grad_()
+    whole = Whole(float(two.mask.sum()), 1.0, two.by_episode().width)
+    algorithm.loss(TokenScores(logprobs, None), two, whole)[0].backward()
+    expected = torch.zeros(batch.tokens)
+    for begin, end in zip(two.cu_seqlens[:-1].tolist(), two.cu_seqlens[1:].tolist(), strict=True):
+        own = torch.arange(begin, end)[two.mask[begin:end]]
+        ratio = (logprobs.detach() - two.columns["rollout_logprobs"])[own].mean().exp()
+        expected[own] = -two.columns["advantages"][own] * ratio / whole.tokens
+    torch.testing.assert_close(logprobs.grad, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(

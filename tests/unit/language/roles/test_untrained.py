@@ -45,3 +45,18 @@ def test_a_group_that_is_left_out_and_one_whose_place_another_took(why: str) -> 
     untrained.settle(second, 0, cut=False, why=why)
     assert second.untrained == Counter({"refilled": 5, why: 3, "failed": 2, "lost": 0})
     assert set(second.untrained) <= set(untrained.REASONS)
+
+
+def test_what_is_wholly_too_old_is_in_no_baseline_and_of_several_roles_only_those_that_are() -> None:
+    silent = Episode(0, (1,))  # says nothing, and so nothing old
+    group = slot(episode([2, 2]), episode([2, 4]), episode([4], error="it broke"), silent)
+    assert [untrained.members(group, oldest) for oldest in (3, 9, 10)] == [[0, 1, 3], [0, 1, 3], [3]]
+    group.episodes[0].branches.pop()  # with the other sample's token of version 9
+    assert untrained.members(group, 3) == [1, 3], "too few would be left: another prompt takes the place"
+    # Two roles: the second's only token is of version 9.
+    for oldest, roles in ((3, [0, 1]), (5, [1]), (10, [0, 1])):
+        given = slot(episode([2, 4]))
+        given.episodes[0].samples[1].role = 1
+        untrained.settle(given, oldest, cut=False, why="")
+        assert [sample.role for sample in given.episodes[0].samples] == roles, "never none at all"
+        assert given.untrained["old"] == sum(version < oldest for version in (2, 4, 9))
