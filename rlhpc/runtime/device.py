@@ -11,7 +11,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.host import node_name
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
+
+Module = TypeVar("Module", bound="torch.nn.Module")
 
 #: Locked pages count as such for all devices of the process.
 _PORTABLE = 1
@@ -80,6 +82,19 @@ def attends_by_segments(query: torch.Tensor, value: torch.Tensor) -> bool:
 
     half = query.dtype in (torch.float16, torch.bfloat16)
     return query.is_cuda and half and query.shape[-1] == value.shape[-1] <= 256
+
+
+def moved(module: Module, device: torch.device) -> Module:
+    """The module on a device. What it has under two names, such as embeddings that are its head as well, stays one: for
+    accelerators that torch knows from extensions alone, `Module.to` makes each of them anew."""
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    module.to(device)
+    for first, *others in names.values():
+        for holder, _, attribute in (other.rpartition(".") for other in others):
+            setattr(module.get_submodule(holder), attribute, module.get_parameter(first))
+    return module
 
 
 def empty_cache() -> None:

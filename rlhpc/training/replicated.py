@@ -11,6 +11,7 @@ from torch import nn
 
 from rlhpc.checkpoint.state import load_state, load_tensors, save_state, save_tensors
 from rlhpc.jobs.paths import MODEL
+from rlhpc.runtime.device import moved
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training.contract import Blueprint, Named, Ranks
 from rlhpc.training.flat import FlatModule
@@ -31,14 +32,14 @@ class ReplicatedBackend(ParkingBackend):
 
     def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> None:
         super().__init__(blueprint, actor, worker)
-        self.module = blueprint.build().to(self.device)
+        self.module = moved(blueprint.build(), self.device)
         # A wing that keeps the weights itself has them in the dtype of the computation.
         dtype = None if blueprint.keeps_weights else self.dtype
         self.flat = FlatModule(self.module, self.optim, worker.all_reduce, self.ranks, look=blueprint.look, dtype=dtype)
         self.prepare_reference()
 
     def _make_reference(self) -> nn.Module:
-        return self.blueprint.build_reference().to(self.device)
+        return moved(self.blueprint.build_reference(), self.device)
 
     def _clear(self) -> None:
         self.flat.zero_grad()

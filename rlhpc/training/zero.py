@@ -18,7 +18,7 @@ from torch import nn
 
 from rlhpc.checkpoint.beside import write_file
 from rlhpc.checkpoint.state import stream_state
-from rlhpc.runtime.device import collective_backends
+from rlhpc.runtime.device import collective_backends, moved
 from rlhpc.runtime.durable import fsync_folder, write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.training.contract import Batch, Blueprint, Metrics, Named, Ranks
@@ -83,6 +83,13 @@ class DeepSpeedBackend(ParkingBackend):
                 f"actor.training_backend=deepspeed needs DeepSpeed ({error}): install it with "
                 "pip install 'rlhpc[deepspeed]'"
             ) from error
+        found = deepspeed.get_accelerator().device_name()
+        if found != self.device.type:
+            raise ConfigError(
+                f"actor.training_backend=deepspeed: DeepSpeed would compute on {found!r} (DS_ACCELERATOR is "
+                f"{os.environ.get('DS_ACCELERATOR', 'not set')!r}), and this rank computes on {self.device.type!r}: unset "
+                "DS_ACCELERATOR where it is set, or take training_backend fsdp"
+            )
         if not on_gpu:
             # Its first use would compile it for minutes, on every node.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -107,7 +114,7 @@ class DeepSpeedBackend(ParkingBackend):
         module = build()
         for parameter in module.parameters():  # buffers, such as position frequencies, keep their precision
             parameter.data = parameter.data.to(self.dtype)
-        return module.to(self.device)
+        return moved(module, self.device)
 
     def _initialize(self, module: nn.Module, config: dict[str, Any], optimizer: Any) -> Any:
         try:

@@ -57,4 +57,5 @@ def environment() -> dict[str, str]:
     return {
         **os.environ, "RLHPC_CARD": str(folder / "card.so"), "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "RLHPC_TEST_DEVICE": "card", "RLHPC_VIRTUAL_ACCELERATORS": "1",
+        "RLHPC_CARDS": os.environ.get("RLHPC_CARDS", "0,1,2,3"),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-// An accelerator in this host's memory, for tests: "card".
+// Accelerators in this host's memory, for tests: "card".
 //
 // Its memory can be read and written by its own kernels alone; whatever else touches it is ended by the kernel of the
 // operating system. Kernels are the CPU's, on copies. Everything is done at once, in the order in which it is asked for.
@@ -14,8 +14,11 @@
 #include <sys/mman.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <map>
 #include <mutex>
+#include <string>
 
 namespace {
 constexpr auto kCard = c10::DeviceType::PrivateUse1;
@@ -30,6 +33,14 @@ struct Block {
 std::mutex lock;
 std::map<uintptr_t, Block> blocks;
 size_t held = 0, most = 0;
+
+// As many as the process is shown, as of CUDA's; a process computes on the first of them alone.
+c10::DeviceIndex cards() {
+  const char* shown = getenv("CUDA_VISIBLE_DEVICES");
+  if (!shown) shown = getenv("RLHPC_CARDS");
+  std::string names = shown ? shown : "0";
+  return names.empty() ? 0 : 1 + std::count(names.begin(), names.end(), ',');
+}
 
 void guard(const void* pointer, int by) {
   std::lock_guard<std::mutex> own(lock);
@@ -116,7 +127,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream(++last); }
   c10::Stream getNewStream(c10::Device, int) const override { return stream(++last); }
   c10::Stream exchangeStream(c10::Stream next) const override { return stream(std::exchange(current, next.id())); }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::DeviceIndex deviceCount() const noexcept override { return cards(); }
   void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
     *event = reinterpret_cast<void*>(1);
   }
@@ -134,9 +145,9 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
+  bool isAvailable() const override { return cards() > 0; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex deviceCount() const override { return cards(); }
   void setCurrentDevice(c10::DeviceIndex) const override {}
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
@@ -187,6 +198,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
 
 const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
+  if (self.sizes() == size) return self;  // a view keeps its strides
   impl->set_sizes_contiguous(size);
   if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
   size_t need = (impl->storage_offset() + impl->numel()) * self.itemsize();

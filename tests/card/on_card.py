@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from rlhpc.config.sections import OptimConfig, ParallelConfig
+from rlhpc.config.sections import DeepspeedConfig, OptimConfig, ParallelConfig
 from rlhpc.runtime.comm.pool import SegmentPool
 from rlhpc.runtime.comm.serialization import dumps, loads
-from rlhpc.runtime.device import SideCopies, accelerator, host_memory, torch_device
+from rlhpc.runtime.device import SideCopies, accelerator, host_memory, moved, torch_device
+from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.training.contract import Blueprint
 from rlhpc.training.replicated import ReplicatedBackend
@@ -64,9 +65,10 @@ def trainer(kind: Callable[..., Any], dtype: torch.dtype, accelerators: tuple[in
         rank=0, world_size=1, accelerators=accelerators, all_reduce=lambda tensor, op="sum": tensor, barrier=lambda: None,
         all_gather_object=lambda one: [one], init_process_group=lambda: None,
     )  # fmt: skip
-    return kind(
-        Small(dtype), SimpleNamespace(optim=optim, training_backend=kind.__name__, parallel=ParallelConfig()), ranks
+    actor = SimpleNamespace(
+        optim=optim, training_backend=kind.__name__, parallel=ParallelConfig(), deepspeed=DeepspeedConfig()
     )
+    return kind(Small(dtype), actor, ranks)
 
 
 def step(backend: Any, seed: int) -> float:
@@ -136,3 +138,20 @@ def test_copies_beside() -> None:
     target = host_memory(4000, CARD).view(torch.float32)
     SideCopies(CARD).begin([(target, source)])()
     assert torch.equal(target, torch.arange(1000.0))
+
+
+def test_what_has_two_names_stays_one() -> None:
+    module = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    module[1].weight = module[0].weight
+    there = moved(module, torch.device(CARD))
+    assert there[0].weight is there[1].weight and there[0].weight.device.type == CARD
+
+
+def test_deepspeed_computes_where_the_rank_does() -> None:
+    pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
+    from rlhpc.training.zero import DeepSpeedBackend
+
+    with pytest.raises(
+        ConfigError, match=r"DeepSpeed would compute on 'cpu' .* computes on 'card'.*training_backend fsdp"
+    ):
+        trainer(DeepSpeedBackend, torch.float32, (0,))

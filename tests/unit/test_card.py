@@ -11,22 +11,24 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-def test_what_touches_no_memory_of_others_runs_there() -> None:
-    """A copy that was forgotten ends the process (`tests.card`)."""
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        str(ROOT / "tests/card/on_card.py"),
-    ]
+
+def on_card(*words: str) -> str:
+    """What pytest says of tests there. A copy that was forgotten ends the process (`tests.card`)."""
+    pytest_there = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *words]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.card", *words], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout + done.stderr
+        [sys.executable, "-m", "tests.card", *pytest_there], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_what_touches_no_memory_of_others_runs_there() -> None:
+    assert "8 passed" in on_card("tests/card/on_card.py")
+
+
+def test_a_whole_run_computes_there() -> None:
+    """GRPO, its engine and trainer in turns in bfloat16, saved and resumed."""
+    pytest.importorskip("transformers", reason="needs the extra llm")
+    assert "1 passed" in on_card("-m", "gpu", "tests/integration/language/test_turns_accelerator.py", "-k", "local")

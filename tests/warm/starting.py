@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Read when an interpreter starts, a library is loaded or a package imported: a server is for one setting of them.
 READ_EARLY = (
     "PYTHON", "LANG", "LC_", "LD_", "OMP_", "MKL_", "OPENBLAS_", "GOMP_", "KMP_", "CUDA_", "TORCH", "PYTORCH",
-    "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "VLLM_", "DS_", "XDG_", "TRITON_",
+    "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "VLLM_", "DS_", "XDG_", "TRITON_", "RLHPC_CARD",
 )  # fmt: skip
 #: Of those, what each process is given anew, or says what is true of a server anyway.
 SET_ANEW = (
@@ -129,6 +129,8 @@ class Server:
         environment = {"GOMP_SPINCOUNT": "1000", **environment, "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment |= {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # a thread of pyarrow's
         environment.pop("PYTHONPATH", None)
+        if library := environment.get("RLHPC_CARD"):  # torch looks for devices from outside when it is imported
+            environment["PYTHONPATH"] = os.pathsep.join((str(Path(library).parent), str(ROOT / "tests/card")))
         code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.warm.server import main; main()"
         process = _ColdPopen(
             [sys.executable, "-P", "-c", code, str(theirs.fileno()), *modules], pass_fds=[theirs.fileno()],

@@ -25,7 +25,7 @@ from rlhpc.language.engines.kv import KeyValues, moves_into_places
 from rlhpc.language.engines.ledger import Ledger
 from rlhpc.language.engines.sampling import Rows, draw
 from rlhpc.language.tokens.routing import Routing, routing_of
-from rlhpc.runtime.device import empty_cache
+from rlhpc.runtime.device import empty_cache, moved
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.weights.elements import Elements, put
 
@@ -106,7 +106,7 @@ class HFRollout(Engine):
                     trust_remote_code=options.trust_remote_code,
                     **arguments,
                 )
-                return model.to(self._device).eval().requires_grad_(False)
+                return moved(model, self._device).eval().requires_grad_(False)
         except (OSError, ValueError, ImportError, TypeError) as error:
             raise ConfigError(
                 f"the model in {options.model_path!r} (actor.model.model_path) cannot be loaded: {first_line(error)}"

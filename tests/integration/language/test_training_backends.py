@@ -364,12 +364,13 @@ def test_what_is_exported_scores_the_same_in_transformers(run, models, tmp_path,
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert loaded.dtype is getattr(torch, changes.get("model.dtype", "float32"))
     assert dict(loaded.named_parameters()).keys() == report["weights"].keys()
+    rounding = loose(1e-5, 2e-2 if loaded.dtype == torch.bfloat16 else 2e-3)
     with torch.no_grad():
         torch.testing.assert_close(
             token_scores(loaded, probe_batch(), TEMPERATURE).logprobs,
             report["after"],
-            rtol=loose(1e-5),
-            atol=loose(1e-5),
+            rtol=rounding,
+            atol=rounding,
         )
     assert AutoTokenizer.from_pretrained(tmp_path).convert_tokens_to_ids("t7") == 7
 

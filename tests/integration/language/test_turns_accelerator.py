@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_reasoning import LanguageRun
 
-from tests.accelerators import ON_CPU
+from tests.accelerators import ON_CPU, STAND_IN
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ SHORT = (
     "actor.global_batch_size=32",
     "actor.offload_in_rollout=true",
     f"actor.model.dtype={'float32' if ON_CPU else 'bfloat16'}",
-    "rollout.rollout_backend=vllm",
+    f"rollout.rollout_backend={'hf' if STAND_IN else 'vllm'}",
     "rollout.gpu_memory_utilization=0.4",
     "rollout.probe_interval=1",
     "algorithm.recompute_logprobs=true",
