@@ -79,6 +79,8 @@ class AgentConfig:
     roles: list[str] = field(default_factory=list)
     """Where several speak in an episode: names by which the agent calls the model, one for each. Each is a context of its own,
     and is compared with its own kind. An environment brings its own."""
+    untrained_roles: list[str] = field(default_factory=list)
+    """Roles that speak by the policy as it is, and whose tokens are not trained on, such as an opponent or a judge."""
     tool_parser: str | None = "hermes"
     """How calls of tools are found in what the model writes: `hermes`, any of vLLM's where that is installed, or null."""
     reasoning_parser: str | None = "think"

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _IDLE_S = 0.01
 _MARK = "REPLYHERE"
+#: Of `Outcome.metrics`: tokens of roles that are not trained.
+OF_ROLES = "untrained_role"
 
 
 @dataclass

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhpc.language.agents.distant import Distant, Post
-from rlhpc.language.agents.episodes import Episode, Outcome
+from rlhpc.language.agents.episodes import OF_ROLES, Episode, Outcome
 from rlhpc.language.agents.gateway import MODEL, Drawing, Gateway
 from rlhpc.language.agents.harnesses import Harnesses, Program
 from rlhpc.language.agents.messages import Refused
@@ -258,6 +258,7 @@ class OutsideEpisodes:
         if "turn_rewards" in said:
             outcome.error = outcome.error or _paid(session.tree, said["turn_rewards"])
         branches = session.tree.samples(session.number)
+        spared = _spare(branches, session.limits)
         given = said.get("rewards", {})
         if given and outcome.reward is None:
             outcome.reward = sum(given.values()) / len(given)
@@ -286,6 +287,8 @@ class OutsideEpisodes:
         )
         outcome.metrics |= {name: float(counts[name]) for name in names}
         outcome.metrics["samples"] = float(len(branches))
+        if spared:
+            outcome.metrics[OF_ROLES] = float(spared)
         return episode
 
     def _tell(self, episode: Episode) -> None:
@@ -295,6 +298,16 @@ class OutsideEpisodes:
         if self._failures <= _TOLD or self._failures % 1000 == 0:
             log.warning("episode %d: the agent failed (number %d of these): %s", episode.id, self._failures,
                         episode.outcome.error)  # fmt: skip
+
+
+def _spare(branches: list[Episode], limits: Limits) -> int:
+    """Masks what roles say that are not trained; how many tokens that were."""
+    count = 0
+    for branch in branches:
+        if limits.untrained and limits.roles[branch.role] in limits.untrained:
+            count += sum(branch.loss_mask)
+            branch.loss_mask = [False] * len(branch.loss_mask)
+    return count
 
 
 def _paid(tree: Tree, rewards: list[float]) -> str:

@@ -160,7 +160,13 @@ def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Options
             "what an agent asks becomes tokens: use a model that has one, or put one into its tokenizer_config.json"
         )
     roles, kwargs = roles_of(cfg), plain(agent.kwargs)
-    options = Options(Limits(agent.max_turns, agent.max_tokens, roles), agent.timeout_s, kwargs)
+    untrained = tuple(agent.untrained_roles)
+    if untrained and not set(untrained) < set(roles):
+        known = ", ".join(roles) or "none"
+        raise ConfigError(
+            f"agent.untrained_roles is {list(untrained)}; allowed: some of the roles, not all of them ({known})"
+        )
+    options = Options(Limits(agent.max_turns, agent.max_tokens, roles, untrained), agent.timeout_s, kwargs)
     return Parsers(tokenizer, agent.tool_parser, agent.reasoning_parser), options
 
 

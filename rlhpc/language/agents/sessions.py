@@ -35,11 +35,13 @@ class Limits:
         turns: Calls.
         tokens: Drawn in all of them.
         roles: What the model may be called, where several speak; otherwise its name does not matter.
+        untrained: Those of them whose tokens are not trained on.
     """
 
     turns: int
     tokens: int
     roles: tuple[str, ...] = ()
+    untrained: tuple[str, ...] = ()
 
 
 @dataclass

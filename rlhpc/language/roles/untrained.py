@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.agents.episodes import OF_ROLES, Episode
 from rlhpc.language.roles.groups import FINISHED
 from rlhpc.language.roles.work import Slot
 
-#: `lost`: for a client that had hung up. `failed`: in an episode whose agent failed. `cut`: in an answer that was cut off
-#: (`algorithm.overlong_filter`). `old`: by weights older than `algorithm.max_staleness` allows. `refilled`: in groups whose
-#: place another prompt took. `alone`: in a group of which no other episode was left. `nonfinite`: in one that was left out.
-REASONS = ("lost", "failed", "cut", "old", "refilled", "alone", "nonfinite")
+#: `lost`: for a client that had hung up. `failed`: in an episode whose agent failed. `role`: by one that is not trained
+#: (`agent.untrained_roles`). `cut`: in an answer that was cut off (`algorithm.overlong_filter`). `old`: by weights older than
+#: `algorithm.max_staleness` allows. `refilled`: in groups whose place another prompt took. `alone`: in a group of which no
+#: other episode was left. `nonfinite`: in one that was left out.
+REASONS = ("lost", "failed", "role", "cut", "old", "refilled", "alone", "nonfinite")
 PREFIX = "untrained/"
 
 
@@ -52,27 +53,23 @@ def settle(slot: Slot, oldest: int, *, cut: bool, why: str) -> None:
         if episode.failed or why:
             found["failed" if episode.failed else why] += drawn([episode])
             continue
+        if episode.outcome and OF_ROLES in episode.outcome.metrics:
+            found["role"] += int(episode.outcome.metrics[OF_ROLES])
         found["old"] += _mask_old(episode, oldest)
+        if episode.branches:  # a role of which nothing is left would be compared as worth 0
+            episode.branches = [s for s in episode.branches if any(s.loss_mask)] or episode.branches
         if cut and episode.finish_reason not in FINISHED:
             found["cut"] += drawn([episode])
 
 
 def _mask_old(episode: Episode, oldest: int) -> int:
-    """Masks what is too old, and takes out roles of which nothing else is left: they would be compared as worth 0."""
-    count, spoke = 0, _speakers(episode)
+    count = 0
     for sample in episode.samples:
         for at, (own, version) in enumerate(zip(sample.loss_mask, sample.versions, strict=True)):
             if own and version < oldest:
                 sample.loss_mask[at] = False
                 count += 1
-    gone = spoke - _speakers(episode)
-    if episode.branches and gone != spoke:
-        episode.branches = [sample for sample in episode.branches if sample.role not in gone]
     return count
-
-
-def _speakers(episode: Episode) -> set[int]:
-    return {sample.role for sample in episode.samples if any(sample.loss_mask)}
 
 
 def facts(slot: Slot) -> dict[str, float]:

@@ -77,6 +77,7 @@ def test_an_agents_run_whose_roles_take_turns_or_overlap(overlap: str, tmp_path:
         ("agent.kind=shell", "allowed"),
         ("agent.timeout_s=1800", "runner.step_timeout_s"),
         ("agent.tool_parser=nobody", "agent.tool_parser"),
+        ("agent.untrained_roles=[judge]", "agent.untrained_roles"),
         ("rollout.max_turns=3", "agent.max_turns"),
         ("algorithm.overlong_buffer=2", "algorithm.overlong_buffer"),
     ],

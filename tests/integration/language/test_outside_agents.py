@@ -30,6 +30,8 @@ from rlhpc.language.config import GrpoActorConfig as ActorConfig
 from rlhpc.language.config import GrpoRolloutConfig as RolloutConfig
 from rlhpc.language.engines import make_rollout
 from rlhpc.language.roles.groups import group_of
+from rlhpc.language.roles.untrained import settle
+from rlhpc.language.roles.work import Slot
 from rlhpc.runtime.errors import ConfigError
 from tests.sandboxes import SANDBOXES
 
@@ -290,6 +292,12 @@ def test_roles_have_contexts_and_rewards_of_their_own() -> None:
     assert group.batch.role.tolist() == [0, 1, 0, 1] and group.batch.episode.tolist() == [0, 0, 1, 1]
     assert group.batch.reward.tolist() == [9.0, 11.0, 9.0, 12.0]
     assert len(group.batch.by_episode()) == 4
+    with episodes_of(Scripted(product), "outside_agents:game", roles=roles, untrained=("first",)) as generation:
+        (spared,) = run_all(generation, 1)
+    slot, said = Slot(1, 0, 0, QUESTION, (1,), {0: spared}), sum(episodes[0].samples[0].loss_mask)
+    settle(slot, 0, cut=False, why="")
+    assert [sample.role for sample in spared.samples] == [1] and all(sum(s.loss_mask) for s in spared.samples)
+    assert slot.untrained["role"] == said > 0
     with episodes_of(Scripted(product), "outside_agents:game", roles=roles, third=True) as generation:
         (episode,) = run_all(generation, 1)
     assert "agent.roles has: first, second" in episode.outcome.error
