@@ -33,7 +33,12 @@ ONLY_ON_A_CARD = {
     "test_each_rank_sees_its_own_card": "a CPU has no mask",
 }
 #: Those that take two accelerators; on the CPU two ranks do.
-TWO_CARDS = ("test_collectives_and_messages", "test_shards_on_two_train_as_one", "test_each_rank_sees_its_own_card")
+TWO_CARDS = (
+    "test_collectives_and_messages",
+    "test_shards_on_two_train_as_one",
+    "test_each_rank_sees_its_own_card",
+    "test_weights_go_from_one_accelerator_to_the_other",
+)
 #: Tests of the files below that say nothing of an accelerator, and why.
 ONLY_ON_THE_CPU = {
     "test_a_checkpoint_of_an_accelerator_goes_on_where_there_is_none": "is about a machine without one",

@@ -27,6 +27,8 @@ CURRENT = "current"
 MEMBERS = "members"
 #: Members whose groups go on without them.
 LEFT = "left"
+#: Where those who take in weights compute.
+WEIGHTS = "weights"
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600, durable: bool = True) -> None:
@@ -66,7 +68,7 @@ class Registry:
         try:
             require_own_run_folder(parent.parent)
             make_private(parent, parents=True)
-            for folder in (root, *(root / kind for kind in (MEMBERS, LEFT, "channels", "groups"))):
+            for folder in (root, *(root / kind for kind in (MEMBERS, LEFT, WEIGHTS, "channels", "groups"))):
                 make_private(folder)
         except OSError as error:
             if is_full(error):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import TYPE_CHECKING
 
+from rlhpc.weights import roads
+from rlhpc.weights.publish import PART_BYTES
 from rlhpc.weights.strategy import NamedTensors, Update
 from rlhpc.weights.transport import WeightReceiver, WeightSender
 
@@ -21,7 +23,14 @@ class BroadcastSync:
         receivers: Groups and ranks that receive.
         delta: `rollout.weight_delta`.
         whole: Make every update complete, with tensors only.
+
+    Attributes:
+        road: One of `roads`, or what that chooses.
+        part_bytes: Size of a part.
     """
+
+    road = roads.AUTO
+    part_bytes = PART_BYTES
 
     def __init__(
         self,
@@ -32,8 +41,8 @@ class BroadcastSync:
         whole: bool = False,
     ) -> None:
         sends = (worker.group_name, worker.rank) == tuple(src)
-        self._sender = WeightSender(worker, receivers, delta) if sends else None
-        self._receiver = None if sends else WeightReceiver(worker, src, whole=whole)
+        self._sender = WeightSender(worker, receivers, delta, self.part_bytes, self.road) if sends else None
+        self._receiver = None if sends else WeightReceiver(worker, src, whole=whole, road=self.road)
 
     def send(self, version: int, tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
         """Sends a version to all receivers (`WeightSync.send`)."""
@@ -50,3 +59,27 @@ class BroadcastSync:
         for end in (self._sender, self._receiver):
             if end is not None:
                 end.forget()
+
+
+class HostSync(BroadcastSync):
+    """Through shared memory and TCP alone."""
+
+    road = roads.HOST
+
+
+class IpcSync(BroadcastSync):
+    """Between processes that compute on one accelerator."""
+
+    road = roads.IPC
+
+
+class NcclSync(BroadcastSync):
+    """Between accelerators, by NCCL."""
+
+    road = roads.NCCL
+
+
+class GlooSync(BroadcastSync):
+    """As `NcclSync`, through the host's memory."""
+
+    road = roads.GLOO

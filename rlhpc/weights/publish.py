@@ -22,12 +22,14 @@ from typing import Any
 
 import torch
 
+from rlhpc.runtime.comm.crossings import Crossing
 from rlhpc.runtime.comm.pool import SegmentPool
 from rlhpc.runtime.comm.segments import HEADER
 from rlhpc.weights.carry import Carrier
 from rlhpc.weights.cost import COST
 from rlhpc.weights.elements import Elements, Shadow
 from rlhpc.weights.receipt import Receipt, digests
+from rlhpc.weights.roads import Cargo, Carries
 from rlhpc.weights.strategy import DELTAS, NamedTensors
 from rlhpc.weights.window import Window
 
@@ -47,6 +49,7 @@ class Part:
         kept: Others may want the part later, so every reader maps it privately.
         nbytes: Bytes of the tensors.
         fixed: Nobody ever changes it where it has landed: its tensors are not trained.
+        cargo: Where its tensors are if they are in no segment (`roads`), and their names.
     """
 
     stream: str
@@ -56,6 +59,7 @@ class Part:
     kept: bool
     nbytes: int
     fixed: bool = False
+    cargo: tuple[Cargo, tuple[str, ...]] | None = None
 
     @property
     def name(self) -> str:
@@ -137,6 +141,7 @@ class Publisher:
         delta: One of `DELTAS`.
         part_bytes: Size of a part.
         carrier: Writes parts beside what is gathered next; by default where tensors are on an accelerator.
+        roads: Carries parts that are not kept, where it can.
     """
 
     def __init__(
@@ -146,11 +151,12 @@ class Publisher:
         delta: str = "frozen",
         part_bytes: int = PART_BYTES,
         carrier: Carrier | None = None,
+        roads: Carries | None = None,
     ) -> None:
         if delta not in DELTAS:
             raise ValueError(f"delta is {delta!r}; allowed: {', '.join(DELTAS)}")
         self._pool, self._readers, self._delta, self._part_bytes = pool, readers, delta, part_bytes
-        self._carrier = carrier
+        self._carrier, self._roads = carrier, roads
         self._frozen: list[Part] = []
         self._base: list[Part] = []
         self._changes: list[Part] = []
@@ -227,7 +233,7 @@ class Publisher:
                 if window is not None:
                     window.wait()
                 part, landed = self._write(bucket, kept=kept, readers=self._readers, fixed=bucket is fixed)
-                if window is not None:
+                if window is not None and part.path:
                     window.wrote(part.path)
                 if bucket is fixed:
                     self._frozen.append(part)
@@ -280,6 +286,12 @@ class Publisher:
         self, bucket: _Bucket, *, kept: bool, readers: int, serial: int | None = None, fixed: bool = False
     ) -> tuple[Part, Callable[[], None] | None]:
         """A part, and what waits until it is all there; None if it is."""
+        cargo = None if kept or self._roads is None else self._roads.carry(bucket.tensors)
+        if cargo is not None:
+            self._serial += 1
+            path = cargo.path if isinstance(cargo, Crossing) else ""
+            names = tuple(entry[0] for entry in bucket.entries)
+            return Part(self._stream, self._serial, path, (0, 0), False, bucket.nbytes, cargo=(cargo, names)), None
         table, landed = pickle.dumps(bucket.entries), None
         if self._carrier is not None:
             path, span, landed = self._carrier.begin(bucket.tensors, table, readers, keep=kept)

@@ -29,6 +29,7 @@ from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.proof import Proof
 from rlhpc.weights.publish import PART_BYTES
+from rlhpc.weights.roads import SEVERAL
 from rlhpc.weights.routes import Held, Piece, Routes, route
 from rlhpc.weights.strategy import NamedTensors, NamedUpdates, Update
 from rlhpc.weights.transport import WeightReceiver, WeightSender
@@ -228,7 +229,7 @@ class ShardSync:
         to = [_by_group([who for who, of in tables.of.items() if of == number]) for number in range(len(mine))]
         self._senders = [
             (
-                WeightSender(worker, to[number], self._delta, part),
+                WeightSender(worker, to[number], self._delta, part, SEVERAL),
                 pieces,
             )
             for number, pieces in enumerate(mine)
@@ -280,7 +281,7 @@ class ShardSync:
         self._order, self._shapes = tables.in_order(routes), routes.shapes
         for rank in {piece.source for piece in self._order}:
             if rank not in self._sources:
-                self._sources[rank] = WeightReceiver(self._worker, (self._src[0], rank), whole=True)
+                self._sources[rank] = WeightReceiver(self._worker, (self._src[0], rank), whole=True, road=SEVERAL)
 
     def _put_together(self, proofs: Mapping[int, Proof]) -> NamedUpdates:
         """Whole tensors, each as soon as it has all its parts."""
@@ -296,7 +297,7 @@ class ShardSync:
             else:
                 if name not in whole:
                     # Pages of it that are not written to are not there.
-                    whole[name] = torch.empty(self._shapes[name], dtype=values.dtype)
+                    whole[name] = torch.empty(self._shapes[name], dtype=values.dtype, device=values.device)
                 cut(whole[name], box).copy_(values)
                 if not missing[name]:
                     yield name, whole.pop(name)

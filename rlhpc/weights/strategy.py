@@ -77,7 +77,10 @@ _BROADCAST = "rlhpc.weights.broadcast:BroadcastSync"
 #: `auto` is the fastest strategy for the topology: broadcast, both on one host and between hosts.
 STRATEGIES: Registry[Callable[..., WeightSync]] = Registry(
     "weight sync", "rollout.weight_sync", "rlhpc.weight_syncs",
-    {"auto": _BROADCAST, "broadcast": _BROADCAST, "shards": "rlhpc.weights.reshard:ShardSync"},
+    {
+        "auto": _BROADCAST, "broadcast": _BROADCAST, "shards": "rlhpc.weights.reshard:ShardSync",
+        **{name.lower(): f"rlhpc.weights.broadcast:{name}Sync" for name in ("Host", "Ipc", "Nccl", "Gloo")},
+    },
 )  # fmt: skip
 register_sync = STRATEGIES.register
 

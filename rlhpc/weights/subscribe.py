@@ -16,8 +16,8 @@ from rlhpc.weights.publish import Announcement, Entry, Part
 from rlhpc.weights.receipt import Receipt
 from rlhpc.weights.strategy import NamedUpdates, Update
 
-#: `(part, late) -> memory of its segment`, which lives as long as a view of it. The memory of a kept part may be
-#: written to. `late`: the part was announced to others with an earlier version.
+#: `(part, late) -> memory of its segment`, which lives as long as a view of it, or the tensors of its cargo. The memory of a
+#: kept part may be written to. `late`: the part was announced to others with an earlier version.
 Open = Callable[[Part, bool], Any]
 #: An announcement, and the memory of its part.
 Piece = tuple[Announcement, Any]
@@ -102,6 +102,12 @@ def _pieces(first: Announcement, following: Callable[[], Announcement], read: Op
 
 def _taken(part: Part, memory: Any, held: dict[str, torch.Tensor] | None) -> NamedUpdates:
     """Yields the contents of a part or, given `held`, puts those of a kept part there instead."""
+    if part.cargo is not None:
+        for name, tensor in zip(part.cargo[1], memory, strict=True):
+            if held is not None:
+                held.pop(name, None)
+            yield name, tensor
+        return
     for name, what in _entries(memoryview(memory), part.table):
         if held is None:
             yield name, what

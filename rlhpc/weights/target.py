@@ -72,7 +72,7 @@ class Target:
             mine = self._own.get(name)
             if mine is None:
                 put(self._tensors[name], change)
-            elif mine.is_cpu and not isinstance(change, Elements):
+            elif mine.is_cpu and not isinstance(change, Elements) and change.is_cpu:
                 mine.data = change
             else:
                 put(mine, change)

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rlhpc.runtime.comm import p2p
+from rlhpc.runtime.comm.device_pool import DevicePool
 from rlhpc.runtime.comm.fetching import Above
 from rlhpc.runtime.comm.payload import Origin
+from rlhpc.runtime.comm.pool import SegmentPool
 from rlhpc.runtime.comm.segments import HEADER, SegmentGone, discard, map_private
 from rlhpc.runtime.comm.share import Share
 from rlhpc.runtime.context import Context, current
@@ -18,6 +20,7 @@ from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.registry import MEMBERS
 from rlhpc.weights.ahead import Ahead
 from rlhpc.weights.publish import PART_BYTES, Announcement, Part, Publisher
+from rlhpc.weights.roads import AUTO, Receiving, Sending
 from rlhpc.weights.strategy import NamedTensors, Update
 from rlhpc.weights.subscribe import Piece, Subscriber
 from rlhpc.weights.window import PARTS, Window
@@ -56,17 +59,28 @@ class WeightSender:
         receivers: Groups and ranks that receive.
         delta: `rollout.weight_delta`.
         part_bytes: Size of a part.
+        road: One of `roads`, or what that chooses.
+
+    Attributes:
+        roads: What it sends by.
     """
 
     def __init__(
-        self, worker: Worker, receivers: list[tuple[str, list[int]]], delta: str, part_bytes: int = PART_BYTES
+        self,
+        worker: Worker,
+        receivers: list[tuple[str, list[int]]],
+        delta: str,
+        part_bytes: int = PART_BYTES,
+        road: str = AUTO,
     ) -> None:
         self._src, self._receivers, self._delta = (worker.group_name, worker.rank), receivers, delta
         self._part_bytes = part_bytes
         self._publisher: Publisher | None = None
+        self.roads = Sending(self._src, road)
 
     def forget(self) -> None:
         """Makes the next version a complete one, for when weights that are not trained have been replaced."""
+        self.roads.forget()
         if self._publisher is not None:
             self._publisher.forget()
 
@@ -81,24 +95,29 @@ class WeightSender:
         context = current()
         names = [(group, rank) for group, ranks in self._receivers for rank in ranks if (group, rank) != self._src]
         if self._publisher is None:
-            self._publisher = Publisher(context.service.pool, len(names), self._delta, self._part_bytes)
+            self._publisher = Publisher(
+                context.service.pool, len(names), self._delta, self._part_bytes, roads=self.roads
+            )
         places, depth = _places(context, names)
         window = _window(context, [*places], PARTS + depth)
+        self.roads.open([*places], window.begun)
         reach_all: Callable[[], None] | None = None  # waits until every receiver has the last announcement
         loose: str | None = None  # a part that is written but not announced yet
         try:
             for announcement in self._publisher.publish(version, tensors, frozen, window):
                 part = announcement.part
-                loose = part.path if part is not None and not part.kept else None
+                loose = part.path or None if part is not None and not part.kept else None
                 if reach_all is not None:  # only now: it was in transit while the next part was written
                     waited, reach_all = reach_all, None
                     waited()
                 message = (announcement, tuple(context.service.origin), places if announcement.number == 0 else None)
                 announced, loose = loose, None
                 reach_all = p2p.begin_broadcast(message, *self._src, self._receivers, segment=announced)
+                self.roads.depart()
             if reach_all is not None:
                 waited, reach_all = reach_all, None
                 waited()
+            self.roads.settle()
         except BaseException:
             if reach_all is not None:
                 with contextlib.suppress(RlhpcError):  # the first failure is the one to report
@@ -127,12 +146,23 @@ def _places(context: Context, names: list[tuple[str, int]]) -> tuple[dict[tuple[
     return places, max(len(hosts) + 1, 2).bit_length() - 2
 
 
+class _Held(NamedTuple):
+    """Where parts are: in shared memory, or on an accelerator."""
+
+    host: SegmentPool
+    card: DevicePool
+
+    def awaited(self, path: str) -> list[bool]:
+        """See `window.Holds`."""
+        return self.host.awaited(path) or self.card.awaited(path)
+
+
 def _window(context: Context, names: list[tuple[str, int]], parts: int) -> Window:
     """For receivers by their numbers. One that is started again is no longer waited for: it has nothing of the version."""
     shown = [f"{group}-{rank}" for group, rank in names]
     known = [context.registry.version(MEMBERS, name) for name in shown]
     return Window(
-        context.service.pool,
+        _Held(context.service.pool, context.service.lane.pool),
         shown,
         check=context.check,
         there=lambda reader: (
@@ -154,23 +184,27 @@ class WeightReceiver:
         worker: The receiving worker.
         src: Group and rank of the sender.
         whole: See `Subscriber`.
+        road: One of `roads`, or what that chooses.
     """
 
-    def __init__(self, worker: Worker, src: tuple[str, int], *, whole: bool = False) -> None:
+    def __init__(self, worker: Worker, src: tuple[str, int], *, whole: bool = False, road: str = AUTO) -> None:
         self._me, self._src = (worker.group_name, worker.rank), src
         self._subscriber = Subscriber(whole)
         self._place, self._origin = Place(0, 0, 1), Origin("", "")
         self._above = Above("")
         self._ahead = Ahead(after=lambda: current().service.peers.close())
         self._giving_up: Callable[[], None] = _never
+        self._roads = Receiving(self._me, road)
 
     def forget(self) -> None:
         """Makes the next update a complete one (`Subscriber.forget`)."""
+        self._roads.forget()
         self._subscriber.forget()
 
     def receive(self) -> Update:
         """Waits for the next version, and takes it in while its tensors are iterated."""
         self._giving_up = _never
+        self._roads.tell()
         return self._subscriber.receive(self._following, self._read, self._prefetched)
 
     def _prefetched(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
@@ -192,6 +226,8 @@ class WeightReceiver:
     def _read(self, part: Part, late: bool) -> Any:
         """The memory of a part; `late` if the other receivers on this host have it already."""
         service, place = current().service, self._place
+        if part.cargo is not None:
+            return self._roads.take(part.cargo[0], self._origin, place.reader)
         if self._origin.host != service.endpoint["host"]:
             together = place.of > 1 and not late
             share = Share(f"{part.name}-{place.reader - place.number}", place.number, place.of) if together else None

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from rlhpc.runtime.comm.pool import SegmentPool
 from rlhpc.runtime.errors import DeadlineExceeded
 
 #: Parts that a reader who has begun need not have come for: one on its way, and one that is written meanwhile. With fewer, a
 #: sender would wait for readers to come for what it has not announced yet.
 PARTS = 2
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.02
+
+
+class Holds(Protocol):
+    """Where parts are."""
+
+    def awaited(self, path: str) -> list[bool]:
+        """Which readers of a part have not come yet; empty once none is to come."""
 
 
 class Window:
@@ -33,7 +40,7 @@ class Window:
 
     def __init__(
         self,
-        pool: SegmentPool,
+        pool: Holds,
         readers: Sequence[str],
         *,
         check: Callable[[], None] = lambda: None,
@@ -71,6 +78,11 @@ class Window:
                 raise DeadlineExceeded(f"waited {self._deadline:.0f} s for {names} to take in a part of the weights")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_S)
+
+    def begun(self) -> bool:
+        """Whether all have begun, and go on to the version's end."""
+        self._late()
+        return len(self._begun) == len(self._readers)
 
     def _late(self) -> set[int]:
         """Those who have begun and have yet to come for as many parts as may be there."""

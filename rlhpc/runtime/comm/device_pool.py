@@ -13,7 +13,7 @@ from typing import Any
 from rlhpc.runtime.comm import crossings
 from rlhpc.runtime.comm.crossings import Crossing
 from rlhpc.runtime.comm.devices import Device, DeviceEvent, own
-from rlhpc.runtime.comm.segments import FREE, capacity_of, unlink
+from rlhpc.runtime.comm.segments import FREE, WRITTEN, capacity_of, unlink
 from rlhpc.runtime.errors import ChannelError
 from rlhpc.runtime.scratch import Scratch
 
@@ -93,6 +93,11 @@ class DevicePool:
             self.crossed += 1
         handle = buffer.event.handle
         return Crossing(self._endpoint, buffer.path, device.address, buffer.exported, handle, size, parts)
+
+    def awaited(self, path: str) -> list[bool]:
+        """Which readers of a buffer have not come yet; empty for one that is not here."""
+        buffer = self._buffers.get(path)
+        return [] if buffer is None else [state == WRITTEN[0] for state in buffer.lease[: buffer.readers]]
 
     def local(self, path: str) -> tuple[Any, DeviceEvent] | None:
         """Memory and event of a buffer of this process: it cannot open what it exported itself."""

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from test_reasoning import LanguageRun
 from tiny_run import wait_until
-from weight_ranks import Actor, Trainer
+from weight_ranks import RECEIVERS, Actor, Trainer
 
 from rlhpc import FlexiblePlacementStrategy, Session, WorkerGroup
 from rlhpc.runtime.comm.segments import bytes_in_use
+from rlhpc.runtime.errors import WorkerFailed
 from tests.accelerators import OTHERS_ON_CARD, cluster_of, placed
 
 Groups = dict[str, WorkerGroup]
@@ -51,6 +52,45 @@ def test_every_version_arrives_bit_for_bit(groups: Groups, delta: str, adopt: bo
         assert [result for group in taken for result in group] == [(version, sent)] * 4
 
 
+GROUP = "weight_ranks:ByGroup"
+
+
+@pytest.mark.parametrize("delta", ["off", "frozen"])
+def test_versions_go_over_a_process_group(groups: Groups, delta: str) -> None:
+    """What is sent between accelerators by NCCL, by gloo. Receivers that are started anew join another group."""
+    trainer, receivers = groups["trainer"], [groups["near"], groups["far"]]
+    for handle in [trainer.open(delta, GROUP), *(group.open(delta, False, GROUP) for group in receivers)]:
+        handle.wait()
+    for version in range(6):
+        if version == 3:
+            receivers[1].shutdown()
+            receivers[1].relaunch().wait_ready()
+            receivers[1].open(delta, False, GROUP).wait()
+        handles = [*(group.take() for group in receivers), trainer.send(version, 0.5)]
+        *taken, (sent,) = [handle.wait() for handle in handles]
+        assert [result for group in taken for result in group] == [(version, sent)] * 4
+        if version == 2:
+            ((before, _),) = trainer.carried().wait()
+    ((carried, _),) = trainer.carried().wait()
+    assert 0 < before < carried, "the first parts of a version go by the host's road, but not all"
+
+
+def test_versions_stay_on_the_card_that_all_compute_on(groups: Groups, tmp_path: Path) -> None:
+    trainer, near, card = groups["trainer"], groups["near"], str(tmp_path)
+    for handle in [trainer.open("frozen", "auto", card, RECEIVERS[:1]), near.open("frozen", False, "auto", card)]:
+        handle.wait()
+    found = []
+    for version in range(8):
+        handles = [trainer.send(version, 0.5), near.take()]
+        (sent,), taken = [handle.wait() for handle in handles]
+        assert taken == [(version, sent)] * 2
+        found += trainer.carried().wait()
+    for handle in [trainer.open("off"), near.open("off", False)]:
+        handle.wait()
+    assert [carried for carried, _ in found[2:]] == [found[1][0] + number for number in range(1, 7)]
+    assert found[-1][1] <= 2 * found[1][1], "buffers that all have read are written again"
+
+
 def test_what_all_have_taken_is_freed(groups: Groups) -> None:
     """On another host one rank fetches for all: the others have to say so, too, when they are done."""
     session = Session.running()
@@ -68,6 +108,19 @@ def test_what_all_have_taken_is_freed(groups: Groups) -> None:
     before = send(range(3))
     send(range(3, 20))
     wait_until(lambda: bytes_in_use(session.scratch.shm) <= before, timeout=10)
+
+
+def test_a_receiver_that_is_lost_in_the_middle_is_named(groups: Groups) -> None:
+    """The last test of these groups, which end with it."""
+    trainer, receivers = groups["trainer"], [groups["far"], groups["near"]]
+    for handle in [trainer.open("off", GROUP), *(group.open("off", False, GROUP) for group in receivers)]:
+        handle.wait()
+    for handle in [trainer.send(0, 0.5), *(group.take() for group in receivers)]:
+        handle.wait()
+    handles = [receivers[0].take(), receivers[1].hang_up(), trainer.send(1, 0.5)]
+    with pytest.raises(WorkerFailed, match=r"lost .*, in an update of weights by gloo"):
+        for handle in handles:
+            handle.wait()
 
 
 LORA = (

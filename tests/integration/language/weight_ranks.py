@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 import hashlib
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlhpc import Worker
 from rlhpc.runs.device import own_device
+from rlhpc.runtime.comm import devices
+from rlhpc.runtime.context import current
 from rlhpc.weights import frozen_names, make_sync
+from rlhpc.weights.broadcast import BroadcastSync, GlooSync
 from rlhpc.weights.target import apply
+from tests.stand_in_device import StandIn
 
 RECEIVERS: list[tuple[str, list[int]]] = [("near", [0, 1]), ("far", [0, 1])]
 
 
-def network(seed: int) -> torch.nn.Module:
+class InParts(BroadcastSync):
+    """In parts of which these networks have several."""
+
+    part_bytes = 64 << 10
+
+
+class ByGroup(InParts, GlooSync):
+    """Over a process group, as between accelerators."""
+
+
+def network(seed: int, sync: str) -> torch.nn.Module:
     torch.manual_seed(seed)
+    more = [torch.nn.Linear(300, 300).bfloat16() for _ in range(0 if sync == "auto" else 20)]
     made = torch.nn.Sequential(
-        torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 300).bfloat16()
+        torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 300).bfloat16(), *more
     )
     made[0].requires_grad_(False)
     return made
+
+
+def on_card(folder: str) -> Any:
+    """Has this process compute on a stand-in for an accelerator, whose memory is in a folder; or on none again."""
+    device = StandIn(Path(folder)) if folder else None
+    devices.use(device)
+    return device
 
 
 def digest(tensors: Any) -> str:
@@ -35,9 +59,12 @@ def digest(tensors: Any) -> str:
 class Trainer(Worker):
     """Has the weights, changes some of them, and sends them."""
 
-    def open(self, delta: str) -> None:
-        self.module = network(0).to(own_device(self))
-        self.sync = make_sync("auto", self, (self.group_name, 0), RECEIVERS, delta)
+    def open(self, delta: str, sync: str = "auto", card: str = "", to: Any = RECEIVERS) -> None:
+        self.module = network(0, sync).to(own_device(self))
+        device = on_card(card)
+        for tensor in self.module.state_dict(keep_vars=True).values() if device else ():
+            tensor.data = device.tensor(tensor.data)
+        self.sync = make_sync(sync, self, (self.group_name, 0), to, delta)
 
     def send(self, version: int, part: float) -> str:
         """Changes about this part of the elements of what is trained.
@@ -54,14 +81,19 @@ class Trainer(Worker):
         self.sync.send(version, self.module.state_dict().items(), frozen=frozen_names(self.module))
         return digest(self.module.state_dict().items())
 
+    def carried(self) -> tuple[int, int]:
+        """Parts that were in no segment; bytes of the buffers on the card."""
+        return self.sync._sender.roads.carried, current().service.lane.pool.bytes  # type: ignore[attr-defined]
+
 
 class Actor(Worker):
     """Follows a trainer; rank 1 as an engine does that takes in all weights at once."""
 
-    def open(self, delta: str, adopt: bool) -> None:
-        self.module, self.adopt = network(1 + self.rank).requires_grad_(False).to(own_device(self)), adopt
+    def open(self, delta: str, adopt: bool, sync: str = "auto", card: str = "") -> None:
+        on_card(card)
+        self.module, self.adopt = network(1 + self.rank, sync).requires_grad_(False).to(own_device(self)), adopt
         self.whole = self.rank == 1
-        self.sync = make_sync("auto", self, ("trainer", 0), RECEIVERS, delta, whole=self.whole)
+        self.sync = make_sync(sync, self, ("trainer", 0), RECEIVERS, delta, whole=self.whole)
 
     def take(self) -> tuple[int, str]:
         if self.whole:
@@ -69,3 +101,12 @@ class Actor(Worker):
             return update.version, digest(update.tensors)
         version = apply(self.sync, self.module.state_dict().items(), adopt=self.module if self.adopt else None)
         return version, digest(self.module.state_dict().items())
+
+    def hang_up(self) -> None:
+        """Begins with a version, and closes its connections in the middle of it, as the end of its process would."""
+        for number, _ in enumerate(self.sync.receive().tensors):
+            if number == 0:  # the sender does not get far without it, and the others begin, too
+                time.sleep(1)
+            if number == 30:
+                break
+        self.sync.forget()
