@@ -15,8 +15,8 @@ class NetworkConfig:
     model_type: str = "mlp"
     """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), `flow` (chunks of continuous actions by flow
     matching, from either), `vla` (Llava with action tokens),
-    `pi0`, `openvla` (OpenVLA and OpenVLA-OFT), `lerobot` (policies of LeRobot's library: ACT, Diffusion Policy), a registered
-    name, or `module:Class`."""
+    `pi0`, `openvla` (OpenVLA and OpenVLA-OFT), `lerobot` (policies of LeRobot's library: ACT, Diffusion Policy, SmolVLA), a
+    registered name, or `module:Class`."""
     hidden_sizes: list[int] = field(default_factory=lambda: [64, 64])
     """Widths of the hidden layers; cnn and resnet take the last for what comes after the convolutions."""
     activation: str = "tanh"
@@ -30,8 +30,8 @@ class NetworkConfig:
     `resnet` has `channels` (default `[16, 32, 32]`), `flow` has `num_steps` (4), `noise_level` (0.5) and `encoder` (of images:
     cnn or resnet); `pi0` has these two; `vla`, `pi0` and `openvla` have `prompt`, with `{instruction}`; `openvla` has `head`
     (`tokens`, `parallel`, `l1`), `proprio`, `unnorm_key`, `statistics`, `normalisation` (`q99`, `bounds`), `gripper`
-    (`rlds`) and `center_crop`; `lerobot` has `statistics`, and of diffusion `num_steps` and
-    `noise_level`; a model of your own has what it wants."""
+    (`rlds`) and `center_crop`; `lerobot` has `statistics`, of diffusion and smolvla `num_steps` and
+    `noise_level`, of smolvla `vlm` and `task`; a model of your own has what it wants."""
 
 
 @dataclass

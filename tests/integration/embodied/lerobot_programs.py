@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,21 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset  # noqa: E402
 from lerobot.policies.act.configuration_act import ACTConfig  # noqa: E402
 from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig  # noqa: E402
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors  # noqa: E402
+from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig  # noqa: E402
+from tokenizers import Tokenizer, models  # noqa: E402
+from transformers import (  # noqa: E402
+    PreTrainedTokenizerFast,
+    SmolVLMConfig,
+    SmolVLMImageProcessor,
+    SmolVLMProcessor,
+    SmolVLMVideoProcessor,
+)
 
+from rlhpc.embodied.envs.observations import encode_text  # noqa: E402
 from rlhpc.embodied.export import load_exported  # noqa: E402
 
+#: What stands in SmolVLA's folder as its vision-language model, and the folder that is taken for it.
+HUB, VLM = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct", "vlm"
 STATE, PICTURE = "observation.state", "observation.image"
 INPUTS = {
     "input_features": {
@@ -42,7 +55,30 @@ TINY: dict[str, Any] = {
         spatial_softmax_num_keypoints=4, diffusion_step_embed_dim=16, num_train_timesteps=10,
         noise_scheduler_type="DDIM", num_inference_steps=5,
     ),
+    "smolvla": lambda: SmolVLAConfig(
+        **INPUTS, chunk_size=4, n_action_steps=2, max_state_dim=4, max_action_dim=4, resize_imgs_with_padding=(32, 32),
+        tokenizer_max_length=24, num_steps=3, vlm_model_name=VLM, num_vlm_layers=2, expert_width_multiplier=0.5,
+    ),
 }  # fmt: skip
+
+
+def make_vlm(folder: Path) -> None:
+    """Configuration, tokenizer and processor of a tiny SmolVLM, whose words are bytes."""
+    special = {"image_token": "<image>", "fake_image_token": "<fake>", "global_image_token": "<global>"}
+    words = [*(f"<0x{i:02X}>" for i in range(256)), "<pad>", "<end>", *special.values()]
+    bpe = models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(bpe), pad_token="<pad>", eos_token="<end>", extra_special_tokens=special
+    )
+    body = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    text = {"model_type": "llama", **body, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16}
+    eye = {**body, "num_hidden_layers": 1, "image_size": 32, "patch_size": 8}
+    token = words.index("<image>")
+    text |= {"vocab_size": 320, "pad_token_id": 256}
+    SmolVLMConfig(
+        text_config=text, vision_config=eye, image_token_id=token, scale_factor=2, pad_token_id=256
+    ).save_pretrained(folder)
+    SmolVLMProcessor(SmolVLMImageProcessor(), tokenizer, SmolVLMVideoProcessor()).save_pretrained(folder)
 
 
 def make(folder: Path) -> None:
@@ -63,29 +99,50 @@ def make(folder: Path) -> None:
             steps += 1
         data.save_episode()
     data.finalize()
+    make_vlm(folder / VLM)
     for family, config in TINY.items():
         torch.manual_seed(0)
         get_policy_class(family)(config()).save_pretrained(folder / family)
         for processor in make_pre_post_processors(config(), dataset_stats=data.meta.stats):
             processor.save_pretrained(folder / family)
+    for name in ("config.json", "policy_preprocessor.json"):
+        file = folder / "smolvla" / name
+        file.write_text(file.read_text().replace(f'"{VLM}"', f'"{HUB}"'))
+
+
+TASKS = [f"go to the {colour} square" for colour in ("red", "blue", "red", "blue")]
 
 
 def observations() -> dict[str, torch.Tensor]:
     """Four of them, as the environment shows them."""
     random = np.random.default_rng(0)
     pictures = torch.from_numpy(random.integers(0, 256, (4, 16, 16, 3), np.uint8))
-    return {"rgb": pictures, "state": torch.from_numpy(random.uniform(-1, 1, (4, 2)).astype(np.float32))}
+    said = torch.from_numpy(np.stack([encode_text(task, 40) for task in TASKS]))
+    state = torch.from_numpy(random.uniform(-1, 1, (4, 2)).astype(np.float32))
+    return {"rgb": pictures, "state": state, "instruction": said}
 
 
 def hold(released: Path, checkpoint: Path) -> None:
     """Holds what was released, as LeRobot loads and plays it, against the checkpoint: actions and loss."""
     mine, obs = load_exported(checkpoint), observations()
+    if not released.exists():
+        released.mkdir()
+        mine.release(released, 2)
     config = PreTrainedConfig.from_pretrained(released)
+    changes: dict[str, Any] = {}
+    if config.type == "smolvla":
+        before = json.loads((released / "policy_preprocessor.json").read_text())["steps"]
+        names = [step["config"]["tokenizer_name"] for step in before if "tokenizer_name" in step["config"]]
+        assert names == [HUB] == [config.vlm_model_name]
+        config.vlm_model_name, changes = VLM, {"tokenizer_processor": {"tokenizer_name": VLM}}
     theirs = get_policy_class(config.type).from_pretrained(released, config=config, strict=True)
-    before, after = make_pre_post_processors(config, pretrained_path=str(released))
-    seen = {STATE: obs["state"], PICTURE: (obs["rgb"].permute(0, 3, 1, 2).float() / 255).contiguous()}
+    before, after = make_pre_post_processors(config, pretrained_path=str(released), preprocessor_overrides=changes)
+    seen = {STATE: obs["state"], PICTURE: (obs["rgb"].permute(0, 3, 1, 2).float() / 255).contiguous(), "task": TASKS}
     if config.type == "act":
         played = after(theirs.predict_action_chunk(before(seen)))[:, :2]
+    elif config.type == "smolvla":
+        noise = torch.zeros(4, 4, 4)
+        played = after(theirs.predict_action_chunk(before(seen), noise=noise))[:, :2]
     else:
         theirs.reset()
         noise = torch.zeros(4, 4, 2)

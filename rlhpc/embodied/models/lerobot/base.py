@@ -37,8 +37,11 @@ class LerobotPolicy(Policy):
         super().__init__(cfg, observation_space, action_space)
         self.described = folder.describe(cfg, observation_space, action_space)
         self.dim = math.prod(action_space.shape)
-        self.inner = library.load(self.described)
-        self.processors = library.Processors(self.described, self.inner.config, cfg.kwargs.get("statistics"))
+        self.inner = library.load(self.described, cfg.kwargs.get("vlm"))
+        self.processors = library.Processors(
+            self.described, self.inner.config, cfg.kwargs.get("statistics"), cfg.kwargs.get("vlm")
+        )
+        self._task = str(cfg.kwargs.get("task") or "")
         self._pictures = [key for key, box in boxes_of(observation_space).items() if len(box.shape) == 3]
         self.value_head = ValueHead(self.value_inputs(), self.value_width) if cfg.add_value_head else None
 
@@ -81,7 +84,7 @@ class LerobotPolicy(Policy):
 
     def _tasks(self, parts: dict[str, Tensor], rows: int) -> list[str]:
         if "instruction" not in parts:
-            return [""] * rows
+            return [self._task] * rows
         return [decode_text(bytes(row)) for row in parts["instruction"].cpu().numpy()]
 
     @contextmanager

@@ -25,9 +25,13 @@ if TYPE_CHECKING:
     from rlhpc.embodied.config import ModelConfig
 
 #: Families that are here, and the key of how many actions their networks predict at once.
-FAMILIES = {"act": "chunk_size", "diffusion": "horizon"}
+FAMILIES = {"act": "chunk_size", "diffusion": "horizon", "smolvla": "chunk_size"}
 #: Keys of `actor.model.kwargs`, by family.
-OPTIONS = {"act": ("statistics",), "diffusion": ("statistics", "noise_level", "num_steps")}
+OPTIONS = {
+    "act": ("statistics",),
+    "diffusion": ("statistics", "noise_level", "num_steps"),
+    "smolvla": ("statistics", "noise_level", "num_steps", "vlm", "task"),
+}
 STATE, PLACE = "observation.state", "observation.environment_state"
 _KEY = "actor.model.model_path"
 
@@ -81,6 +85,8 @@ def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Des
         raise ConfigError(
             f"{_KEY}: {path}/config.json has n_obs_steps {config['n_obs_steps']}; policies see one observation here: 1"
         )
+    if config.get("adapt_to_pi_aloha"):
+        raise ConfigError(f"{_KEY}: {path}/config.json has adapt_to_pi_aloha, which is not here: set it false")
     if config.get("temporal_ensemble_coeff") is not None:
         raise ConfigError(
             f"{_KEY}: {path}/config.json has temporal_ensemble_coeff {config['temporal_ensemble_coeff']}; chunks are "

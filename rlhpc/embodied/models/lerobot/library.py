@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhpc.embodied.models.lerobot.folder import Described, importable, needs_lerobot
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.shown import first_line
 
 _OPS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -37,8 +38,12 @@ def mend_torchvision() -> None:
         importlib.import_module("torchvision")
 
 
-def load(described: Described) -> Any:
+def load(described: Described, vlm: str | None = None) -> Any:
     """The policy of a folder, with its weights, on the CPU.
+
+    Args:
+        described: The folder.
+        vlm: A folder in place of the vision-language model that its configuration names, for all but its weights.
 
     Raises:
         ConfigError: LeRobot is missing, or cannot load it.
@@ -51,16 +56,19 @@ def load(described: Described) -> Any:
 
     try:
         config = PreTrainedConfig.from_pretrained(described.path)
-        device, config.device = config.device, "cpu"
-        if hasattr(config, "pretrained_backbone_weights"):
-            config.pretrained_backbone_weights = None  # which would be downloaded: the folder has the weights
+        # The folder has the weights: none are downloaded.
+        here = {"device": "cpu", "pretrained_backbone_weights": None, "load_vlm_weights": False}
+        here |= {"vlm_model_name": vlm} if vlm else {}
+        said = {name: getattr(config, name) for name in here if hasattr(config, name)}
+        for name in said:
+            setattr(config, name, here[name])
         policy = get_policy_class(described.family).from_pretrained(described.path, config=config, strict=True)
     except Exception as error:  # whatever its parsers and networks raise
-        said = str(error).strip().split("\n")[0]
         raise ConfigError(
-            f"actor.model.model_path: lerobot cannot load {described.path}: {type(error).__name__}: {said}"
+            f"actor.model.model_path: lerobot cannot load {described.path}: {type(error).__name__}: {first_line(error)}"
         ) from error
-    policy.config.device = device  # as it will be written again
+    for name, value in said.items():  # as it will be written again
+        setattr(policy.config, name, value)
     return policy
 
 
@@ -71,13 +79,14 @@ class Processors:
         described: The folder.
         config: Of the policy.
         statistics: A LeRobot dataset's folder, or its stats.json; None takes the folder's own.
+        vlm: See `load`.
 
     Raises:
         ConfigError: There are no statistics, or the processors cannot be loaded.
     """
 
-    def __init__(self, described: Described, config: Any, statistics: Any) -> None:
-        self._path, self._config = described.path, config
+    def __init__(self, described: Described, config: Any, statistics: Any, vlm: str | None = None) -> None:
+        self._path, self._config, self._vlm = described.path, config, vlm
         self._stats = None if statistics is None else _statistics(Path(str(statistics)).expanduser())
         if self._stats is None and not (described.path / "policy_preprocessor.json").is_file():
             raise ConfigError(
@@ -106,26 +115,33 @@ class Processors:
     def save(self, folder: Path) -> None:
         """Writes both beside the policy."""
         for processor in self.on(torch.device("cpu")):
+            for step in processor.steps:
+                if self._vlm and hasattr(step, "tokenizer_name"):
+                    step.tokenizer_name = self._config.vlm_model_name
             processor.save_pretrained(folder)
 
     def _make(self, device: str) -> tuple[Any, Any]:
         from lerobot.policies.factory import make_pre_post_processors
 
         stats: dict[str, Any] = {} if self._stats is None else {"stats": self._stats}
+        words = {"tokenizer_processor": {"tokenizer_name": self._vlm}} if self._vlm else {}
         given: dict[str, Any] = {"dataset_stats": self._stats}
         if (self._path / "policy_preprocessor.json").is_file():
             given = {
                 "pretrained_path": str(self._path),
-                "preprocessor_overrides": {"device_processor": {"device": device}, "normalizer_processor": stats},
+                "preprocessor_overrides": {
+                    "device_processor": {"device": device},
+                    "normalizer_processor": stats,
+                    **words,
+                },
                 "postprocessor_overrides": {"unnormalizer_processor": stats},
             }
         try:
             before, after = make_pre_post_processors(self._config, **given)
         except Exception as error:  # whatever its steps raise
-            said = str(error).strip().split("\n")[0]
             raise ConfigError(
                 f"actor.model.model_path: lerobot cannot load the processors of {self._path}: "
-                f"{type(error).__name__}: {said}"
+                f"{type(error).__name__}: {first_line(error)}"
             ) from error
 
         return before, after
