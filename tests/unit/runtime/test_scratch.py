@@ -312,7 +312,8 @@ def test_what_is_kept_for_the_next_run_is_private_and_no_sessions(
         cache_folder()
 
 
-def test_a_folder_for_sockets_goes_with_its_session(roots: tuple[Path, Path]) -> None:
+def test_a_folder_for_sockets_goes_with_its_session(roots: tuple[Path, Path], monkeypatch) -> None:
+    monkeypatch.setattr(scratch_module, "_held", {})  # those of tests before, in the same process
     alone = folder_for_sockets("agents")
     assert alone.parent == roots[0] and alone.stat().st_mode & 0o777 == 0o700
     scratch = Scratch.create()
