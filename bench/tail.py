@@ -7,6 +7,9 @@ whose engines make 32 sequences at a time at a fixed rate; lengths are log-norma
 trains on each step for as long as its answers would take if all rollout ranks were busy all the time: both have equally
 much to do. Steps come one after the other (`algorithm.max_staleness: 0`), or rollout ranks are one or two ahead.
 
+With `--episodes` an answer is an episode: after each 100 tokens a tool works for 0.1 s, while the engine goes on with others.
+The longest one takes 6 s, of which 2 s are the tool's. That is written to results/tail_episodes.json.
+
 `bound_s` is what no scheduler is below that moves ranks to where there is work, at no cost and at any moment: all work divided
 by all ranks or, if that takes longer, the longest answer, divided by the steps that may be under way at a time. `gain` is the
 step's time against it.
@@ -30,6 +33,8 @@ from rlhpc.language.roles.work import Ledger, Takings
 from rlhpc.runtime.channel import QueueEmpty
 
 TOKEN_S = 0.002
+#: Of an episode: tokens of a turn, and seconds of the tool after it.
+TURN, TOOL_S = 100, 0.1
 OVER = "over"
 
 
@@ -41,27 +46,33 @@ class Maker(Worker):
         self.work, self.delivered = self.connect_channel(WORK), self.connect_channel(DELIVERED)
         self.over = self.connect_channel(OVER)
 
-    def make(self, steps: int, ahead: int, ranks: int) -> None:
+    def make(self, steps: int, ahead: int, ranks: int, tool_s: float) -> None:
         """Takes prompts of all steps as these are given out, until word comes that it is over."""
         takings = Takings(PROMPTS, self.rank, self.work, self.delivered)
         takings.begin(0, ranks)
         sizes = {step: lengths(step) for step in range(1, steps + 1)}
         waiting, running = deque[tuple[int, int, int]](), dict[tuple[int, int, int], int]()
         left, first, now = dict[tuple[int, int], int](), 1, time.perf_counter()
+        away, rest = deque[tuple[float, tuple[int, int, int]]](), dict[tuple[int, int, int], int]()
         while first <= steps:
             for step in range(first, min(steps, first + ahead) + 1):
                 while len(running) + len(waiting) < CAPACITY and (position := takings.take(step)) is not None:
                     assert isinstance(position, int), "nobody leaves"
                     left[step, position] = GROUP
                     waiting.extend((step, position, member) for member in range(GROUP))
+            while away and away[0][0] <= now:
+                waiting.appendleft(away.popleft()[1])
             while waiting and len(running) < CAPACITY:
                 place = waiting.popleft()
-                running[place] = int(sizes[place[0]][place[1:]])
+                running[place] = rest.pop(place, int(sizes[place[0]][place[1:]]))
             now = max(now + TOKEN_S, time.perf_counter() - TOKEN_S)
             time.sleep(max(0.0, now - time.perf_counter()))
             for place in list(running):
                 running[place] -= 1
-                if not running[place]:
+                if tool_s and running[place] and running[place] % TURN == 0:
+                    rest[place] = running.pop(place)
+                    away.append((now + tool_s, place))
+                elif not running[place]:
                     del running[place]
                     left[place[:2]] -= 1
                     if not left[place[:2]]:
@@ -75,19 +86,25 @@ def ideal_s(step: int, ranks: int) -> float:
     return float(lengths(step).sum()) * TOKEN_S / CAPACITY / ranks
 
 
-def bound_s(step: int, ranks: int, ahead: int) -> float:
+def longest_s(step: int, tool_s: float) -> float:
+    """Seconds of a step's longest answer."""
+    tokens = int(lengths(step).max())
+    return tokens * TOKEN_S + (tokens - 1) // TURN * tool_s
+
+
+def bound_s(step: int, ranks: int, ahead: int, tool_s: float) -> float:
     """Seconds of a step below which nothing gets by moving ranks."""
-    return max(ideal_s(step, ranks), float(lengths(step).max()) * TOKEN_S / (1 + ahead))
+    return max(ideal_s(step, ranks), longest_s(step, tool_s) / (1 + ahead))
 
 
-def run(steps: int, ahead: int, ranks: int, cluster: Cluster) -> dict[str, float]:
+def run(steps: int, ahead: int, ranks: int, cluster: Cluster, tool_s: float = 0.0) -> dict[str, float]:
     """One run; the first two steps and the last two do not count, when there is less to do at a time."""
     ledger, over = Ledger(PROMPTS), Channel.create(OVER)
     ledger.open(0)
     group = Maker.create_group().launch(cluster, NodePlacementStrategy([0] * ranks), f"tail{ranks}{ahead}")
     group.open().wait()
     ledger.give(1 + ahead)
-    making, times = group.make(steps, ahead, ranks), [time.perf_counter()]
+    making, times = group.make(steps, ahead, ranks, tool_s), [time.perf_counter()]
     for step in range(1, steps + 1):
         while not ledger.whole(step, 1.0):
             if time.perf_counter() - times[-1] > 300:
@@ -101,12 +118,14 @@ def run(steps: int, ahead: int, ranks: int, cluster: Cluster) -> dict[str, float
     group.shutdown()
     counted = range(3, steps - 1)
     whole = statistics.fmean(ideal_s(step, ranks) for step in counted)
-    longest = statistics.fmean(float(lengths(step).max()) * TOKEN_S for step in counted)
+    longest = statistics.fmean(longest_s(step, tool_s) for step in counted)
+    tokens = statistics.fmean(float(lengths(step).sum()) for step in counted)
     step_s = (times[-3] - times[2]) / len(counted)
-    bound = statistics.fmean(bound_s(step, ranks, ahead) for step in counted)
+    bound = statistics.fmean(bound_s(step, ranks, ahead, tool_s) for step in counted)
     return {
         "ranks": ranks, "max_staleness": ahead, "step_s": step_s, "bound_s": bound, "gain": step_s / bound,
         "rollout ranks idle": 1 - whole / step_s, "answers if all were busy, s": whole, "longest answer, s": longest,
+        "tokens_per_s": tokens / step_s,
     }  # fmt: skip
 
 
@@ -114,18 +133,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures and writes `results/tail.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--episodes", action="store_true", help="on 4 ranks, with a tool between turns")
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     session, cluster = Session.start(), Cluster.local(1, 0)
     rows = []
-    for ranks in RANKS:
+    for ranks in (4,) if args.episodes else RANKS:
         for ahead in (0, 1, 2):
-            rows.append(run(args.steps, ahead, ranks, cluster))
+            rows.append(run(args.steps, ahead, ranks, cluster, TOOL_S if args.episodes else 0.0))
             found = rows[-1]
             print(f"{ranks} ranks, {ahead} ahead: {found['step_s']:.2f} s a step, at least {found['bound_s']:.2f} s "
                   f"({found['gain']:.2f} times); rollout idle {found['rollout ranks idle']:.0%}", flush=True)  # fmt: skip
     session.stop()
-    print(write("tail", f"python -m bench.tail --steps {args.steps}", {"rows": rows}))
+    name, more = ("tail_episodes", " --episodes") if args.episodes else ("tail", "")
+    print(write(name, f"python -m bench.tail --steps {args.steps}{more}", {"rows": rows}))
 
 
 if __name__ == "__main__":
