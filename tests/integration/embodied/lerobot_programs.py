@@ -15,6 +15,7 @@ from rlhpc.embodied.models.lerobot.library import mend_torchvision
 mend_torchvision()
 
 import square  # noqa: E402
+from diffusers import DDPMScheduler  # noqa: E402
 from lerobot.configs.policies import PreTrainedConfig  # noqa: E402
 from lerobot.configs.types import FeatureType, PolicyFeature  # noqa: E402
 from lerobot.datasets.lerobot_dataset import LeRobotDataset  # noqa: E402
@@ -122,6 +123,22 @@ def observations() -> dict[str, torch.Tensor]:
     return {"rgb": pictures, "state": state, "instruction": said}
 
 
+def hold_steps(policy: Any) -> None:
+    """Mean and deviation of each denoising step are those of diffusers' DDPM, before the least deviation."""
+    ddpm = DDPMScheduler.from_config(policy.inner.diffusion.noise_scheduler.config)
+    ddpm.set_timesteps(policy.steps)
+    seen, x = torch.randn(2, policy.value_inputs()), torch.randn(2, 4, 2)
+    with torch.no_grad():
+        for t in policy._times:
+            predicted, noise = (
+                policy._predict(seen, x, t),
+                torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(t)),
+            )
+            theirs = ddpm.step(predicted, t, x, generator=torch.Generator().manual_seed(t)).prev_sample
+            mine = policy._mean(seen, x, t) + policy._coefficients(t)[2] ** 0.5 * noise
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
 def hold(released: Path, checkpoint: Path) -> None:
     """Holds what was released, as LeRobot loads and plays it, against the checkpoint: actions and loss."""
     mine, obs = load_exported(checkpoint), observations()
@@ -149,6 +166,8 @@ def hold(released: Path, checkpoint: Path) -> None:
         played = torch.stack([after(theirs.select_action(before(seen), noise=noise)) for _ in range(2)], 1)
     with torch.no_grad():
         actions, _ = mine.predict_action_batch(obs, mode="eval")
+    if config.type == "diffusion":
+        hold_steps(mine.eval())
     assert played.shape == (4, 2, 2) and played.std() > 0
     torch.testing.assert_close(actions, played, rtol=0, atol=0)
 
