@@ -281,7 +281,7 @@ def test_streams_come_as_they_are_written_and_go_on_as_one_sample() -> None:
             parts = [delta["reasoning_content"] for delta in deltas if delta.get("reasoning_content")]
             assert "".join(parts) == whole["reasoning_content"] == "so  and\nso"
             assert "".join(pieces) == (whole["content"] if asked else said.partition("</think>\n")[2])
-            assert (len(pieces) > 3 and len(parts) > 3) == ("logprobs" not in asked), "log-probs come with the whole"
+            assert (len(pieces) > 1 and len(parts) > 1) == ("logprobs" not in asked), "log-probs come with the whole"
             assert all("<tool_call>" not in piece for piece in pieces) or not asked
             reply = {"role": "assistant", "content": "".join(pieces), "reasoning_content": "".join(parts)}
             calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
@@ -296,7 +296,7 @@ def test_streams_come_as_they_are_written_and_go_on_as_one_sample() -> None:
                 "tools": [{"name": "f", "input_schema": {"type": "object"}}]}  # fmt: skip
         _, events = served.post(session.key, "/v1/messages", body)
         kinds = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
-        assert kinds == ["thinking", "text", "tool_use"] and len(events) > 14
+        assert kinds == ["thinking", "text", "tool_use"] and len(events) > 11
         text = "".join(event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta")
         assert text == whole["content"] and [e["index"] for e in events if e["type"] == "content_block_stop"] == [
             0,
