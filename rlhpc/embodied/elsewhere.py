@@ -6,7 +6,7 @@ file. Both sides are this same program; what is pickled never comes from a check
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import pickle
 import subprocess
@@ -16,14 +16,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from rlhpc.embodied.models.lerobot.folder import importable, needs_lerobot
-from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.plain import read_json
 
 #: The variable that names the Python.
 PYTHON = "RLHPC_LEROBOT_PYTHON"
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
+
+
+def importable() -> bool:
+    """Whether this Python has LeRobot."""
+    return importlib.util.find_spec("lerobot") is not None
+
+
+def needs_lerobot(why: str) -> ConfigError:
+    """What to do where it is missing."""
+    return ConfigError(
+        f"{why} needs lerobot, which has a Python of its own: make setup-lerobot, export "
+        "RLHPC_LEROBOT_PYTHON=$PWD/.venv-lerobot/bin/python, and name it as cluster.node_groups[].python_interpreter of "
+        "actor and rollout (docs/how-to/lerobot.md)"
+    )
 
 
 def where_it_can(of: str | Path, function: Callable[Given, Found], *args: Given.args, **kwargs: Given.kwargs) -> Found:

@@ -70,7 +70,8 @@ def folder_for_sockets(name: str) -> Path:
 
     In a process of a session it lies among the session's own, so it goes with them, however the process ends.
     """
-    mine = [Scratch(token).sockets for token, (pid, _) in _held.items() if pid == os.getpid()]
+    held = [Scratch(token).sockets for token, (pid, _) in _held.items() if pid == os.getpid()]
+    mine = [folder for folder in held if folder.is_dir()]  # a session that is over leaves its lock to this process
     return Path(tempfile.mkdtemp(prefix=f"rlhpc-{name}-", dir=mine[-1] if mine else _SOCKET_ROOT))
 
 

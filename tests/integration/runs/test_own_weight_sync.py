@@ -73,5 +73,5 @@ def test_a_strategy_of_ones_own_carries_the_weights(tmp_path: Path, monkeypatch:
 def test_an_unknown_strategy_is_refused(tmp_path: Path) -> None:
     said = TinyRun(tmp_path, "rollout.weight_sync=carrier").train(code=2)
     assert "rollout.weight_sync is 'carrier'" in said
-    assert "allowed: auto, broadcast, shards, or module:Class" in said
+    assert "allowed: auto, broadcast, gloo, host, ipc, nccl, shards, or module:Class" in said
     assert not (tmp_path / "quickstart").exists()

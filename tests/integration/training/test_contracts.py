@@ -32,7 +32,8 @@ def test_the_version_is_one_for_which_this_was_looked_at() -> None:
     assert f"{major}.{minor + 1}.0" not in wanted and f"{major}.{minor - 1}.99" not in wanted
     for path in sorted((root / "envs").glob("*.txt")):
         named = [line.partition("#")[0] for line in path.read_text().splitlines() if line.startswith("transformers=")]
-        assert all(transformers.__version__ in Requirement(one).specifier for one in named), path
+        if path.name != "lerobot.txt":  # a Python of its own, which divides no model
+            assert all(transformers.__version__ in Requirement(one).specifier for one in named), path
 
 
 def _parameters(function: object) -> list[str]:

@@ -8,7 +8,6 @@ policy_postprocessor.json
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gymnasium import spaces
 
 from rlhpc.embodied.envs.observations import boxes_of
+from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_json
 
@@ -51,20 +51,6 @@ class Described:
     family: str
     sources: dict[str, str | None]
     config: dict[str, Any]
-
-
-def importable() -> bool:
-    """Whether this Python has LeRobot."""
-    return importlib.util.find_spec("lerobot") is not None
-
-
-def needs_lerobot(why: str) -> ConfigError:
-    """What to do where it is missing."""
-    return ConfigError(
-        f"{why} needs lerobot, which has a Python of its own: make setup-lerobot, export "
-        "RLHPC_LEROBOT_PYTHON=$PWD/.venv-lerobot/bin/python, and name it as cluster.node_groups[].python_interpreter of "
-        "actor and rollout (docs/how-to/lerobot.md)"
-    )
 
 
 def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Described:
@@ -106,8 +92,8 @@ def _read(given: str | None) -> tuple[Path, dict[str, Any]]:
         raise ConfigError(f"{_KEY}: {path}/config.json cannot be read: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("input_features"), dict):
         raise ConfigError(f"{_KEY}: {path}/config.json has no input_features: LeRobot's save_pretrained writes them")
-    if not (path / "model.safetensors").is_file():
-        raise ConfigError(f"{_KEY}: {path} has no model.safetensors")
+    if not (path / MODEL).is_file():
+        raise ConfigError(f"{_KEY}: {path} has no {MODEL}")
     return path, config
 
 

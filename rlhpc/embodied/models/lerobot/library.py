@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhpc.embodied.models.lerobot.folder import Described, importable, needs_lerobot
+from rlhpc.embodied.elsewhere import importable, needs_lerobot
+from rlhpc.embodied.models.lerobot.folder import Described
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.shown import first_line
