@@ -324,11 +324,15 @@ class Gateway:
                 made.result()  # refused at once: by a status
             await response.prepare(request)
             partly = None if stream.whole else self._parsers.partly(reading.prompt, tools)
+            silent_since = self.loop.time()
             while not made.done():
-                for event in stream.more(len(reading.prompt), *partly.split(reading.ids)) if partly else ():
+                events = stream.more(len(reading.prompt), *partly.split(reading.ids)) if partly else []
+                if not events and self.loop.time() - silent_since >= _ALIVE_S:
+                    events = [": waiting\n\n"]  # so that no client takes a slow one for a lost one
+                for event in events:
                     await response.write(event.encode())
-                if not await _more(reading):  # so that no client takes a slow one for a lost one
-                    await response.write(b": waiting\n\n")
+                    silent_since = self.loop.time()
+                await _more(reading)
             try:
                 answer = made.result()
             except Refused as why:
@@ -350,14 +354,13 @@ class Gateway:
         return response
 
 
-async def _more(reading: Reading) -> bool:
-    """Waits for more to read, but not for long; whether it came."""
-    try:
-        await asyncio.wait_for(reading.came.wait(), _ALIVE_S)
-    except TimeoutError:
-        return False
-    reading.came.clear()  # what comes from now on is for the next time
-    return True
+async def _more(reading: Reading) -> None:
+    """Waits for more to read, but not for long."""
+    with contextlib.suppress(TimeoutError):
+        # not `wait_for`: Python 3.11's forgets that it was cancelled where at that moment there is more, too
+        async with asyncio.timeout(_ALIVE_S):
+            await reading.came.wait()
+        reading.came.clear()  # what comes from now on is for the next time
 
 
 def _json(raw: bytes) -> Any:
