@@ -116,8 +116,12 @@ def test_a_family_that_is_not_known_is_built_to_be_looked_at(tmp_path: Path) -> 
 
 
 def test_pytorchs_tracker_finds_what_is_accounted_for() -> None:
+    import torch.distributed as dist
+
     from rlhpc.language.memory.measure import measure
 
+    if dist.is_initialized():  # of an engine, in a test before
+        dist.destroy_process_group()
     name = "Qwen/Qwen2.5-7B"
     asked = Training(size_of(name), "fsdp", Sizes(shard=8), 4096, 2, accelerated=True, checkpointing=True)
     found = measure(asked, name, {})
