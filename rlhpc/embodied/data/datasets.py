@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from rlhpc.embodied.data.lerobot_writer import LeRobotWriter
 from rlhpc.embodied.data.minari import MinariWriter
 from rlhpc.embodied.data.trajectories import SUFFIXES, TrajectoryWriter, metadata, read_trajectories
 from rlhpc.embodied.data.trajectory import Trajectory, shapes
+from rlhpc.embodied.data.writing import EpisodeWriter
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import find_files
 
@@ -75,10 +76,10 @@ def convert(paths: Sequence[str], output: str, options: Options) -> int:
     Raises:
         ConfigError: They are of several tasks or shapes, or lack what the format needs.
     """
-    with ExitStack() as stack:
-        found = read(paths)
-        writer = stack.enter_context(_writer(paths, output, options))
-        _add(writer, found)
+    found = read(paths)
+    with _writer(paths, output, options) as writer:
+        for trajectory in found:
+            writer.add(trajectory)
         return len(writer)
 
 
@@ -99,21 +100,16 @@ def split(paths: Sequence[str], output: str, parts: int, options: Options) -> li
     with ExitStack() as stack:
         writers = [stack.enter_context(_writer(paths, name, options)) for name in names]
         for number, trajectory in enumerate(read(paths)):
-            _add(writers[number % parts], [trajectory])
+            writers[number % parts].add(trajectory)
         return [(name, len(writer)) for name, writer in zip(names, writers, strict=True)]
 
 
-def _add(writer: Any, trajectories: Iterable[Trajectory]) -> None:
-    for trajectory in trajectories:
-        writer.add(trajectory)
-
-
-def _writer(paths: Sequence[str], output: str, options: Options) -> Any:
+def _writer(paths: Sequence[str], output: str, options: Options) -> EpisodeWriter:
     info, target = _env_info(paths), Path(output)
     env_id = str(info.get("env_id") or "unknown")
     if options.to == "hdf5" and target.exists():
         raise ConfigError(f"{target} is there already; name another file")
-    makers: dict[str, Callable[[], Any]] = {
+    makers: dict[str, Callable[[], EpisodeWriter]] = {
         "hdf5": lambda: TrajectoryWriter(
             target, env_id=env_id, env_kwargs=info.get("env_kwargs"), max_episode_steps=info.get("max_episode_steps"),
             source_type="converted", source_desc=", ".join(paths),

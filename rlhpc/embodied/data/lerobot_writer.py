@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from rlhpc.checkpoint.folders import filled_folder
 from rlhpc.embodied.data.lerobot_columns import (
     CHUNK,
     MOST_BYTES,
@@ -32,10 +29,11 @@ from rlhpc.embodied.data.lerobot_columns import (
 from rlhpc.embodied.data.lerobot_statistics import Totals
 from rlhpc.embodied.data.lerobot_video import CameraFiles
 from rlhpc.embodied.data.trajectory import not_finite
+from rlhpc.embodied.data.writing import FolderWriter
 from rlhpc.runtime.errors import ConfigError
 
 
-class LeRobotWriter:
+class LeRobotWriter(FolderWriter):
     """A dataset, which takes its name when `close` is called.
 
     Args:
@@ -51,12 +49,9 @@ class LeRobotWriter:
             import pyarrow.parquet
         except ImportError:
             raise ConfigError("LeRobot datasets need pyarrow: pip install 'rlhpc[embodied]'") from None
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"{folder} is there already; give a folder that is not, or is empty")
+        super().__init__(folder)
         self._arrow, self._parquet = pyarrow, pyarrow.parquet
         self._fps, self._task, self._videos, self._robot = fps, task, videos, robot
-        self._stack = ExitStack()
-        self._root = self._stack.enter_context(filled_folder(folder))
         self._features: dict[str, Any] = {}
         self._cameras: dict[str, CameraFiles] = {}
         self._rows: list[dict[str, Any]] = []
@@ -82,7 +77,7 @@ class LeRobotWriter:
         if not self._features:
             self._features = features
             self._cameras = {
-                name: CameraFiles(self._root, name, self._fps)
+                name: CameraFiles(self.root, name, self._fps)
                 for name in images(features)
                 if features[name]["dtype"] == "video"
             }
@@ -114,8 +109,7 @@ class LeRobotWriter:
 
     def _write(self, table: Any) -> None:
         path = (
-            self._root
-            / f"data/{PATTERN.format(chunk_index=self._file // CHUNK, file_index=self._file % CHUNK)}.parquet"
+            self.root / f"data/{PATTERN.format(chunk_index=self._file // CHUNK, file_index=self._file % CHUNK)}.parquet"
         )
         if self._table is not None and path.stat().st_size + table.nbytes >= MOST_BYTES["data"]:
             self._table.close()
@@ -133,13 +127,13 @@ class LeRobotWriter:
         Raises:
             ConfigError: It has no episode.
         """
-        with self._stack:
+        with self.finished:
             if not self._rows:
                 raise ConfigError("there is no episode to write")
             self._table.close()
             for name, camera in self._cameras.items():
                 self._features[name]["info"] = camera.close()
-            meta = self._root / "meta"
+            meta = self.root / "meta"
             (meta / "episodes" / "chunk-000").mkdir(parents=True)
             episodes = self._arrow.Table.from_pylist(self._rows)
             self._parquet.write_table(episodes, meta / "episodes" / "chunk-000" / "file-000.parquet")
@@ -156,20 +150,13 @@ class LeRobotWriter:
             "video_path": f"videos/{{video_key}}/{PATTERN}.mp4" if self._cameras else None, "features": self._features,
         }  # fmt: skip
 
-    def __enter__(self) -> LeRobotWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-            return
+    def discard(self) -> None:
+        """See `EpisodeWriter.discard`."""
         if self._table is not None:
             self._table.close()
         for camera in self._cameras.values():
             camera.discard()
-        self._stack.__exit__(kind, error, trace)
+        super().discard()
 
 
 def _said(features: Mapping[str, Any]) -> str:

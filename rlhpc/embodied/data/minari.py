@@ -6,18 +6,16 @@ https://minari.farama.org/content/dataset_standards
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import h5py
 import numpy as np
 
-from rlhpc.checkpoint.folders import filled_folder
 from rlhpc.checkpoint.hdf5 import checked, member, members, open_hdf5
 from rlhpc.embodied.data.trajectory import Trajectory, check
+from rlhpc.embodied.data.writing import FolderWriter
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.shown import first_line
 
@@ -97,7 +95,7 @@ def _success(group: Any, length: int) -> np.ndarray | None:
     return found[1:] if len(found) == length + 1 else found if len(found) == length else None
 
 
-class MinariWriter:
+class MinariWriter(FolderWriter):
     """A dataset, which takes its name when `close` is called. Pictures are written as they are, not as JPEG.
 
     Args:
@@ -106,18 +104,16 @@ class MinariWriter:
     """
 
     def __init__(self, folder: Path, *, env_id: str) -> None:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"{folder} is there already; give a folder that is not, or is empty")
-        self._stack, self._env_id, self._spaces = ExitStack(), env_id, dict[str, Any]()
-        self._root = self._stack.enter_context(filled_folder(folder))
-        (self._root / MAIN).parent.mkdir()
-        self._file = h5py.File(self._root / MAIN, "w", track_order=True)
+        super().__init__(folder)
+        self._env_id, self._spaces = env_id, dict[str, Any]()
+        (self.root / MAIN).parent.mkdir()
+        self._file = h5py.File(self.root / MAIN, "w", track_order=True)
         self._steps, self._count = 0, 0
 
     def __len__(self) -> int:
         return self._count
 
-    def add(self, trajectory: Trajectory) -> None:
+    def add(self, trajectory: Mapping[str, Any]) -> None:
         """One episode, with the fields of `rlhpc.embodied.data.trajectory`.
 
         Raises:
@@ -149,7 +145,7 @@ class MinariWriter:
 
     def close(self) -> None:
         """Gives the dataset its name."""
-        with self._stack:
+        with self.finished:
             if not self._count:
                 raise ConfigError("there is no episode to write")
             self._file.close()
@@ -157,21 +153,14 @@ class MinariWriter:
                 "total_episodes": self._count, "total_steps": self._steps, "data_format": "hdf5", "jpeg_encoding": False,
                 **{name: json.dumps(space) for name, space in self._spaces.items()},
                 "dataset_id": f"{self._env_id.lower()}/rlhpc-v0", "minari_version": "0.5.4",
-                "dataset_size": round((self._root / MAIN).stat().st_size / 1e6, 1),
+                "dataset_size": round((self.root / MAIN).stat().st_size / 1e6, 1),
             }  # fmt: skip
-            (self._root / "data" / "metadata.json").write_text(json.dumps(described) + "\n")
+            (self.root / "data" / "metadata.json").write_text(json.dumps(described) + "\n")
 
-    def __enter__(self) -> MinariWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-            return
+    def discard(self) -> None:
+        """See `EpisodeWriter.discard`."""
         self._file.close()
-        self._stack.__exit__(kind, error, trace)
+        super().discard()
 
 
 def _space(value: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import h5py
@@ -19,6 +18,7 @@ from rlhpc.checkpoint.hdf5 import checked, has, member, members, open_hdf5
 from rlhpc.embodied.data.lerobot import read_lerobot
 from rlhpc.embodied.data.minari import MAIN, numbers, read_minari
 from rlhpc.embodied.data.trajectory import Trajectory, check, not_finite, shapes
+from rlhpc.embodied.data.writing import EpisodeWriter
 from rlhpc.runtime.durable import fsync_folder, replace_durably
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import find_files
@@ -233,7 +233,7 @@ def _leaves(value: Any) -> Iterator[np.ndarray]:
         yield value
 
 
-class TrajectoryWriter:
+class TrajectoryWriter(EpisodeWriter):
     """Writes episodes as ManiSkill's `RecordEpisode` does, so that its loaders and its replay read them.
 
     The two files take their names when `close` is called: a reader never meets half of them.
@@ -323,17 +323,6 @@ class TrajectoryWriter:
         """Removes the unfinished file."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
-
-    def __enter__(self) -> TrajectoryWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
 
 
 _PER_STEP = ("actions", "rewards", "terminations", "truncations", "success")
