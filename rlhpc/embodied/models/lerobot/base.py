@@ -77,6 +77,10 @@ class LerobotPolicy(Policy):
                 found["action_is_pad"] = is_pad
         return self.processors.before(found)
 
+    def framed(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch, with an axis of time for observations where the network wants one."""
+        return batch
+
     def _cameras(self, parts: dict[str, Tensor]) -> Iterator[Tensor]:
         for key in self._pictures:
             pictures = parts[key].permute(0, 3, 1, 2).float() / 255
@@ -101,7 +105,7 @@ class LerobotPolicy(Policy):
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
         """See `Policy.bc_loss`: LeRobot's own loss, which is a mean over the rows, for each of them."""
-        batch = self.batch(inputs["obs"], inputs["actions"], inputs.get("is_pad"))
+        batch = self.framed(self.batch(inputs["obs"], inputs["actions"], inputs.get("is_pad")))
         self.inner.train()
         loss: Tensor = self.inner(batch)[0]
         return loss.expand(len(inputs["actions"]))

@@ -17,17 +17,14 @@ import torch
 from torch import Tensor
 
 from rlhpc.embodied.config import ModelConfig
-from rlhpc.embodied.envs.observations import count_rows
 from rlhpc.embodied.models.base import Obs
-from rlhpc.embodied.models.heads import at_level
-from rlhpc.embodied.models.lerobot.base import LerobotPolicy
-from rlhpc.embodied.models.vlm import values_of
+from rlhpc.embodied.models.lerobot.denoising import DenoisingPolicy
 from rlhpc.runtime.errors import ConfigError
 
 _LOG_2PI = math.log(2 * math.pi)
 
 
-class DiffusionPolicy(LerobotPolicy):
+class DiffusionPolicy(DenoisingPolicy):
     """LeRobot's Diffusion Policy; the value head sees what the denoising network is given of the observation.
 
     `actor.model` of all of LeRobot's, and in `kwargs`: `num_steps` (K; by default what the folder says), `noise_level` (0.1).
@@ -57,7 +54,7 @@ class DiffusionPolicy(LerobotPolicy):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """Of what is denoised: the network's own chunk, and an action's components."""
+        """See `DenoisingPolicy.state_shape`."""
         return int(self.inner.config.horizon), self.dim
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -88,90 +85,43 @@ class DiffusionPolicy(LerobotPolicy):
         of_end, of_now, _ = self._coefficients(t)
         return of_end * found + of_now * x
 
-    def _see(self, obs: Obs) -> Tensor:
-        """What the denoising network is given, `[B, width]`."""
-        batch, config = self.batch(obs), self.inner.config
-        rows = {name: value[:, None] for name, value in batch.items() if name.startswith("observation.")}
-        if config.image_features:
-            rows["observation.images"] = torch.stack([rows[name] for name in config.image_features], -4)
-        found: Tensor = self.inner.diffusion._prepare_global_conditioning(rows)
-        return found
-
-    def _values(self, seen: Tensor) -> Tensor:
-        return values_of(self.value_head, seen, self.value_width)
+    def framed(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """See `LerobotPolicy.framed`."""
+        return {name: each[:, None] if name.startswith("observation.") else each for name, each in batch.items()}
 
     # -- acting and learning --------------------------------------------------------------------------------------
 
-    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """See `Policy.features`: there is no head."""
-        with self.settled():
-            return None, self._values(self._see(obs)) if value else None
+    def see(self, obs: Obs) -> tuple[Tensor, Tensor]:
+        """See `DenoisingPolicy.see`; twice what the denoising network is given, `[B, width]`."""
+        rows, config = self.framed(self.batch(obs)), self.inner.config
+        if config.image_features:
+            rows["observation.images"] = torch.stack([rows[name] for name in config.image_features], -4)
+        found: Tensor = self.inner.diffusion._prepare_global_conditioning(rows)
+        return found, found
 
-    def default_forward(
-        self,
-        inputs: dict[str, Any],
-        compute_logprobs: bool = True,
-        compute_entropy: bool = False,
-        compute_values: bool = False,
-    ) -> dict[str, Tensor]:
-        """See `Policy.default_forward`; `inputs` has the `chain` of states of `predict_action_batch`."""
-        out: dict[str, Tensor] = {}
-        with self.settled():
-            seen = self._see(inputs["obs"])
-            if compute_logprobs:
-                out["logprobs"] = self._logprobs(seen, inputs["chain"])
-        if compute_entropy:  # that of the noise, which is not learned
-            each = sum(math.log(std) + 0.5 + 0.5 * _LOG_2PI for std in self._stds)
-            out["entropy"] = self._leveled(seen.new_full((len(seen), *self.state_shape), each))
-        if compute_values:
-            out["values"] = self._values(seen)
-        return out
+    def chain(self, seen: Tensor, noise: Tensor) -> Tensor:
+        """See `DenoisingPolicy.chain`."""
+        states = [noise[:, 0]]
+        for k, (t, std) in enumerate(zip(self._times, self._stds, strict=True)):
+            states.append(self._mean(seen, states[-1], t) + std * noise[:, k + 1])
+        return torch.stack(states, 1)
 
-    def _logprobs(self, seen: Tensor, chain: Tensor) -> Tensor:
+    def chain_logprobs(self, seen: Tensor, chain: Tensor) -> Tensor:
+        """See `DenoisingPolicy.chain_logprobs`."""
         total = torch.zeros_like(chain[:, 0])
         for k, (t, std) in enumerate(zip(self._times, self._stds, strict=True)):
             off = (chain[:, k + 1] - self._mean(seen, chain[:, k], t)) / std
             total = total - 0.5 * off**2 - math.log(std) - 0.5 * _LOG_2PI
-        return self._leveled(total)
+        return total
 
-    def _leveled(self, each: Tensor) -> Tensor:
-        return at_level(each[:, : self.chunk], self.logprob_type, self.chunk)
-
-    def predict_action_batch(
-        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Actions for a batch of observations (`Policy.predict_action_batch`); evaluations start from zero."""
-        with self.settled():
-            seen = self._see(obs)
-            start = seen.new_zeros(len(seen), *self.state_shape)
-            if mode == "eval":
-                x = self.denoise(seen, start)
-                return self.processors.after(x[:, : self.chunk]), {"prev_values": self._values(seen)}
-            if noise is None:
-                noise = self.sample_noise((count_rows(obs),), torch.default_generator).to(seen.device)
-            states = [noise[:, 0]]
-            for k, (t, std) in enumerate(zip(self._times, self._stds, strict=True)):
-                states.append(self._mean(seen, states[-1], t) + std * noise[:, k + 1])
-            chain = torch.stack(states, 1)
-            found = {"prev_logprobs": self._logprobs(seen, chain), "prev_values": self._values(seen)}
-        return self.processors.after(chain[:, -1, : self.chunk]), {**found, "inputs": {"chain": chain}}
+    def noise_entropy(self) -> float:
+        """See `DenoisingPolicy.noise_entropy`."""
+        return sum(math.log(std) + 0.5 + 0.5 * _LOG_2PI for std in self._stds)
 
     def denoise(self, seen: Tensor, x: Tensor) -> Tensor:
-        """The deterministic way from a state of noise to actions, normalised `[B, horizon, dim]`."""
+        """See `DenoisingPolicy.denoise`."""
         scheduler = self.inner.diffusion.noise_scheduler
         own = type(scheduler).__name__ == "DDIMScheduler"
         for t in self._times:
             x = scheduler.step(self._predict(seen, x, t), t, x).prev_sample if own else self._mean(seen, x, t)
         return x
-
-    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Standard normal `[*shape, K + 1, horizon, dim]`: where the way begins, and the noise of its steps."""
-        return torch.randn((*shape, self.steps + 1, *self.state_shape), generator=generator)
-
-    def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """See `LerobotPolicy.bc_loss`; here observations have an axis of time."""
-        batch = self.batch(inputs["obs"], inputs["actions"], inputs.get("is_pad"))
-        self.inner.train()
-        rows = {n: v[:, None] if n.startswith("observation.") else v for n, v in batch.items()}
-        loss: Tensor = self.inner(rows)[0]
-        return loss.expand(len(inputs["actions"]))

@@ -13,12 +13,10 @@ from torch import Tensor
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.models.base import Obs
 from rlhpc.embodied.models.flow import Flow, Velocity
-from rlhpc.embodied.models.heads import at_level
-from rlhpc.embodied.models.lerobot.base import LerobotPolicy
-from rlhpc.embodied.models.vlm import values_of
+from rlhpc.embodied.models.lerobot.denoising import DenoisingPolicy
 
 
-class SmolVlaPolicy(LerobotPolicy):
+class SmolVlaPolicy(DenoisingPolicy):
     """LeRobot's SmolVLA; the value head sees what the vision-language model makes of the robot's state, its last token.
 
     `actor.model` of all of LeRobot's, and in `kwargs`: `vlm` (a local folder in place of the vision-language model that the
@@ -28,9 +26,8 @@ class SmolVlaPolicy(LerobotPolicy):
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        self.flow = Flow(
-            int(cfg.kwargs.get("num_steps") or self.inner.config.num_steps), float(cfg.kwargs.get("noise_level", 0.5))
-        )
+        self.steps = int(cfg.kwargs.get("num_steps") or self.inner.config.num_steps)
+        self.flow = Flow(self.steps, float(cfg.kwargs.get("noise_level", 0.5)))
 
     def value_inputs(self) -> int:
         """See `LerobotPolicy.value_inputs`."""
@@ -38,11 +35,11 @@ class SmolVlaPolicy(LerobotPolicy):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """Of the flow's states: the model's own chunk and width."""
+        """See `DenoisingPolicy.state_shape`."""
         return int(self.inner.config.chunk_size), int(self.inner.config.max_action_dim)
 
-    def _prepare(self, obs: Obs) -> tuple[Velocity, Tensor]:
-        """Reads an observation once: the velocity for it, and values."""
+    def see(self, obs: Obs) -> tuple[Velocity, Tensor]:
+        """See `DenoisingPolicy.see`: the velocity for it."""
         from lerobot.policies.smolvla.modeling_smolvla import make_att_2d_masks
 
         inner, batch = self.inner, self.batch(obs)
@@ -61,60 +58,23 @@ class SmolVlaPolicy(LerobotPolicy):
             return found
 
         last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
-        return velocity, values_of(self.value_head, read[torch.arange(len(read)), last].float(), self.value_width)
+        return velocity, read[torch.arange(len(read)), last].float()
 
-    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """See `Policy.features`: there is no head."""
-        with self.settled():
-            return None, self._prepare(obs)[1] if value else None
+    def chain(self, seen: Velocity, noise: Tensor) -> Tensor:
+        """See `DenoisingPolicy.chain`."""
+        return self.flow.act(seen, noise[:, 1:], noise[:, 0])
 
-    def default_forward(
-        self,
-        inputs: dict[str, Any],
-        compute_logprobs: bool = True,
-        compute_entropy: bool = False,
-        compute_values: bool = False,
-    ) -> dict[str, Tensor]:
-        """See `Policy.default_forward`; `inputs` has the `chain` of states of `predict_action_batch`."""
-        out: dict[str, Tensor] = {}
-        with self.settled():
-            velocity, values = self._prepare(inputs["obs"])
-            if compute_logprobs:
-                out["logprobs"] = self._leveled(self.flow.logprobs(velocity, inputs["chain"]))
-        if compute_entropy:  # that of the noise, which is not learned
-            out["entropy"] = self._leveled(values.new_full((len(values), *self.state_shape), self.flow.entropy()))
-        if compute_values:
-            out["values"] = values
-        return out
+    def chain_logprobs(self, seen: Velocity, chain: Tensor) -> Tensor:
+        """See `DenoisingPolicy.chain_logprobs`."""
+        return self.flow.logprobs(seen, chain)
 
-    def predict_action_batch(
-        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Actions for a batch of observations (`Policy.predict_action_batch`); evaluations start from zero."""
-        with self.settled():
-            velocity, values = self._prepare(obs)
-            if mode == "eval":
-                x = self.integrated(velocity, values.new_zeros(len(values), *self.state_shape))
-                return self._used(x), {"prev_values": values}
-            if noise is None:
-                noise = self.sample_noise((len(values),), torch.default_generator).to(values.device)
-            chain = self.flow.act(velocity, noise[:, 1:], noise[:, 0])
-            found = self._leveled(self.flow.logprobs(velocity, chain))
-        return self._used(chain[:, -1]), {"prev_logprobs": found, "prev_values": values, "inputs": {"chain": chain}}
+    def noise_entropy(self) -> float:
+        """See `DenoisingPolicy.noise_entropy`."""
+        return self.flow.entropy()
 
-    def integrated(self, velocity: Velocity, x: Tensor) -> Tensor:
-        """The deterministic way from a state of noise to actions, in LeRobot's own arithmetic."""
-        dt = -1.0 / self.flow.steps
-        for k in range(self.flow.steps):
-            x = x + dt * velocity(x, x.new_full((len(x),), 1.0 + k * dt))
+    def denoise(self, seen: Velocity, x: Tensor) -> Tensor:
+        """See `DenoisingPolicy.denoise`; in LeRobot's own arithmetic."""
+        dt = -1.0 / self.steps
+        for k in range(self.steps):
+            x = x + dt * seen(x, x.new_full((len(x),), 1.0 + k * dt))
         return x
-
-    def _used(self, actions: Tensor) -> Tensor:
-        return self.processors.after(actions[:, : self.chunk, : self.dim])
-
-    def _leveled(self, each: Tensor) -> Tensor:
-        return at_level(each[:, : self.chunk, : self.dim], self.logprob_type, self.chunk)
-
-    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Standard normal `[*shape, K + 1, chunk, dim]`: where the flow begins, and the noise of its steps."""
-        return torch.randn((*shape, self.flow.steps + 1, *self.state_shape), generator=generator)

@@ -1,0 +1,103 @@
+"""What LeRobot's policies share that come from noise to a chunk of actions in K steps."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.embodied.models.base import Obs
+from rlhpc.embodied.models.heads import at_level
+from rlhpc.embodied.models.lerobot.base import LerobotPolicy
+from rlhpc.embodied.models.vlm import values_of
+
+
+class DenoisingPolicy(LerobotPolicy):
+    """Its states on the way are a chain `[B, K + 1, *state_shape]`, whose log-probability over the actions that are used is
+    that of the chunk. Evaluation goes a deterministic way from zero.
+
+    Attributes:
+        steps: K.
+    """
+
+    steps: int
+
+    @property
+    @abstractmethod
+    def state_shape(self) -> tuple[int, int]:
+        """Of a state: the network's own chunk, and an action's components or more."""
+
+    @abstractmethod
+    def see(self, obs: Obs) -> tuple[Any, Tensor]:
+        """Reads an observation once: for the steps, and `[B, width]` for the value head."""
+
+    @abstractmethod
+    def chain(self, seen: Any, noise: Tensor) -> Tensor:
+        """The states from noise `[B, K + 1, *state_shape]`."""
+
+    @abstractmethod
+    def chain_logprobs(self, seen: Any, chain: Tensor) -> Tensor:
+        """`[B, *state_shape]`, over all steps."""
+
+    @abstractmethod
+    def noise_entropy(self) -> float:
+        """Of all steps' noise, for each number of a state; it is not learned."""
+
+    @abstractmethod
+    def denoise(self, seen: Any, x: Tensor) -> Tensor:
+        """The deterministic way from a state of noise to actions, normalised `[B, *state_shape]`."""
+
+    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
+        """See `Policy.features`: there is no head."""
+        with self.settled():
+            return None, self._values(self.see(obs)[1]) if value else None
+
+    def default_forward(
+        self,
+        inputs: dict[str, Any],
+        compute_logprobs: bool = True,
+        compute_entropy: bool = False,
+        compute_values: bool = False,
+    ) -> dict[str, Tensor]:
+        """See `Policy.default_forward`; `inputs` has the `chain` of states of `predict_action_batch`."""
+        out: dict[str, Tensor] = {}
+        with self.settled():
+            seen, hidden = self.see(inputs["obs"])
+            if compute_logprobs:
+                out["logprobs"] = self._leveled(self.chain_logprobs(seen, inputs["chain"]))
+        if compute_entropy:
+            out["entropy"] = self._leveled(hidden.new_full((len(hidden), *self.state_shape), self.noise_entropy()))
+        if compute_values:
+            out["values"] = self._values(hidden)
+        return out
+
+    def predict_action_batch(
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Actions for a batch of observations (`Policy.predict_action_batch`); evaluations start from zero."""
+        with self.settled():
+            seen, hidden = self.see(obs)
+            values = self._values(hidden)
+            if mode == "eval":
+                x = self.denoise(seen, hidden.new_zeros(len(hidden), *self.state_shape))
+                return self._used(x), {"prev_values": values}
+            if noise is None:
+                noise = self.sample_noise((len(hidden),), torch.default_generator).to(hidden.device)
+            chain = self.chain(seen, noise)
+            found = self._leveled(self.chain_logprobs(seen, chain))
+        return self._used(chain[:, -1]), {"prev_logprobs": found, "prev_values": values, "inputs": {"chain": chain}}
+
+    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Standard normal `[*shape, K + 1, *state_shape]`: where the way begins, and the noise of its steps."""
+        return torch.randn((*shape, self.steps + 1, *self.state_shape), generator=generator)
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        return values_of(self.value_head, hidden, self.value_width)
+
+    def _used(self, actions: Tensor) -> Tensor:
+        return self.processors.after(actions[:, : self.chunk, : self.dim])
+
+    def _leveled(self, each: Tensor) -> Tensor:
+        return at_level(each[:, : self.chunk, : self.dim], self.logprob_type, self.chunk)
