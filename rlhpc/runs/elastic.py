@@ -56,7 +56,7 @@ class Elastic:
     def open(self, session: Session) -> None:
         """The session is there: who joins is written down."""
         self._attendance = Attendance(self._paths.attendance)
-        session.membership.heard, session.membership.is_open = self._attendance.note, False
+        session.membership.heard = self._attendance.note
         self._helpers = [
             Helpers(
                 self._paths, plan, self._useful.get(plan.group, plan.bounds.most), session.job_gone,

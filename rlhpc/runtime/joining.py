@@ -55,14 +55,14 @@ class Door:
         registry_root: The run's registry folder.
 
     Raises:
-        ConfigError: No driver is there, or it is another user's.
+        ConfigError: No driver is there yet, or it is another user's.
     """
 
     def __init__(self, registry_root: Path) -> None:
         try:
             self.registry = Registry(registry_root / (registry_root / CURRENT).read_text())
             self.keys: Keys = self.registry.load_keys()
-            self._driver = self.registry.get(MEMBERS, "driver")
+            driver = self.registry.get(MEMBERS, "driver")
         except PermissionError as error:
             raise ConfigError(
                 f"{error.filename}: {error.strerror}: only the user whose run it is can join it"
@@ -71,6 +71,9 @@ class Door:
             raise ConfigError(
                 f"{registry_root.parent}: no driver of this run is at work ({error.strerror}); `rlhpc status` says where it is"
             ) from error
+        if driver is None:
+            raise ConfigError(f"{self.registry.root}: its driver has not said where it is")
+        self._driver = driver
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers = Peers(self._context, self.keys, lambda: None)
         #: Whether the driver has gone on without the rank that went through here.
@@ -87,8 +90,6 @@ class Door:
             return False
 
     def _endpoint(self) -> str:
-        if self._driver is None:
-            raise ConfigError(f"{self.registry.root}: its driver has not said where it is")
         try:
             return choose(self._driver["data"])
         except ChannelError as error:

@@ -36,7 +36,7 @@ class Membership:
 
     Attributes:
         epoch: How often somebody has come or gone since the groups were launched.
-        is_open: Whether ranks may join at present; who asks earlier or later is told to ask again.
+        is_open: Whether ranks may join at present; who asks earlier or later is told to ask again. Not at first.
         heard: Called with what happens to ranks that have joined: `event` (joined, works, left), who, where and why.
         faulty: Jobs of which a rank has raised something.
         why_fixed: Why no group takes ranks, where something can be changed; for messages.
@@ -49,7 +49,7 @@ class Membership:
         self._jobs: dict[str, tuple[str, Member]] = {}
         #: Ranks that take part or did so, by incarnation: their jobs.
         self._at_work: dict[str, str] = {}
-        self.is_open = True
+        self.is_open = False
         self.heard: Callable[[dict[str, Any]], None] = lambda event: None
         self.epoch = 0
         self.faulty = set[str]()

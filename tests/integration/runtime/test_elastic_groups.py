@@ -6,8 +6,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from rlhpc import Channel, Cluster
 from rlhpc.runtime import joining, leases
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.comm.sockets import Peers
-from rlhpc.runtime.errors import RlhpcError, WorkerFailed
+from rlhpc.runtime.errors import ConfigError, RlhpcError, WorkerFailed
 from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.joining import Door, Leaving, NotYet, Refused, stay, wish_of
 from rlhpc.runtime.placement import NodePlacementStrategy
@@ -35,7 +36,7 @@ def groups() -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
     other = Probe.create_group().launch(cluster, name="other")
     session = Session.running()
     assert session is not None
-    session.failures.elastic = {"many": 1}
+    session.failures.elastic, session.membership.is_open = {"many": 1}, True
     yield many, other
     session.failures.elastic = {}
     session.stop()
@@ -131,12 +132,14 @@ def test_what_was_entrusted_outlives_its_giver(groups: tuple[WorkerGroup, Worker
 
 
 @contextmanager
-def helper(leaving: Leaving, job: str = "") -> Iterator[list[str]]:
+def helper(
+    leaving: Leaving, job: str = "", over: Callable[[], bool] = lambda: True, **patience: Any
+) -> Iterator[list[str]]:
     """A rank of `many` that has joined; what is said of it."""
     said: list[str] = []
     root, wish = Session.running().registry.root.parent, {**wish_of("many", 1, 0), "job": job}
     stays = threading.Thread(
-        target=stay, args=(root, wish, leaving, said.append, lambda: True), kwargs={"patience_s": 0.0}, daemon=True
+        target=stay, args=(root, wish, leaving, said.append, over), kwargs=patience or {"patience_s": 0.0}, daemon=True
     )
     stays.start()
     yield said
@@ -236,6 +239,25 @@ def test_one_that_is_suspended_is_soon_done_without(
             os.kill(pid, signal.SIGCONT)
         until(lambda: any("many-3 ended: the run goes on without it" in words for words in said))
     assert Session.running().failure is None
+
+
+def test_a_driver_that_has_not_said_where_it_is_is_waited_for(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    """Who comes between a driver's first file and its last must not take it for one that is gone."""
+    many, _ = groups
+    driver = Session.running().registry.root / "members" / "driver.json"
+    hidden, looked, leaving = driver.with_suffix(".hidden"), threading.Event(), Leaving()
+
+    def over() -> bool:
+        looked.set()
+        return False
+
+    driver.rename(hidden)
+    with pytest.raises(ConfigError, match="its driver has not said where it is"):
+        Door(Session.running().registry.root.parent)
+    with helper(leaving, over=over, patience_s=60.0, await_driver=True):
+        assert looked.wait(30)
+        hidden.rename(driver)
+        until(lambda: many.admit() == [3])
 
 
 def test_who_may_not_join(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
