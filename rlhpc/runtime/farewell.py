@@ -13,17 +13,28 @@ class Farewell:
     Attributes:
         told: Whether the rank is to leave.
         wake: Called with the notice, so that a main thread which waits for calls looks up.
+        announce: Tells the driver that the rank is to leave.
     """
 
     def __init__(self) -> None:
-        self.told = False
+        self.told = self._stays = False
         self.wake: Callable[[], None] = lambda: None
+        self.announce: Callable[[], None] = lambda: None
         self._first: Callable[[], None] | None = None
         self._leaves = False
 
     def first(self, act: Callable[[], None] | None) -> None:
         """Says what is to be done before the rank ends; with None it may end at any moment."""
-        self._first = act
+        self._first, self._stays = act, False
+
+    def stay(self) -> None:
+        """The rank tells the driver before it ends, and takes calls until `first` says otherwise."""
+        self._first, self._stays = self.announce, True
+
+    @property
+    def over(self) -> bool:
+        """Whether the rank is to leave, and to take no further call."""
+        return self.told and not self._stays
 
     def tell(self) -> bool:
         """Gives notice; it may come more than once, as from Slurm and from the process that started this one.

@@ -130,6 +130,11 @@ class WorkerGroup:
         """Why a rank has left that was told to; "" for one that ended otherwise."""
         return Session.current().membership.why_left(self.name, rank)
 
+    @property
+    def leaving(self) -> list[int]:
+        """Ranks that were told to leave, and wait to be let go (`Worker.stay_until_let_go`)."""
+        return Session.current().membership.leaving(self.name)
+
     def restart(self) -> list[int]:
         """Starts the ranks again that have ended, in the same place, and waits for nothing: `admit` says who has come.
 

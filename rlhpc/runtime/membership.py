@@ -91,6 +91,10 @@ class Membership:
         """Why a rank has left that was told to; "" for one that ended otherwise."""
         return next((m.told for m in self._ranks.all() if (m.spec.group, m.spec.rank) == (group, rank)), "")
 
+    def leaving(self, group: str) -> list[int]:
+        """Ranks of a group that were told to leave, and wait to be let go (`Worker.stay_until_let_go`)."""
+        return [member.spec.rank for member in self._ranks.alive(group) if member.leaving]
+
     def by_job(self) -> dict[str, int]:
         """Ranks that have joined and take part, by the id of their job; 0 for jobs whose ranks have all left again. Jobs of
         which no rank has ever taken part are not in it."""

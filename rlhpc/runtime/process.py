@@ -190,6 +190,7 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
     }  # fmt: skip
     farewell = farewell or Farewell()
     farewell.wake = door.interrupt
+    farewell.announce = lambda: service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "leaving", **note})])
     ctx = context.Context(
         spec.name, registry, service, check=check, wait_deadline=spec.wait_deadline, farewell=farewell
     )
@@ -216,11 +217,14 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
                 logging.getLogger(__name__).exception("%s.close() failed; this rank ends all the same", spec.name)
 
     while True:
-        call = None if farewell.told else door.next()
-        if call is None:
+        if farewell.told:
             farewell.say()
+        if farewell.over:
             close()
             return 1  # its run goes on: a status that nobody takes for an end that the driver asked for
+        call = door.next()
+        if call is None:  # it has just been told to leave
+            continue
         caller, (number, method, *frames) = call
         name = method.decode()
         if name == EXIT:

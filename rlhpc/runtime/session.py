@@ -181,6 +181,8 @@ class Session:
         member.alive, member.suspect = time.monotonic(), False
         if note["note"] == "ready":
             self.ranks.arrived(member, note["pid"], note["record"])
+        elif note["note"] == "leaving":
+            member.leaving = True
         elif note["note"] == "exit":
             member.told = note.get("why", "")
             self.exited(member, note["status"])

@@ -86,6 +86,15 @@ class Worker:
         if (context := installed()) is not None:
             context.farewell.first(act)
 
+    @staticmethod
+    def stay_until_let_go() -> None:
+        """Has this rank, when it is told to leave, say so to the driver (`WorkerGroup.leaving`) and go on taking calls until
+        one of them calls `before_leaving(None)`: others cannot do without it at any moment. It is killed if that takes longer
+        than its job gives it.
+        """
+        if (context := installed()) is not None:
+            context.farewell.stay()
+
     @property
     def told_to_leave(self) -> bool:
         """Whether this rank is to leave the run, and may do something first (`before_leaving`)."""

@@ -120,6 +120,11 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         self._watches = {rank: until_left(slots.env_name, rank) for rank in watched}
         self._outcomes = self.connect_channel(OUTCOMES)
         self._trajectories = self.connect_channel(TRAJECTORIES)
+        self.stay_until_let_go()  # env ranks wait for its actions, also in steps that it has not begun
+
+    def dismiss(self) -> None:
+        """The others do without this rank: if it is to leave, it ends."""
+        self.before_leaving(None)
 
     def sync_weights(self) -> int:
         """Takes over the actor's next version."""
@@ -141,14 +146,12 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         Returns:
             `busy_s`: seconds in which it did not wait for the simulators.
         """
-        self.before_leaving(lambda: None)  # one that has joined ends after this call, and brings what it has begun
         begun, self._waited, self._step = time.perf_counter(), 0.0, step
         noises = [self._noise(step, share) for share in self.shares]
         for t in range(self.steps):
             for stage, noise in enumerate(noises):
                 self._act(stage, t, noise[t])
         self._hand_over()
-        self.before_leaving(None)
         return {"busy_s": time.perf_counter() - begun - self._waited}
 
     def _noise(self, step: int, share: range) -> torch.Tensor:
@@ -214,12 +217,14 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         return found
 
     def _send(self, stage: int, columns: dict[str, np.ndarray]) -> None:
-        """Gives every actor rank its slots of a stage's columns `[n, T, ...]`."""
+        """Gives every actor rank its slots of a stage's columns `[n, T, ...]`: all of them, where this rank may end before
+        they are taken in."""
+        give = self._trajectories.put if self.rank < self.slots.rollout_ranks else self._trajectories.entrust
         for rank, common in self.slots.actors_of(stage, self.rank):
             part = within(common, self.shares[stage])
             message: dict[str, Any] = {name: column[part] for name, column in columns.items()}
             message["version"], message["step"] = self.version, self._step
-            self._trajectories.put(message, key=self.slots.to_actor_key(stage, self.rank, rank))
+            give(message, key=self.slots.to_actor_key(stage, self.rank, rank))
 
     def _merge_outcomes(self, stage: int) -> dict[str, Any]:
         """The env ranks' outcomes of a stage as one, slots counted from this rank's first. If some have gone, `lost [n, T]`

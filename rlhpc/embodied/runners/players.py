@@ -49,8 +49,9 @@ class Players:
 
     In a run that is ahead of its actors ranks come and go. An env rank that the run started with, or a rollout rank, that is
     lost costs its slots of the steps under way; the others go on, and it takes part again when it has been started again. From
-    the next step on others act on the slots of a rollout rank that is lost, and one that joins takes its share of all. Env
-    ranks that join play steps of their own (`Helped`).
+    the next step on others act on the slots of a rollout rank that is lost, and one that joins takes its share of all. One
+    that is told to leave acts in the steps that it was asked for, and goes once others have its slots. Env ranks that join
+    play steps of their own (`Helped`).
 
     Args:
         env, rollout, actor: Launched groups.
@@ -168,6 +169,7 @@ class Players:
         if self._ahead:
             self._helped.look()
             self._leave_out()
+            self._let_leave()
             self._env_ranks.tend()
             self._rollout_ranks.tend()
             self._keep_connected()
@@ -186,6 +188,13 @@ class Players:
         lost = before - len(self._there) - len(self._acting)
         self.lost += lost
         return lost > 0
+
+    def _let_leave(self) -> None:
+        """Does without rollout ranks that were told to leave, if others act."""
+        leaving = self._rollouts.leaving
+        if stays := [rank for rank in self._acting if rank not in leaving]:
+            self._stale = self._stale or len(stays) < len(self._acting)
+            self._acting = stays
 
     def _open_env(self, rank: int) -> Any:
         """Has an env rank build what it needs: one that was started again, or one that has joined."""
@@ -227,6 +236,8 @@ class Players:
             except ChannelError:
                 if not self._leave_out():
                     raise
+        for rank in {*self._rollouts.leaving} - {*self._acting}:
+            self._rollouts.execute_on(rank).dismiss()
 
     def _await_rollouts(self) -> None:
         """Waits until there is one that acts.

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Member:
-    """One rank as the driver sees it. `state`: starting, ready, stopping, ended; `told`: why it leaves, if it was told to."""
+    """One rank as the driver sees it. `state`: starting, ready, stopping, ended; `told`: why it leaves, if it was told to;
+    `leaving`: whether it waits for the others to do without it."""
 
     spec: WorkerSpec
     starter: Starter
@@ -25,6 +26,7 @@ class Member:
     alive: float = field(default_factory=time.monotonic)
     suspect: bool = False
     told: str = ""
+    leaving: bool = False
 
 
 class Starter(Protocol):
