@@ -54,9 +54,10 @@ def play(env: dict[str, Any], model: dict[str, Any], *, ranks: int, slots: int, 
     from rlhpc.config.typed import typed
     from rlhpc.embodied.config import PpoConfig
     from rlhpc.embodied.roles.env import EnvWorker
+    from rlhpc.embodied.roles.parts import Turn
     from rlhpc.embodied.roles.ppo import EmbodiedActor
     from rlhpc.embodied.roles.rollout import MultiStepRolloutWorker
-    from rlhpc.embodied.roles.slots import Source
+    from rlhpc.embodied.roles.slots import Acted, Source
     from rlhpc.embodied.runners.ppo import EmbodiedRunner
     from rlhpc.runs.configuration import load_config
 
@@ -82,9 +83,9 @@ def play(env: dict[str, Any], model: dict[str, Any], *, ranks: int, slots: int, 
             runner.build()
             found = []
             for step in range(ROLLOUTS + 1):
-                began = time.perf_counter()
-                source = Source(runner.slots, step)
-                handles = [runner.rollout.generate(step), runner.env.interact(step), runner.actor.receive(step, source)]
+                began, turn = time.perf_counter(), Turn(step, step, 0, steps)
+                source = Source(runner.slots, (Acted(turn, runner.slots),))
+                handles = [runner.rollout.generate(turn), runner.env.interact(turn), runner.actor.receive(step, source)]
                 for handle in handles:
                     handle.wait()
                 found.append(time.perf_counter() - began)

@@ -14,6 +14,7 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import changed
 from rlhpc.embodied import checks
 from rlhpc.embodied.config import RANGES, BcConfig, EmbodiedConfig, PpoConfig, SacConfig
+from rlhpc.embodied.roles.parts import divisible, most_sharing
 from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runs.checks import check_estimators
 from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows
@@ -167,10 +168,12 @@ class PlayingKind(EmbodiedKind[Playing]):
         return {"env": 1, "rollout": 1} if cfg.algorithm.max_staleness > 0 else {}
 
     def most_useful(self, cfg: Playing, started: Mapping[str, int]) -> dict[str, int]:
-        """As many env ranks as play all steps that may be under way, and a group of slots for each rollout rank."""
-        train, stages = cfg.env.train, cfg.rollout.pipeline_stage_num
+        """As many env ranks as share a step, or play all steps that may be under way, and a group of slots for each rollout
+        rank."""
+        train, stages, units = cfg.env.train, cfg.rollout.pipeline_stage_num, started["env"]
+        shared = most_sharing(cfg.algorithm.rollout_steps, units) if divisible(cfg) else 0
         most = {
-            "env": (1 + cfg.algorithm.max_staleness) * started["env"],
+            "env": max((1 + cfg.algorithm.max_staleness) * units, shared),
             "rollout": train.num_envs // (stages * train.group_size),
         }
         return {name: most[name] for name in self.elastic_of(cfg)}

@@ -20,7 +20,7 @@ from rlhpc.embodied.envs.observations import Obs, as_arrays, as_given, join, tak
 from rlhpc.embodied.envs.registry import ENVS
 from rlhpc.embodied.roles.lanes import PeerLeft, agree_on_device, open_lanes, put_until_left
 from rlhpc.embodied.roles.outcomes import EpisodeLog, Outcomes, Shape, ppo_shape
-from rlhpc.embodied.roles.parts import Asked
+from rlhpc.embodied.roles.parts import Asked, Turn
 from rlhpc.embodied.roles.replica import Replica, open_replica
 from rlhpc.embodied.roles.slots import OUTCOMES, SlotMap, within
 from rlhpc.runs.device import own_device, seed_process
@@ -96,8 +96,8 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             self.log.info("observations stay on the accelerator on their way to the policy")
         self._outcomes = self.connect_channel(OUTCOMES)
 
-    def interact(self, step: int) -> dict[str, np.ndarray]:
-        """Simulates `rollout_steps` decisions in every slot.
+    def interact(self, turn: Turn) -> dict[str, np.ndarray]:
+        """Simulates the decisions of a turn in every slot.
 
         While the policy acts on one stage, this rank simulates the others. Where a rollout rank has gone, nobody acts on its
         slots for the rest of the step: they get actions of others, which nobody learns from, and episodes with such actions
@@ -114,40 +114,40 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             NonFinite: A simulator gave a number that is not finite, and `runner.on_nonfinite` is stop.
         """
         stages, begun, self._waited = range(self.slots.stages), time.perf_counter(), 0.0
-        outcomes = [self.outcomes_of(step, share) for share in self.shares]
+        outcomes = [self.outcomes_of(turn.step, share) for share in self.shares]
         if self.shape().whole:
-            self.new_episodes(step)
+            self.new_episodes(turn.step)
         episodes, before = EpisodeLog(), current().service.lane.crossed
         for stage in stages:
             self._send(stage, outcomes[stage], 0)
-        for t in range(self.steps):
+        for t in range(turn.decisions):
             for stage in stages:
                 env, actions = self.envs[stage], self._receive(stage)
                 if actions is None:
                     continue
                 obs, rewards, terminations, truncations, infos = env.chunk_step(actions)
                 self.obs[stage] = obs
-                if t + 1 < self.steps:
+                if t + 1 < turn.decisions:
                     self._send(stage, outcomes[stage], t + 1)
                 ended = outcomes[stage].add(t, rewards, terminations, truncations, infos)
                 if ended is not None:
                     episodes.add(t, self.shares[stage].start, infos, self._as_meant(stage, ended))
         for stage in stages:
-            self._tell(stage, outcomes[stage])
+            self._tell(stage, outcomes[stage], turn.decisions)
         restarts = sum(env.restarts for env in self.envs)
         return {
             **episodes.arrays(),
             "restarts": np.array([restarts]),
             "spoiled": np.array([episodes.spoiled]),
             "busy_s": np.array([time.perf_counter() - begun - self._waited]),
-            **self._counted(current().service.lane.crossed - before),
+            **self._counted(current().service.lane.crossed - before, turn.decisions),
         }
 
-    def _counted(self, crossed: int) -> dict[str, np.ndarray]:
+    def _counted(self, crossed: int, decisions: int) -> dict[str, np.ndarray]:
         """`by_device` and `by_host`: how many messages with observations stayed on the accelerator, and how many of those that
         were made on one did not."""
         made = [len(peers) for env, peers in zip(self.envs, self.peers, strict=True) if env.can_stay_on_device]
-        return {"by_device": np.array([crossed]), "by_host": np.array([max(0, sum(made) * (self.steps + 1) - crossed)])}
+        return {"by_device": np.array([crossed]), "by_host": np.array([max(0, sum(made) * (decisions + 1) - crossed)])}
 
     @abstractmethod
     def shape(self) -> Shape:
@@ -207,16 +207,16 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         mixed[ended] = False
         return found
 
-    def _tell(self, stage: int, outcomes: Outcomes) -> None:
+    def _tell(self, stage: int, outcomes: Outcomes, made: int) -> None:
         """Gives the rollout ranks a stage's outcomes."""
-        last = outcomes.shown(self.steps, self.obs[stage])
+        last = outcomes.shown(made, self.obs[stage])
         for index, (rank, common) in enumerate(self.peers[stage]):
             if self.lanes.has_gone(stage, index):
                 continue
             part, key = within(common, self.shares[stage]), self.slots.to_rollout_key(stage, self.rank, rank)
             try:
                 put_until_left(
-                    self._outcomes, outcomes.part(part, take(last, part)), key, (self.slots.rollout_name, rank)
+                    self._outcomes, outcomes.part(part, take(last, part), made), key, (self.slots.rollout_name, rank)
                 )
             except PeerLeft:
                 self.lanes.lose(stage, index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,7 +13,7 @@ import torch
 from rlhpc.algorithms.finite import nonfinite, skips
 from rlhpc.embodied.envs.finite import bad_rows, is_finite
 from rlhpc.embodied.roles.lanes import Peer, PeerLeft, get_until_left, until_left
-from rlhpc.embodied.roles.slots import SlotMap, Source
+from rlhpc.embodied.roles.slots import Acted, SlotMap, Source
 from rlhpc.runtime.channel import QueueEmpty
 from rlhpc.runtime.comm.segments import SegmentGone
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
@@ -35,6 +36,11 @@ class Reducing(Protocol):
         """The sum over all ranks."""
 
 
+def joined(parts: Sequence[dict[str, Any]], axis: int = 0) -> dict[str, np.ndarray]:
+    """Columns of slots (axis 0) or decisions (axis 1) that follow one another."""
+    return {name: np.concatenate([part[name] for part in parts], axis) for name in parts[0]}
+
+
 class Intake:
     """The receiving end of the trajectories.
 
@@ -47,9 +53,9 @@ class Intake:
     def __init__(self, cfg: PpoConfig | SacConfig, slots: SlotMap, rank: int) -> None:
         self.share, self._rank, self._skip = slots.actor_share(rank), rank, skips(cfg)
         self._ahead = cfg.algorithm.max_staleness > 0
-        #: What came from ranks that were started again, of steps that are not due yet.
-        self._early: dict[str, dict[str, Any]] = {}
-        #: Shape of a slot's rows, and dtype, by column.
+        #: What came of turns that are not due yet, by their number.
+        self._early: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+        #: Shape of a slot's row, and dtype, by column.
         self._like: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
 
     def connect(self, trajectories: Channel, parts: Channel) -> None:
@@ -63,35 +69,46 @@ class Intake:
         """
         slots = source.slots
         self._drop(slots, source.useless)
-        if source.units is None:
-            came = [(common, self._from(source, stage, rank)) for stage, rank, common in slots.sources_of(self._rank)]
-            parts = [self._nothing(len(common)) if part is None else part for common, part in came]
-        else:
-            parts = [self._unit(slots, source.units[unit]) for unit in slots.units_of(self._rank)]
+        whole = [self._turn(acted, source.later) for acted in source.acted]
+        if source.units is not None:
+            whole.append([self._unit(slots, source.units[unit]) for unit in slots.units_of(self._rank)])
+        parts = [part for parts in whole for part in parts]
         version = min((part.pop("version") for part in parts if "version" in part), default=step - 1)
         if any("lost" in part for part in parts):
             for part in parts:
                 part.setdefault("lost", np.zeros(part["rewards"].shape[:2], bool))
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, version
+        return joined([joined(parts) for parts in whole], axis=1), version
 
-    def _from(self, source: Source, stage: int, acted: int) -> dict[str, Any] | None:
-        """What a rollout rank has sent of a step's stage; None if it has gone without."""
-        slots = source.slots
-        key, peer = slots.to_actor_key(stage, acted, self._rank), (slots.rollout_name, acted)
-        early = self._early.pop(key, None)
+    def _turn(self, acted: Acted, later: frozenset[int]) -> list[dict[str, Any]]:
+        """What rollout ranks have sent of a turn, in slot order."""
+        sources = acted.slots.sources_of(self._rank)
+        came = [(common, self._from(acted, later, stage, rank)) for stage, rank, common in sources]
+        decisions = acted.turn.decisions
+        return [self._nothing(len(common), decisions) if part is None else part for common, part in came]
+
+    def _from(self, acted: Acted, later: frozenset[int], stage: int, rank: int) -> dict[str, Any] | None:
+        """What a rollout rank has sent of a turn's stage; None if it has gone without."""
+        slots, wanted = acted.slots, acted.turn.number
+        key, peer = slots.to_actor_key(stage, rank, self._rank), (slots.rollout_name, rank)
+        early = self._early[key] = {
+            number: found for number, found in self._early[key].items() if number in {wanted, *later}
+        }
+        message = early.pop(wanted, None)
         try:
-            while True:  # what came too late in its own time is dropped
-                message: dict[str, Any] = early or self._next(key, peer, gone=acted in source.gone)
-                early = None
-                if (played := message["step"]) == source.played:
-                    break
-                if played in source.later:  # it is from the rank that was started in place of the one that has gone
-                    self._early[key] = message
+            while message is None:
+                if any(
+                    number > wanted for number in early
+                ):  # from the rank that was started in place of one that has gone
                     return None
+                found = self._next(key, peer, gone=rank in acted.gone)
+                if (number := found.pop("turn")) == wanted:
+                    message = found
+                elif number in later:
+                    early[number] = found
+                # else it came too late in its own time
         except PeerLeft:
             return None
-        message.pop("step")
-        self._like = {name: (column.shape[1:], column.dtype) for name, column in message.items() if name != "version"}
+        self._like = {name: (column.shape[2:], column.dtype) for name, column in message.items() if name != "version"}
         return message
 
     def _next(self, key: str, peer: Peer, *, gone: bool) -> dict[str, Any]:
@@ -104,8 +121,8 @@ class Intake:
             raise PeerLeft(f"{peer[0]}-{peer[1]}") from error
         return found
 
-    def _nothing(self, count: int) -> dict[str, Any]:
-        """Columns of so many slots of which nothing has come.
+    def _nothing(self, count: int, decisions: int) -> dict[str, Any]:
+        """Columns of so many slots and decisions of which nothing has come.
 
         Raises:
             ChannelError: What there would be is not known, because there has never been anything.
@@ -114,15 +131,14 @@ class Intake:
             raise ChannelError(
                 "all rollout ranks of this actor rank's slots ended in the first step of the run's start"
             )
-        found = {name: np.zeros((count, *shape), dtype) for name, (shape, dtype) in self._like.items()}
+        found = {name: np.zeros((count, decisions, *shape), dtype) for name, (shape, dtype) in self._like.items()}
         return {**found, "lost": np.ones(found["rewards"].shape[:2], bool)}
 
     def _unit(self, slots: SlotMap, keys: Sequence[int]) -> dict[str, Any]:
         """This rank's slots of a unit: its parts one after the other."""
         parts = [self._parts.get(key=slots.part_key(key, self._rank)) for key in keys]
         version = min(part.pop("version") for part in parts)
-        joined = {name: np.concatenate([part[name] for part in parts], axis=1) for name in parts[0]}
-        return {**joined, "version": version}
+        return {**joined(parts, axis=1), "version": version}
 
     def _drop(self, slots: SlotMap, keys: Sequence[int]) -> None:
         """Lets go of parts that will not be taken in, as far as they have come."""

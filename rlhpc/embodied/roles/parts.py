@@ -8,13 +8,36 @@ once: what a rank had not said so of when it was lost is asked of another, whate
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import PlayingConfig
 
 #: Channels: the parts themselves, kept by the actors; and what the driver is told of them.
 PARTS, PLAYED = "parts", "played"
+#: Decisions of a share that is worth a message.
+_LEAST = 4
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What env and rollout ranks that the run started with are to play with one another.
+
+    Attributes:
+        number: What it is known by; a later one has a higher one.
+        step: It belongs to.
+        begin: Decisions of the step that come before it.
+        decisions: How many.
+    """
+
+    number: int
+    step: int
+    begin: int
+    decisions: int
 
 
 @dataclass(frozen=True)
@@ -84,11 +107,21 @@ class PartLedger:
         #: What somebody plays, by number.
         self._under_way: dict[int, tuple[Asked, int]] = {}
         self._done: dict[int, list[list[Played]]] = {}
+        #: Decisions of slots that are yet to be delivered, by step.
+        self._missing: dict[int, int] = {}
 
-    def give(self, step: int) -> None:
-        """The units of a step are to be played."""
-        self._done[step] = [[] for _ in range(self._units)]
-        self._open.extend((step, unit, self._decisions) for unit in range(self._units))
+    def give(self, step: int, decisions: int | None = None, pieces: int = 1) -> None:
+        """The units of a step are to be played.
+
+        Args:
+            step: The step.
+            decisions: Of each unit, where others play the rest.
+            pieces: Parts of a unit that may be played at the same time.
+        """
+        count = self._decisions if decisions is None else decisions
+        self._done[step], self._missing[step] = [[] for _ in range(self._units)], count * self._units
+        sizes = [count * (piece + 1) // pieces - count * piece // pieces for piece in range(pieces)]
+        self._open.extend((step, unit, size) for size in sizes for unit in range(self._units))
 
     @property
     def steps(self) -> list[int]:
@@ -129,6 +162,7 @@ class PartLedger:
         else:
             self._done[asked.step][asked.unit].append(played)
             self.delivered[rank] += played.decisions
+            self._missing[asked.step] -= played.decisions
         if played.decisions < asked.decisions:
             self._open.appendleft((asked.step, asked.unit, asked.decisions - played.decisions))
         return True
@@ -143,13 +177,13 @@ class PartLedger:
 
     def whole(self, step: int) -> bool:
         """Whether all of a step has been delivered."""
-        there = sum(part.decisions for unit in self._done[step] for part in unit)
-        return there == self._units * self._decisions
+        return not self._missing[step]
 
     def close(self, step: int) -> list[list[Played]]:
         """The parts of a step that is whole: of each unit, in the order in which they follow one another. Actors take them in
         before anything that comes later under the same keys."""
         units = self._done.pop(step)
+        del self._missing[step]
         self._free += [part.key for unit in units for part in unit]
         return units
 
@@ -158,6 +192,7 @@ class PartLedger:
         for part in (part for unit in self._done.pop(step) for part in unit):
             self.useless.append(part.key)
             self.delivered[part.rank] -= part.decisions
+        del self._missing[step]
         self._open = deque(found for found in self._open if found[0] != step)
         for asked in [asked for asked, _ in self._under_way.values() if asked.step == step]:
             del self._under_way[asked.number]
@@ -167,6 +202,41 @@ class PartLedger:
         """`useless`, which is empty afterwards."""
         found, self.useless = self.useless, []
         return found
+
+
+def divisible(cfg: PlayingConfig) -> bool:
+    """Whether the decisions of a slot in a step may be several ranks', one after the other: transitions of off-policy runs
+    stand alone, and GAE values where an episode is cut."""
+    ppo: Any = cfg if hasattr(cfg.algorithm, "adv_type") else None
+    return ppo is None or (ppo.algorithm.adv_type.lower() == "gae" and ppo.env.train.auto_reset)
+
+
+def most_sharing(decisions: int, units: int) -> int:
+    """Ranks for which there is something to do in steps that are shared."""
+    return units * max(1, decisions // _LEAST)
+
+
+@functools.cache
+def shares(decisions: int, units: int, ranks: int) -> tuple[int, int, float]:
+    """How a step is shared between the ranks that the run started with, which play a unit each, and ranks that joined, which
+    play the rest of all units, at the same speed.
+
+    Args:
+        decisions: Of a step.
+        units: Of a step.
+        ranks: That have joined.
+
+    Returns:
+        The decisions that the former play; into how many pieces the rest of each unit is cut; and how long that takes, beside
+        work that can be shared to the last bit.
+    """
+    ways = [(decisions, decisions, 1)]
+    for rest in range(1, decisions):
+        for pieces in range(1, min(rest, ranks) + 1):
+            theirs = -(-units * pieces // ranks) * -(-rest // pieces)
+            ways.append((max(decisions - rest, theirs), decisions - rest, pieces))
+    took, own, pieces = min(ways, key=lambda way: (way[0], -way[1], way[2]))
+    return own, pieces, took * (units + ranks) / (units * decisions)
 
 
 def keys_of(units: Sequence[Sequence[Played]]) -> list[list[int]]:

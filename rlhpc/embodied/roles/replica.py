@@ -103,8 +103,7 @@ class Replica:
             if ended is not None:
                 episodes.add(made, share.start, infos, ended)
             made += 1
-        early = made < asked.decisions
-        if early and whole:
+        if whole and made < asked.decisions:
             made = 0
         columns: dict[str, np.ndarray] = {}
         if made:
@@ -113,8 +112,7 @@ class Replica:
             acting.buffers[0].made = made
             with torch.inference_mode():
                 (columns,) = acting.columns([outcomes.part(everything, last, made)])
-            if early and "truncations" in columns:  # what follows in these slots are other episodes
-                columns["truncations"][:, -1] |= ~columns["terminations"][:, -1]
+            acting.cut(columns)
         counts: dict[str, float] = {"restarts": env.restarts, "spoiled": episodes.spoiled, "by_device": 0, "by_host": 0}
         counts["busy_s"] = time.perf_counter() - begun
         return made, columns, {**episodes.arrays(), **{name: np.array([count]) for name, count in counts.items()}}

@@ -21,6 +21,7 @@ from rlhpc.embodied.models import Policy, build_model, policy_section
 from rlhpc.embodied.play import evaluation_metrics
 from rlhpc.embodied.roles.lanes import PeerLeft, agree_on_device, get_until_left, open_lanes, until_left
 from rlhpc.embodied.roles.outcomes import Shape, next_values, nothing_of, ppo_shape
+from rlhpc.embodied.roles.parts import Turn
 from rlhpc.embodied.roles.slots import OUTCOMES, TRAJECTORIES, SlotMap, within
 from rlhpc.runs.device import own_device, seed_process, settle, to_tensors
 from rlhpc.runtime.context import current
@@ -75,7 +76,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         super().__init__()
         self.cfg: Cfg = cfg
         self.version = 0
-        self._waited, self._step = 0.0, 0
+        self._waited = 0.0
 
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> None:
         """Builds the policy and the buffers."""
@@ -137,8 +138,8 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     # -- rollout --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def generate(self, step: int) -> dict[str, float]:
-        """Acts for `rollout_steps` decisions in every slot, then sends the trajectories to the actors.
+    def generate(self, turn: Turn) -> dict[str, float]:
+        """Acts for the decisions of a turn in every slot, then sends the trajectories to the actors.
 
         The noise of all slots of the run is drawn from (seed, step) and cut by slot, so that an action depends neither
         on the rank that chose it nor on what else was in its batch.
@@ -146,11 +147,13 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         Returns:
             `busy_s`: seconds in which it did not wait for the simulators.
         """
-        begun, self._waited, self._step = time.perf_counter(), 0.0, step
-        noises = [self._noise(step, share) for share in self.shares]
-        for t in range(self.steps):
+        begun, self._waited, self._turn = time.perf_counter(), 0.0, turn
+        noises = [self._noise(turn.step, share) for share in self.shares]
+        for buffer in self.buffers:
+            buffer.made = turn.decisions
+        for t in range(turn.decisions):
             for stage, noise in enumerate(noises):
-                self._act(stage, t, noise[t])
+                self._act(stage, t, noise[turn.begin + t])
         self._hand_over()
         return {"busy_s": time.perf_counter() - begun - self._waited}
 
@@ -194,7 +197,13 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         """Sends every actor rank the slots it trains on."""
         outcomes = [self._merge_outcomes(stage) for stage in range(self.slots.stages)]
         for stage, columns in enumerate(self.columns(outcomes)):
+            self.cut(columns)
             self._send(stage, columns)
+
+    def cut(self, columns: dict[str, np.ndarray]) -> None:
+        """Ends the episodes of trajectories that are not a step's whole: what follows in these rows are others'."""
+        if columns["rewards"].shape[1] < self.steps and "truncations" in columns:
+            columns["truncations"][:, -1] |= ~columns["terminations"][:, -1]
 
     def columns(self, outcomes: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
         """Trajectories `[n, T, ...]` of each stage, from its outcomes: with rewards, ends and next values."""
@@ -223,7 +232,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         for rank, common in self.slots.actors_of(stage, self.rank):
             part = within(common, self.shares[stage])
             message: dict[str, Any] = {name: column[part] for name, column in columns.items()}
-            message["version"], message["step"] = self.version, self._step
+            message["version"], message["turn"] = self.version, self._turn.number
             give(message, key=self.slots.to_actor_key(stage, self.rank, rank))
 
     def _merge_outcomes(self, stage: int) -> dict[str, Any]:
@@ -237,13 +246,13 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             gone.append(part is None)
             if part is None:
                 last = blank(self.policy.observation_space, len(common))
-                part = nothing_of(common, self.steps, self.shape(), last)
+                part = nothing_of(common, self._turn.decisions, self.shape(), last)
             part["final_slot"] = part["final_slot"] + (common.start - share.start)
             merged.append(part)
         found = {name: join([part[name] for part in merged]) for name in merged[0]}
         if any(gone):
             sizes = [len(common) for _, common in self.peers[stage]]
-            found["lost"] = np.repeat(np.repeat(gone, sizes)[:, None], self.steps, axis=1)
+            found["lost"] = np.repeat(np.repeat(gone, sizes)[:, None], self._turn.decisions, axis=1)
         return found
 
     def _outcomes_from(self, stage: int, index: int) -> dict[str, Any] | None:

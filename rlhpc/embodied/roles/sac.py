@@ -22,7 +22,7 @@ from rlhpc.embodied.roles.env import SimulatingWorker, check_env
 from rlhpc.embodied.roles.incomplete import Incomplete
 from rlhpc.embodied.roles.intake import Intake
 from rlhpc.embodied.roles.outcomes import Shape
-from rlhpc.embodied.roles.parts import PARTS
+from rlhpc.embodied.roles.parts import PARTS, Turn
 from rlhpc.embodied.roles.rollout import ActingWorker
 from rlhpc.embodied.roles.slots import TRAJECTORIES, SlotMap, Source
 from rlhpc.embodied.roles.trainer import Trainer
@@ -83,10 +83,10 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         """The network, with fresh weights."""
         return build_model(self.cfg.actor.model, observation_space, action_space)
 
-    def generate(self, step: int, random_steps: int = 0) -> dict[str, float]:
+    def generate(self, turn: Turn, random_steps: int = 0) -> dict[str, float]:
         """See `ActingWorker.generate`; the actions of the run's first `random_steps` transitions are random."""
-        self._random = random_steps - (step - 1) * self.steps * self.slots.num_envs
-        return super().generate(step)
+        self._random = random_steps - ((turn.step - 1) * self.steps + turn.begin) * self.slots.num_envs
+        return super().generate(turn)
 
     def draws(self, random: bool) -> None:
         """See `ActingWorker.draws`."""

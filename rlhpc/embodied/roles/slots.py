@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlhpc.embodied.config import PlayingConfig
-from rlhpc.embodied.roles.parts import PARTS
+from rlhpc.embodied.roles.parts import PARTS, Turn
 from rlhpc.runtime.errors import ConfigError
 
 OBSERVATIONS, ACTIONS, OUTCOMES, TRAJECTORIES = "observations", "actions", "outcomes", "trajectories"
@@ -223,22 +223,35 @@ class SlotMap:
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where actors take a step from.
+class Acted:
+    """A turn, as actors take it in.
 
     Attributes:
-        slots: Of the step: who acted on which.
-        played: The step as those who played it know it: what is made in place of another is taken in later.
-        later: Those that are being played, and are taken in later.
+        turn: The turn.
+        slots: Who acted on which.
         gone: Rollout ranks that have gone since they were asked to act in it.
-        units: Of a step that env ranks which joined have played: the keys of the parts, in order, of each unit.
+    """
+
+    turn: Turn
+    slots: SlotMap
+    gone: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where actors take a step from: its decisions are those of the turns, and then those of the units.
+
+    Attributes:
+        slots: Of the run.
+        acted: The step's turns.
+        later: Numbers of turns that are being played, and are taken in later.
+        units: If env ranks that joined have played some of it: the keys of the parts, in order, of each unit.
         useless: Keys of parts that are not taken in.
     """
 
     slots: SlotMap
-    played: int
+    acted: tuple[Acted, ...] = ()
     later: frozenset[int] = frozenset()
-    gone: frozenset[int] = frozenset()
     units: list[list[int]] | None = None
     useless: tuple[int, ...] = ()
 

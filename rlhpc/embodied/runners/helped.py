@@ -1,7 +1,9 @@
-"""The driver's side of ranks that join the env group: they play whole steps in place of those that the run started with.
+"""The driver's side of ranks that join the env group: they play the last decisions of each step, or whole steps.
 
 A run that is ahead of its actors has a few steps played at a time. Steps are trained on in order, whoever plays them, and none
-is begun with weights older than `algorithm.max_staleness` allows; so further ranks change the pace and nothing else.
+is begun with weights older than `algorithm.max_staleness` allows; so further ranks change the pace and nothing else. Where
+each step is shared, it takes as long as if the ranks had been there from the start; where it cannot be cut, they play some of
+the steps in place of the others.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class Helped:
         self._at_random = at_random
         self.ledger = PartLedger(slots.env_ranks, decisions)
         self.ranks: list[int] = []
+        #: Parts of a step, and how many steps' shares a rank may have at a time.
+        self._parts, self._deep = slots.env_ranks, 1
         #: Version of the weights that each was sent last.
         self._has: dict[int, int] = {}
         self._left: list[int] = []
@@ -91,7 +95,7 @@ class Helped:
         return self.ledger.steps
 
     def would_take(self) -> bool:
-        """Whether enough of them have nothing to do for a step to be theirs.
+        """Whether enough of them have nothing to do for a whole step to be theirs.
 
         While they play it, the others play as many steps more as there may be ahead, and then wait: few ranks that play a step
         one unit after the other would hold up the run.
@@ -101,9 +105,11 @@ class Helped:
         enough = len(self.ranks) * (self._ahead + 1) >= units
         return bool(self.ranks) and enough and not self.ledger.waiting and idle >= min(units, len(self.ranks))
 
-    def give(self, step: int) -> None:
-        """A step is theirs."""
-        self.ledger.give(step)
+    def give(self, step: int, decisions: int | None = None, pieces: int = 1) -> None:
+        """A step is theirs, or the last decisions of one; see `PartLedger.give`. Of shared steps they have as many at a time
+        as the others."""
+        self.ledger.give(step, decisions, pieces)
+        self._parts, self._deep = self._slots.env_ranks * pieces, 1 if decisions is None else self._ahead + 1
 
     def ask(self, version: int) -> None:
         """Has them play what nobody plays, with these weights, which the actor has."""
@@ -112,7 +118,7 @@ class Helped:
                 self._actor.lend_weights(version, self._env.name, [], self._left)
                 self._left = []
             return
-        most = -(-self._slots.env_ranks // len(self.ranks))
+        most = -(-self._parts // len(self.ranks)) * self._deep
         chosen = []
         while self.ledger.waiting:
             rank = min(self.ranks, key=lambda rank: (self.ledger.held(rank), rank))

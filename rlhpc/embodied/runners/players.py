@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -12,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from rlhpc.embodied.roles.outcomes import in_order
-from rlhpc.embodied.roles.parts import Played, keys_of
-from rlhpc.embodied.roles.slots import SlotMap, Source
+from rlhpc.embodied.roles.parts import Played, Turn, keys_of, shares
+from rlhpc.embodied.roles.slots import Acted, SlotMap, Source
 from rlhpc.embodied.runners.helped import Helped
 from rlhpc.runs.folder import note
 from rlhpc.runs.replicas import Nothing, Originals, Replicas
@@ -24,20 +25,22 @@ from rlhpc.runtime.group import WorkerGroup
 
 #: How often it looks whether a rollout rank has come, where there is none.
 _LOOK_S = 0.1
+#: Steps are shared where the one who has most to do has at most this many times an even share.
+_MOST = 1.25
 
 
 @dataclasses.dataclass
 class _Playing:
-    """A step that env and rollout ranks play with one another.
+    """A turn under way.
 
     Attributes:
-        step: Its number.
+        turn: The turn.
         slots: Who has which.
         acting, simulating: The calls.
         gone: Rollout ranks that have gone since.
     """
 
-    step: int
+    turn: Turn
     slots: SlotMap
     acting: Any
     simulating: Any
@@ -51,14 +54,15 @@ class Players:
     lost costs its slots of the steps under way; the others go on, and it takes part again when it has been started again. From
     the next step on others act on the slots of a rollout rank that is lost, and one that joins takes its share of all. One
     that is told to leave acts in the steps that it was asked for, and goes once others have its slots. Env ranks that join
-    play steps of their own (`Helped`).
+    play the last decisions of each step, or whole steps where these cannot be divided (`Helped`).
 
     Args:
         env, rollout, actor: Launched groups.
         slots: Which rank has which slots.
         decisions: `algorithm.rollout_steps`.
         ahead: Steps that may be played ahead of the actors.
-        generate: Has rollout ranks act for a step; returns a handle.
+        divisible: Whether the decisions of a slot in a step may be several ranks' one after the other.
+        generate: Has rollout ranks act in a turn; returns a handle.
         at_random: Whether all actions of a step are drawn at random.
         restarts: How often ranks of a group may be started again.
         timeout: Seconds that a step may take.
@@ -78,7 +82,8 @@ class Players:
         *,
         decisions: int,
         ahead: int,
-        generate: Callable[[WorkerGroup, int], Any],
+        divisible: bool,
+        generate: Callable[[WorkerGroup, Turn], Any],
         at_random: Callable[[int], bool],
         restarts: Callable[[], int],
         timeout: float,
@@ -86,6 +91,7 @@ class Players:
         self._envs, self.env, self._rollouts, self.rollout = env, Originals(env), rollout, Originals(rollout)
         self._actor, self._generate = actor, generate
         self.slots, self._ahead, self._timeout = slots, ahead, timeout
+        self._decisions, self._divisible, self._turns = decisions, divisible, 0
         self._started = range(env.world_size)
         self._there, self._acting = list(self._started), list(range(rollout.world_size))
         self._helped = Helped(env, actor, slots, decisions, ahead, at_random, timeout)
@@ -303,51 +309,74 @@ class Players:
     def give(self, last: int) -> None:
         """Has all steps up to one played that were not given out before, with the weights that have just been sent."""
         while self._next <= last:
-            if (self._helped.would_take() and self._played) or (self._helped.ranks and not self._there):
-                self._helped.give(self._next)
-            else:
-                self._play(self._next)
+            self._give(self._next)
             self._next += 1
         if self._ahead:
             self._helped.ask(self._done)
 
-    def _play(self, step: int) -> None:
-        acting = self._generate(self._who_act(), step)
-        self._played.append(_Playing(step, self.slots, acting, self._here("interact", step)))
+    def _give(self, step: int) -> None:
+        """Has a step played by all, each of its slots by one after the other; where it cannot be shared, by these or those."""
+        own, pieces, takes = self._decisions, 1, math.inf
+        if self._helped.ranks and self._there and self._divisible:
+            own, pieces, takes = shares(self._decisions, self.slots.env_ranks, len(self._helped.ranks))
+        if own < self._decisions and takes <= _MOST:
+            self._play(step, 0, own)
+            self._helped.give(step, self._decisions - own, pieces)
+        elif (self._helped.would_take() and self._played) or (self._helped.ranks and not self._there):
+            self._helped.give(step)
+        else:
+            self._play(step, 0, self._decisions)
+
+    def _play(self, step: int, begin: int, decisions: int) -> None:
+        self._turns += 1
+        turn = Turn(self._turns, step, begin, decisions)
+        acting = self._generate(self._who_act(), turn)
+        self._played.append(_Playing(turn, self.slots, acting, self._here("interact", turn)))
+
+    def play(self, step: int) -> bool:
+        """Whether env and rollout ranks that the run started with play a step, or some of it."""
+        return bool(self._turns_of(step))
+
+    def _turns_of(self, step: int) -> list[_Playing]:
+        return [playing for playing in self._played if playing.turn.step == step]
 
     def parts_of(self, step: int) -> list[list[Played]] | None:
-        """The parts of a step that ranks which joined have played; waits for them. None if the step is the others'."""
+        """The parts of a step that ranks which joined have played; waits for them. None if all of it is the others'."""
         if step not in self._helped.steps:
             return None
         parts = self._helped.make(step, self._done)
         if parts is None:
             note(f"all ranks that joined have gone: step {step} is played by those that the run started with")
-            self._play(step)
+            begin = sum(playing.turn.decisions for playing in self._turns_of(step))
+            self._play(step, begin, self._decisions - begin)
         return parts
 
     def receive(self, step: int, parts: list[list[Played]] | None) -> Any:
         """Has the actors take in a step; returns a handle."""
-        useless = tuple(self._helped.useless())
-        if parts is not None:
-            return self._actor.receive(step, Source(self.slots, step, units=keys_of(parts), useless=useless))
-        playing, *others = self._played
         present = self._rollouts.present
-        gone = playing.gone.union(rank for rank in playing.slots.acting_ranks if rank not in present)
-        later = frozenset(other.step for other in others)
-        return self._actor.receive(step, Source(playing.slots, playing.step, later, frozenset(gone), useless=useless))
 
-    def outcome(self, parts: list[list[Played]] | None) -> tuple[dict[str, np.ndarray], float]:
-        """The episodes of the next step, and the seconds in which rollout ranks acted; waits for it.
+        def acted(playing: _Playing) -> Acted:
+            gone = playing.gone.union(rank for rank in playing.slots.acting_ranks if rank not in present)
+            return Acted(playing.turn, playing.slots, frozenset(gone))
+
+        turns = tuple(acted(playing) for playing in self._turns_of(step))
+        later = frozenset(playing.turn.number for playing in self._played if playing.turn.step != step)
+        units = None if parts is None else keys_of(parts)
+        return self._actor.receive(step, Source(self.slots, turns, later, units, tuple(self._helped.useless())))
+
+    def outcome(self, step: int, parts: list[list[Played]] | None) -> tuple[dict[str, np.ndarray], float]:
+        """The episodes of a step, and the seconds in which rollout ranks acted; waits for it.
 
         Args:
+            step: The step.
             parts: What `parts_of` gave of it.
         """
-        if parts is not None:
-            return in_order([part.episodes for unit in parts for part in unit]), 0.0
-        playing = self._played.popleft()
-        episodes = in_order(playing.simulating.wait(self._timeout))
-        acted = playing.acting.wait(self._timeout)
-        return episodes, max((facts["busy_s"] for facts in acted), default=0.0)
+        episodes, act_s = [part.episodes for unit in parts or () for part in unit], 0.0
+        for playing in self._turns_of(step):
+            episodes += playing.simulating.wait(self._timeout)
+            act_s += max((facts["busy_s"] for facts in playing.acting.wait(self._timeout)), default=0.0)
+            self._played.remove(playing)
+        return in_order(episodes), act_s
 
     def joined(self, parts: list[list[Played]] | None) -> collections.Counter[int]:
         """Decisions of a step, in all slots, from each rank that has joined."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
 from rlhpc.embodied.config import PlayingConfig, PpoConfig
+from rlhpc.embodied.roles.parts import Turn, divisible
 from rlhpc.embodied.roles.ppo import check_batches
 from rlhpc.embodied.roles.slots import SlotMap
 from rlhpc.embodied.runners.players import Players
@@ -70,7 +71,7 @@ class PlayingRunner(Runner[Cfg]):
         )
         self.players = Players(
             env, rollout, actor, slots, decisions=cfg.algorithm.rollout_steps, ahead=cfg.algorithm.max_staleness,
-            generate=self.generate, at_random=self.at_random, restarts=lambda: self.max_recoveries,
+            divisible=divisible(cfg), generate=self.generate, at_random=self.at_random, restarts=lambda: self.max_recoveries,
             timeout=cfg.runner.step_timeout_s,
         )  # fmt: skip
         self.env, self.rollout = self.players.env, self.players.rollout
@@ -167,9 +168,9 @@ class PlayingRunner(Runner[Cfg]):
         receive = self.players.receive(step, parts)
         update = None if self.turns else self.actor.update(step, progress)
         with timers("sync"):
-            self._await_weights(sync, playing=parts is None)
+            self._await_weights(sync, playing=self.players.play(step))
         with timers("rollout"):
-            episodes, act_s = self.players.outcome(parts)
+            episodes, act_s = self.players.outcome(step, parts)
         with timers(self.receiving):
             received = receive.wait(self.timeout)
             acted = min(facts["version"] for facts in received)
@@ -218,9 +219,9 @@ class PlayingRunner(Runner[Cfg]):
                 f"step {step}: nothing that the environments brought was finite, {self._in_vain} steps in a row"
             )
 
-    def generate(self, rollout: WorkerGroup, step: int) -> Any:
-        """Has rollout ranks act for a step; returns a handle."""
-        return rollout.generate(step)
+    def generate(self, rollout: WorkerGroup, turn: Turn) -> Any:
+        """Has rollout ranks act in a turn; returns a handle."""
+        return rollout.generate(turn)
 
     def at_random(self, step: int) -> bool:
         """Whether all actions of a step are drawn at random."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.embodied.config import SacConfig
+from rlhpc.embodied.roles.parts import Turn
 from rlhpc.embodied.runners.ppo import PlayingRunner
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runtime.group import WorkerGroup
@@ -60,9 +61,9 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         self.players.forget(step)
         return row
 
-    def generate(self, rollout: WorkerGroup, step: int) -> Any:
+    def generate(self, rollout: WorkerGroup, turn: Turn) -> Any:
         """See `PlayingRunner.generate`."""
-        return rollout.generate(step, self._random_until)
+        return rollout.generate(turn, self._random_until)
 
     def at_random(self, step: int) -> bool:
         """See `PlayingRunner.at_random`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlhpc.embodied.roles.incomplete import Incomplete
-from rlhpc.embodied.roles.parts import Asked, PartLedger, Played, keys_of
+from rlhpc.embodied.roles.parts import Asked, PartLedger, Played, keys_of, shares
 from rlhpc.embodied.roles.replica import unit_map, words_of
 from rlhpc.embodied.roles.slots import SlotMap
 
@@ -115,6 +116,27 @@ def test_at_random_every_decision_is_there_once(seed: int) -> None:
             made, step = made + 1, step + 1
             ledger.give(step)
     assert sum(ledger.delivered.values()) == made * units * decisions + sum(taken.values())
+
+
+@pytest.mark.parametrize("decisions", [1, 2, 10, 50, 256])
+def test_a_shared_step_takes_as_little_as_it_can(decisions: int) -> None:
+    for units, ranks in itertools.product((1, 2, 4, 8), (1, 2, 3, 8)):
+        own, pieces, takes = shares(decisions, units, ranks)
+        assert 1 <= own <= decisions and 1 <= pieces <= max(1, decisions - own)
+        theirs = -(-units * pieces // ranks) * -(-(decisions - own) // pieces) if own < decisions else 0
+        assert takes == pytest.approx(max(own, theirs) * (units + ranks) / (units * decisions)) and takes >= 1 - 1e-9
+        if decisions >= 50:
+            assert takes < 1.25
+    assert shares(10, 1, 1) == (5, 1, 1.0) and shares(1, 1, 1)[0] == 1
+
+
+def test_the_rest_of_a_shared_step_is_cut_into_pieces() -> None:
+    ledger = PartLedger(units=1, decisions=10)
+    ledger.give(1, 7, 2)
+    one, two = ledger.ask(3, 0), ledger.ask(4, 0)
+    assert one is not None and two is not None and (one.decisions, two.decisions) == (3, 4) and not ledger.waiting
+    assert ledger.accept(said(two, 4, 4)) and not ledger.whole(1)
+    assert ledger.accept(said(one, 3, 3)) and ledger.whole(1)
 
 
 LAYOUTS = [(12, 1, 2, 3), (12, 3, 2, 2), (24, 2, 4, 1), (24, 2, 1, 4), (8, 1, 8, 2)]
