@@ -1,7 +1,7 @@
 """What env ranks that join a run of SAC are worth: its steps with one of its own and one that has joined, beside those of a
 run that had two from its start.
 
-    python -m bench.joined_envs --repeat 2
+    python -m bench.joined_envs --repeat 1
 
 Environments and updates sleep, so a rank's speed does not depend on how many there are on these cores: one rank plays a step
 in a second, and the updates of a step take a tenth, a half or all of that. Both runs play one step or two ahead of the actor
@@ -112,7 +112,7 @@ def measure(folder: Path, updates_s: float, ahead: int) -> tuple[list[float], li
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and writes `results/joined_envs.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=1)
     args = parser.parse_args(argv)
     ratios: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
