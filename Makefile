@@ -19,7 +19,7 @@ PART  ?= 1/1
 export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup setup-llm setup-robot setup-lerobot quickstart demo-llm demo-agent demo-robot test test-gpu test-slurm test-all chaos chaos-helpers leftovers attack bad-inputs lint bench bench-gpu docs docs-reference constraints resolve clean
+.PHONY: help setup setup-llm setup-robot setup-lerobot setup-simulators quickstart demo-llm demo-agent demo-robot test test-gpu test-slurm test-all chaos chaos-helpers leftovers attack bad-inputs lint bench bench-gpu docs docs-reference constraints resolve clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,6 +48,13 @@ setup-lerobot: $(VENV)-lerobot/.setup-done  ## LeRobot's policies, in a Python o
 $(VENV)-lerobot/.setup-done: $(STAMP) envs/lerobot.txt
 	RLHPC_EXTRAS=slurm bash envs/setup.sh $(VENV)-lerobot
 	$(BIN)/uv pip install --python $(VENV)-lerobot/bin/python --no-deps --compile-bytecode -r envs/lerobot.txt
+	@touch $@
+
+setup-simulators: $(VENV)-simulators/.setup-done  ## Gymnasium-Robotics, dm_control, PushT, MiniGrid, Atari: .venv-simulators (docs/how-to/gymnasium-recipes.md)
+
+$(VENV)-simulators/.setup-done: $(STAMP) envs/simulators.txt
+	[ -x $(VENV)-simulators/bin/python ] || $(BIN)/python -m venv --without-pip $(VENV)-simulators
+	$(BIN)/uv pip install --python $(VENV)-simulators/bin/python -r envs/simulators.txt
 	@touch $@
 
 quickstart: setup  ## train, evaluate, export and report a first policy (RUN=configs/….yaml for another)

@@ -48,7 +48,16 @@ PIPELINED_STEPS = 100
 # -- rlhpc ------------------------------------------------------------------------------------------------------------
 
 
-def play(env: dict[str, Any], model: dict[str, Any], *, ranks: int, slots: int, steps: int, stages: int = 1) -> float:
+def play(
+    env: dict[str, Any],
+    model: dict[str, Any],
+    *,
+    ranks: int,
+    slots: int,
+    steps: int,
+    stages: int = 1,
+    simulators: int = 0,
+) -> float:
     """Seconds of a rollout of `steps` decisions in `slots` slots, as a run has it between two updates."""
     from rlhpc import Cluster, HybridComponentPlacement
     from rlhpc.config.typed import typed
@@ -65,7 +74,8 @@ def play(env: dict[str, Any], model: dict[str, Any], *, ranks: int, slots: int, 
         cfg = typed(PpoConfig, load_config(ROOT / "configs" / "base" / "ppo.yaml", [
             f"runner.run_dir={folder}", "runner.name=bench", f"algorithm.rollout_steps={steps}", f"env.train.num_envs={slots}",
             f"rollout.pipeline_stage_num={stages}", f"actor.global_batch_size={slots * steps}",
-            f"cluster.component_placement={{actor: 0, rollout: 0, env: '0:0-{ranks - 1}'}}", "env.train.simulators=0",
+            f"cluster.component_placement={{actor: 0, rollout: 0, env: '0:0-{ranks - 1}'}}",
+            f"env.train.simulators={simulators}",
             *(f"env.train.{name}={json.dumps(value)}" for name, value in env.items()),
             *(f"actor.model.{name}={json.dumps(value)}" for name, value in model.items()),
         ]))  # fmt: skip

@@ -24,6 +24,7 @@ TITLES = {
     "scale": "Rendezvous and dispatch as workers grow, and on a slow filesystem",
     "embodied_loop": "The embodied loop, around an environment that costs nothing",
     "environments": "Environment steps a second",
+    "simulators": "Simulators beside their own vector environments",
     "checkpoint": "Checkpoints",
     "cartpole": "CartPole-v1 to its target",
     "slurm": "A Slurm job",

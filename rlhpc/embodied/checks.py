@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhpc.config.rules import Fail, check_choice, check_name
@@ -47,12 +47,25 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
                 "it opens a window for each slot and waits for it at every step; leave it out: films are made by "
                 "env.eval.video_episodes",
             )
+        _wrappers(f"env.{name}.wrappers", side.wrappers)
         if side.env_type.lower() == "gymnasium":
             _gymnasium_id(f"env.{name}.env_id", side.env_id, fail)
         else:
             from rlhpc.embodied.envs.registry import ENVS
 
             ENVS.find(side.env_type, f"env.{name}.env_type")
+
+
+def _wrappers(key: str, wrappers: Sequence[object]) -> None:
+    """Names that are none are refused here; `module:Class` is imported when the environment is built."""
+    if not wrappers:
+        return
+    from rlhpc.embodied.envs.wrapping import WRAPPERS, entry
+
+    for i, given in enumerate(wrappers):
+        name, _ = entry(given, f"{key}[{i}]")
+        if WRAPPERS.path(name) is None:
+            WRAPPERS.find(name, f"{key}[{i}]")
 
 
 def _gymnasium_id(key: str, env_id: str, fail: Fail) -> None:

@@ -17,7 +17,7 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_][\w./-]*")
 #: A reference to another key; anything else in braces calls a resolver, such as `oc.env`.
 _REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
 #: Applied to an environment, and installed wherever one can be made.
-_HARMLESS = re.compile(r"gymnasium\.wrappers:[A-Z]\w*|builtin:[a-z_]+")
+_HARMLESS = re.compile(r"gymnasium\.wrappers:(?!RecordVideo\b)[A-Z]\w*|builtin:[a-z_]+")
 #: Sections that only training, its submission and the workflow read.
 _ELSEWHERE = ("cluster", "workflow", "runner")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
@@ -134,6 +134,8 @@ def _nodes(content: Any, key: str) -> Iterator[tuple[str, Any]]:
     if isinstance(content, dict):
         for name, value in content.items():
             if key or name not in _ELSEWHERE:
+                if isinstance(name, str) and ":" in name:  # a wrapper that has settings, by its path
+                    yield key, name
                 yield from _nodes(value, f"{key}.{name}" if key else str(name))
     elif isinstance(content, (list, tuple)):
         for index, value in enumerate(content):

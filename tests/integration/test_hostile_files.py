@@ -89,6 +89,9 @@ def test_names_that_are_no_code():
          "workflow": {"demos_expert": "rlhpc.embodied.envs.experts:push_cube"},
          "reward": {"terms": [{"name": "http", "kwargs": {"url": "http://host:80/x"}}]}}, "config.yaml",
     )  # fmt: skip
+    for wrapper in ("a.b:C", "gymnasium.wrappers:RecordVideo"):  # which writes files wherever it is told to
+        with pytest.raises(ConfigError, match=rf"there: env\.wrappers\[0\] is '{wrapper}'"):
+            Trust().check({"env": {"wrappers": [{wrapper: {"video_folder": "/tmp"}}]}}, "there")
     with pytest.raises(ConfigError, match=r"there: rollout\.agent is 'a\.b:C'"):
         Trust().check({"rollout": {"agent": "a.b:C"}}, "there")
     Trust.of({"reward": {"terms": [{"name": "a.b:C"}]}}).check({"rollout": {"agent": "a.b:C"}}, "there")

@@ -63,9 +63,10 @@ class TaskConfig:
     """Steps after which an episode is truncated; null takes the environment's own limit."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment's constructor."""
-    wrappers: list[str] = field(default_factory=list)
-    """Wrappers to apply in order, as `module:Class`. Where they change rewards, put
-    `gymnasium.wrappers:RecordEpisodeStatistics` first: returns are then reported as it counts them."""
+    wrappers: list[Any] = field(default_factory=list)
+    """Wrappers to apply in order, each by its name or as `module:Class`, or as a mapping of that to its settings:
+    `{frame_stack: {stack_size: 4}}`. Where they change rewards, put `statistics` first: returns are then reported as it
+    counts them."""
     ignore_terminations: bool = False
     """Episodes end at the step limit only."""
     simulator_python: str | None = None
@@ -129,7 +130,7 @@ class EvalEnvConfig(EnvSideConfig):
     """As `env.train.kwargs`."""
     simulator_python: str | None = II("env.train.simulator_python")
     """As `env.train.simulator_python`."""
-    wrappers: list[str] = field(default=II("env.train.wrappers"))
+    wrappers: list[Any] = field(default=II("env.train.wrappers"))
     """As `env.train.wrappers`: the policy should see what it was trained on."""
     ignore_terminations: bool = II("env.train.ignore_terminations")
     """As `env.train.ignore_terminations`."""

@@ -5,9 +5,12 @@ The step limit is counted here instead of by a wrapper; gymnasium's checkers are
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import difflib
 import operator
-import pickle
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +19,18 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, RecordEpisodeStatistics, TimeLimit
 
+from rlhpc.embodied.envs import gymnasium_state
 from rlhpc.embodied.envs.base import Step, VectorEnv, merge_infos
 from rlhpc.embodied.envs.observations import Obs, boxes_of, encode_text, is_text, text_space
+from rlhpc.embodied.envs.wrapping import wrap
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import load_attribute
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
 _STRIPPED = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
-_MUJOCO = ("model", "data", "mujoco_renderer")
-#: Simulators whose state cannot be read, but whose resets leave nothing behind. (BipedalWalker keeps its Box2D world.)
-_REPLAYED = ("LunarLander", "LunarLanderContinuous")
 #: What numpy and dicts raise for an observation that does not fit its buffer.
 _MISFITS = (ValueError, TypeError, KeyError)
-_NOT_STATE = ("screen", "surf", "clock", "viewer", "window", "spec", "observation_space", "action_space")
 
 
 def nearest_ids(env_id: str) -> list[str]:
@@ -38,20 +38,12 @@ def nearest_ids(env_id: str) -> list[str]:
     return difflib.get_close_matches(env_id, list(gymnasium.registry), 3, 0.5)
 
 
-def _mujoco_arrays(data: Any) -> dict[str, Any]:
-    """Everything that an `MjData` holds, including derived quantities, which after a step are those of the previous
-    substep."""
-    names = (name for name in dir(data) if not name.startswith("_"))
-    values = ((name, getattr(data, name)) for name in names if name not in ("contact", "model"))
-    return {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in values if isinstance(v, (np.ndarray, float))}
-
-
-def _set_mujoco(data: Any, name: str, value: Any) -> None:
-    """Restores one of them; arrays whose size varies with the contacts are made anew by the next step."""
-    if not isinstance(value, np.ndarray):
-        setattr(data, name, value)
-    elif (array := getattr(data, name)).shape == value.shape and array.flags.writeable:
-        array[...] = value
+def choose_renderer() -> None:
+    """Has MuJoCo draw by EGL, where there is no display but EGL. It is read when a simulator is imported."""
+    if sys.platform == "linux" and not os.environ.get("DISPLAY") and "MUJOCO_GL" not in os.environ:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL("libEGL.so.1")
+            os.environ["MUJOCO_GL"] = "egl"
 
 
 def make_one(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
@@ -61,6 +53,7 @@ def make_one(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
         ConfigError: Unknown id, missing extra, or arguments that the environment refuses.
     """
     env_id, kwargs = cfg.env_id, dict(cfg.kwargs or {})
+    choose_renderer()
     try:
         env = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
     except gymnasium.error.DependencyNotInstalled as error:
@@ -70,6 +63,10 @@ def make_one(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         near = nearest_ids(env_id)
         hint = f"did you mean {', '.join(map(repr, near))}?" if near else "see gymnasium.registry for all ids."
+        if isinstance(error, ModuleNotFoundError) and cfg.simulator_python is None:
+            hint = (
+                "simulators with a Python of their own are named by env.train.simulator_python (make setup-simulators)"
+            )
         raise ConfigError(f"env_id is {env_id!r}, which gymnasium does not know ({error}); {hint}") from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_id {env_id!r} refuses kwargs {kwargs}: {error}") from None
@@ -78,9 +75,7 @@ def make_one(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
         limit = env.spec.max_episode_steps if env.spec is not None else None
     while isinstance(env, _STRIPPED):
         env = env.env
-    for path in cfg.wrappers or []:
-        env = load_attribute(str(path), "env.wrappers")(env)
-    return env, int(limit or 0)
+    return wrap(env, cfg.wrappers), int(limit or 0)
 
 
 def _statistics(env: Any) -> RecordEpisodeStatistics[Any, Any] | None:
@@ -148,9 +143,9 @@ class GymnasiumVectorEnv(VectorEnv):
         #: For simulators that cannot be pickled but can be replayed: how the episode of each slot began, and its
         #: actions since.
         self._played: list[tuple[Any, list[Any]]] | None = None
-        self.supports_state = self._pickles()
-        if not self.supports_state and type(self.envs[0].unwrapped).__name__ in _REPLAYED:
-            self._played, self.supports_state = [(None, []) for _ in range(num_envs)], True
+        if gymnasium_state.is_replayed(self.envs[0]):
+            self._played = [(None, []) for _ in range(num_envs)]
+        self.supports_state = gymnasium_state.can_save(self.envs[0], self._begun(0))
 
     def _boxes(self, env_id: str) -> spaces.Dict:
         """The space of several observations; texts are encoded."""
@@ -210,7 +205,7 @@ class GymnasiumVectorEnv(VectorEnv):
     def _reset(self, i: int, fresh: bool = False) -> Any:
         seed = self._slot_seed(i) if fresh or self._fixed else None
         if self._played is not None:
-            self._played[i] = (seed if seed is not None else self.envs[i].unwrapped.np_random.bit_generator.state, [])
+            self._played[i] = (seed if seed is not None else gymnasium_state.generator_state(self.envs[i]), [])
         return self.envs[i].reset(seed=seed)[0]
 
     def step(self, actions: np.ndarray) -> Step:
@@ -274,9 +269,12 @@ class GymnasiumVectorEnv(VectorEnv):
                 truncated = True
             if terminated or truncated:
                 terminations[i], truncations[i] = terminated, truncated and not terminated
-                self._end(i, observed, info, infos)
+                goes_on = terminated and "life_lost" in info
+                self._end(i, observed, info, infos, counts=not goes_on)
                 observed = self._reset(i)
-                elapsed[i], returns[i], self._before[i], self._once[i] = 0, 0.0, 0.0, False
+                self._before[i] = 0.0
+                if not goes_on:
+                    elapsed[i], returns[i], self._once[i] = 0, 0.0, False
             try:
                 write(obs, i, observed)
             except _MISFITS as error:
@@ -285,7 +283,7 @@ class GymnasiumVectorEnv(VectorEnv):
             rewards *= self._scale
         return obs, rewards, terminations, truncations, infos
 
-    def _end(self, i: int, final: Any, info: dict[str, Any], infos: dict[str, Any]) -> None:
+    def _end(self, i: int, final: Any, info: dict[str, Any], infos: dict[str, Any], counts: bool) -> None:
         if "final_obs" not in infos:
             n = self.num_envs
             infos["final_obs"] = self._rows()
@@ -295,41 +293,23 @@ class GymnasiumVectorEnv(VectorEnv):
         self._write(infos["final_obs"], i, final)
         episode, counted = infos["episode"], self._statistics[i]
         episode["return"][i] = self._returns[i] if counted is None else counted.episode_returns
-        episode["length"][i], episode["mask"][i] = self._elapsed[i], True
+        episode["length"][i], episode["mask"][i] = self._elapsed[i], counts
         for name in ("success", "is_success"):
             if name in info:
                 for key, value in (("success_once", self._once[i]), ("success_at_end", info[name])):
                     episode.setdefault(key, np.zeros(self.num_envs, np.float64))[i] = float(value)
         self._episodes[i] += 1
 
+    def _begun(self, i: int) -> tuple[Any, list[Any]] | None:
+        return None if self._played is None else self._played[i]
+
     # -- state ----------------------------------------------------------------------------------------------------
-
-    def _simulator(self, env: gymnasium.Env[Any, Any]) -> bytes:
-        """The pickled attributes of an environment and its wrappers, without what renders and without spaces."""
-        layers = []
-        layer: Any = env
-        while True:
-            attributes = {k: v for k, v in vars(layer).items() if k != "env" and not k.endswith(_NOT_STATE)}
-            if hasattr(layer, "mujoco_renderer") and layer is layer.unwrapped:
-                attributes = {k: v for k, v in attributes.items() if k not in _MUJOCO}
-                attributes["data"] = _mujoco_arrays(layer.data)
-            layers.append(attributes)
-            if layer is layer.unwrapped or not hasattr(layer, "env"):
-                return pickle.dumps(layers)
-            layer = layer.env
-
-    def _pickles(self) -> bool:
-        try:
-            self._simulator(self.envs[0])
-        except Exception:  # simulators hold handles of every kind, and pickling them fails in as many ways
-            return False
-        return True
 
     def state_dict(self) -> dict[str, Any]:
         """The slots' state, for a checkpoint (`VectorEnv.state_dict`)."""
         return {
             "slots": [
-                {"simulator": self._simulator(env) if self._played is None else pickle.dumps(self._played[i]),
+                {"simulator": gymnasium_state.save(env, self._begun(i)),
                  "elapsed": self._elapsed[i], "return": self._returns[i], "episodes": self._episodes[i],
                  "before": self._before[i], "once": self._once[i]}
                 for i, env in enumerate(self.envs)
@@ -342,28 +322,13 @@ class GymnasiumVectorEnv(VectorEnv):
         if len(slots) != self.num_envs:
             raise ValueError(f"state of {len(slots)} slots for {self.num_envs}")
         for i, slot in enumerate(slots):
-            self._restore(i, pickle.loads(slot["simulator"]))
+            begun = gymnasium_state.restore(self.envs[i], slot["simulator"])
+            if self._played is not None and begun is not None:
+                self._played[i] = begun
             self._elapsed[i], self._returns[i] = int(slot["elapsed"]), float(slot["return"])
             self._episodes[i] = int(slot["episodes"])
             self._before[i], self._once[i] = float(slot.get("before", 0.0)), bool(slot.get("once", False))
         self._fresh = False
-
-    def _restore(self, i: int, saved: Any) -> None:
-        layer: Any = self.envs[i]
-        if self._played is not None:
-            start, actions = self._played[i] = saved
-            if not isinstance(start, int):
-                layer.unwrapped.np_random.bit_generator.state = start
-            layer.reset(seed=start if isinstance(start, int) else None)
-            for action in actions:
-                layer.step(action)
-            return
-        for attributes in saved:
-            if hasattr(layer, "mujoco_renderer") and layer is layer.unwrapped:
-                for name, value in attributes.pop("data").items():
-                    _set_mujoco(layer.data, name, value)
-            vars(layer).update(attributes)
-            layer = getattr(layer, "env", layer)
 
     def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
         """Pictures of slots (`VectorEnv.render`)."""

@@ -153,7 +153,11 @@ class ResNetPolicy(ImagePolicy):
 
 
 def _channel_last(box: Any) -> bool:
-    return bool(box.shape[-1] <= box.shape[0])
+    """Of a square image the channels are the side that differs, of another the shortest."""
+    first, second, last = box.shape
+    if (first == second) != (second == last):
+        return bool(first == second)
+    return bool(last <= first)
 
 
 def _prepared(images: Tensor, box: Any) -> Tensor:

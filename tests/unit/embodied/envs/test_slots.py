@@ -199,9 +199,29 @@ class TestNames:
     def test_wrappers(self) -> None:
         env = make_env(section("test/Clock-discrete-v0", wrappers=["gymnasium.wrappers:FlattenObservation"]), 1)
         assert env.observation_space.shape == (2,)
-        for path in ("gymnasium.wrappers.FlattenObservation", "gymnasium.wrappers:Flaten", ":x", ".y:x"):
-            with pytest.raises(ConfigError, match=r"env\.wrappers is .*cannot be imported"):
+        for path in ("gymnasium.wrappers:Flaten", ":x", ".y:x"):
+            with pytest.raises(ConfigError, match=r"env\.wrappers\[0\] is .*cannot be imported"):
                 make_env(section(wrappers=[path]), 1)
+
+    def test_wrappers_by_name(self) -> None:
+        wrappers = [
+            "statistics",
+            {"frame_stack": {"stack_size": 3}},
+            {"gymnasium.wrappers:ReshapeObservation": {"shape": [2, 6]}},
+        ]
+        assert make_env(section(wrappers=wrappers), 1).observation_space.shape == (2, 6)
+        for given, says in (
+            ("flaten", r"\[0\] is 'flaten', which is unknown; did you mean 'flatten'"),
+            (
+                {"frame_stack": {"stack": 3}},
+                r"\[0\] is 'frame_stack', which refuses {'stack': 3}: .*unexpected keyword",
+            ),
+            ({"frame_stack": 3}, r"\[0\] is {'frame_stack': 3}; allowed: a name"),
+            ({"flatten": {}, "time": {}}, r"\[0\] is .*; allowed: a name"),
+            ({"atari": None}, r"\[0\] is 'atari', which refuses the environment: Disable frame-skipping"),
+        ):
+            with pytest.raises(ConfigError, match=r"env\.wrappers" + says):
+                make_env(section(wrappers=[given]), 1)
 
     def test_a_third_partys_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "their_envs.py").write_text(

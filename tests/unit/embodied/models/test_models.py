@@ -130,6 +130,11 @@ def test_pictures_may_have_their_channels_first_or_last():
     a, b = (build_model(cfg, space, spaces.Discrete(2), seed=0) for space in (first, last))
     images = observations(first, 4)
     torch.testing.assert_close(a.value(images), b.value(images.permute(0, 2, 3, 1).contiguous()))
+    # Of a small grid there may be more channels than pixels a side.
+    cells, moved = spaces.Box(0, 1, (7, 7, 20), np.float32), spaces.Box(0, 1, (20, 7, 7), np.float32)
+    a, b = (build_model(cfg, space, spaces.Discrete(2), seed=0) for space in (moved, cells))
+    images = observations(moved, 4)
+    torch.testing.assert_close(a.value(images), b.value(images.permute(0, 2, 3, 1).contiguous()))
 
 
 def test_wrong_names_and_spaces_are_explained():

@@ -1,0 +1,156 @@
+"""Environment steps a second of the simulators on gymnasium's road beside their own vector environments, in one run.
+
+    python -m bench.simulators --repeat 3
+
+Ours are real env and rollout ranks that play a rollout and hand it over to the actor, with random actions, as
+`bench.environments` has them; the simulators live in one process of their own Python, or in two. Theirs step on random actions
+and do nothing else: gymnasium's SyncVectorEnv and AsyncVectorEnv (a process a slot) around the same environment in the same
+wrappers, and for Atari ale-py's AtariVectorEnv, which has threads and wrappers in C++.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Configuration → decisions of a rollout that is timed.
+TASKS = {"fetch_reach": 100, "cheetah_run": 400, "pusht": 200, "pusht_pixels": 40, "minigrid": 200, "breakout": 60}
+PYTHON = os.environ.get("RLHPC_SIMULATORS_PYTHON", str(ROOT / ".venv-simulators/bin/python"))
+SLOTS = 8
+#: Rollouts of a measurement, of which the fastest counts.
+ROLLOUTS = 3
+
+
+def section(task: str) -> dict[str, Any]:
+    """`env.train` of a configuration, without what is the run's own."""
+    from rlhpc.config.typed import plain
+    from rlhpc.runs.configuration import load_config
+
+    train = plain(load_config(ROOT / f"configs/embodied/{task}.yaml", []))["env"]["train"]
+    return {key: train[key] for key in ("env_id", "kwargs", "wrappers", "max_episode_steps")}
+
+
+def ours(task: str, processes: int) -> float:
+    """Environment steps a second of a run."""
+    from bench.environments import play
+
+    env = {**section(task), "simulator_python": PYTHON}
+    model = {"model_type": "bench.idle:RandomPolicy"}
+    took = play(env, model, ranks=1, slots=SLOTS, steps=TASKS[task], simulators=processes)
+    return SLOTS * TASKS[task] / took
+
+
+def theirs(kind: str, task: str) -> float:
+    """The same of a vector environment, in a process of the simulators' Python."""
+    words = [PYTHON, "-m", "bench.simulators", "--theirs", kind, task, json.dumps(section(task))]
+    done = subprocess.run(
+        words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.PIPE
+    )
+    return float(done.stdout.splitlines()[-1])
+
+
+def their_rate(kind: str, task: str, env: dict[str, Any]) -> float:
+    """What `theirs` prints."""
+    import gymnasium
+    from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+    envs: Any
+    if kind == "own":
+        package, _, game = env["env_id"].partition(":")
+        importlib.import_module(package)  # registers the games
+        envs = gymnasium.make_vec(game, SLOTS, "vector_entry_point", reward_clipping=True, repeat_action_probability=0.0,
+                                  episodic_life=True, use_fire_reset=True, autoreset_mode=AutoresetMode.SAME_STEP)  # fmt: skip
+    else:
+        vector = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}[kind]
+        envs = vector([partial(_one, env)] * SLOTS, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs.reset(seed=1)
+    envs.action_space.seed(1)
+    actions = [envs.action_space.sample() for _ in range(TASKS[task])]
+    found = []
+    for _ in range(ROLLOUTS + 1):
+        began = time.perf_counter()
+        for action in actions:
+            envs.step(action)
+        found.append(time.perf_counter() - began)
+    envs.close()
+    return SLOTS * len(actions) / min(found[1:])
+
+
+def _one(env: dict[str, Any]) -> Any:
+    from gymnasium.wrappers import TimeLimit
+    from omegaconf import OmegaConf
+
+    from rlhpc.embodied.config import EnvSideConfig
+    from rlhpc.embodied.envs.gymnasium_env import make_one
+
+    made, limit = make_one(OmegaConf.merge(OmegaConf.structured(EnvSideConfig), env))  # type: ignore[arg-type]
+    return TimeLimit(made, limit) if limit else made
+
+
+def contenders() -> dict[str, Any]:
+    """What is measured, by name; a round runs all in this order."""
+    found: dict[str, Any] = {}
+    for task in TASKS:
+        found[f"{task}: SyncVectorEnv"] = partial(theirs, "sync", task)
+        found[f"{task}: rlhpc, 1 process"] = partial(ours, task, 1)
+        found[f"{task}: AsyncVectorEnv"] = partial(theirs, "async", task)
+        found[f"{task}: rlhpc, 2 processes"] = partial(ours, task, 2)
+    found["breakout: AtariVectorEnv"] = partial(theirs, "own", "breakout")
+    return found
+
+
+def ratios(median: dict[str, float]) -> dict[str, float]:
+    """Ours to theirs."""
+    one, two = "rlhpc, 1 process", "rlhpc, 2 processes"
+    pairs = [(one, "SyncVectorEnv"), (two, "AsyncVectorEnv"), (two, "AtariVectorEnv")]
+    return {
+        f"{task}: {mine} / {other}": median[f"{task}: {mine}"] / median[f"{task}: {other}"]
+        for task in TASKS for mine, other in pairs if {f"{task}: {mine}", f"{task}: {other}"} <= set(median)
+    }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs all, interleaved, and writes `results/simulators.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--only", default="", help="measure only what has this in its name; writes no result")
+    parser.add_argument("--theirs", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if options.theirs:
+        kind, task, env = options.theirs
+        print(their_rate(kind, task, json.loads(env)))
+        return
+    from bench.machine import spread, write
+
+    runs = {name: run for name, run in contenders().items() if options.only in name}
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(options.repeat):
+        for name, run in runs.items():
+            found[name].append(run())
+            print(f"{name:34} {found[name][-1]:10.1f}", flush=True)
+    ratio = ratios({name: statistics.median(values) for name, values in found.items()})
+    print(json.dumps(ratio, indent=2))
+    if not options.only:
+        figures = {name: spread(values) for name, values in found.items()}
+        print(
+            write(
+                "simulators",
+                f"python -m bench.simulators --repeat {options.repeat}",
+                {"figures": figures, "ratios": ratio},
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

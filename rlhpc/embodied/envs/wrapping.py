@@ -1,0 +1,73 @@
+"""Wrappers of gymnasium environments, by name and with settings: `env.train.wrappers`.
+
+An entry is a name, a class's path (`module:Class`), or a mapping of one of these to its settings:
+
+    wrappers: [statistics, {atari: {screen_size: 84}}, "minigrid.wrappers:ImgObsWrapper", {frame_stack: {stack_size: 4}}]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhpc.config.typed import plain
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import Registry
+
+_GYMNASIUM = {
+    "atari": "AtariPreprocessing", "clip_action": "ClipAction", "clip_reward": "ClipReward", "dtype": "DtypeObservation",
+    "filter": "FilterObservation", "flatten": "FlattenObservation", "frame_skip": "MaxAndSkipObservation",
+    "frame_stack": "FrameStackObservation", "grayscale": "GrayscaleObservation", "normalize": "NormalizeObservation",
+    "normalize_reward": "NormalizeReward", "pixels": "AddRenderObservation", "rescale": "RescaleObservation",
+    "rescale_action": "RescaleAction", "resize": "ResizeObservation", "statistics": "RecordEpisodeStatistics",
+    "time": "TimeAwareObservation",
+}  # fmt: skip
+
+#: Of classes or functions `(env, **settings) -> env`.
+WRAPPERS: Registry[Any] = Registry(
+    "wrapper", "env.wrappers", "rlhpc.wrappers",
+    {
+        **{name: f"gymnasium.wrappers:{wrapper}" for name, wrapper in _GYMNASIUM.items()},
+        "fire_reset": "rlhpc.embodied.envs.atari:FireReset",
+        "life_loss": "rlhpc.embodied.envs.atari:LifeLoss",
+    },
+)  # fmt: skip
+
+
+def entry(given: Any, key: str) -> tuple[str, dict[str, Any]]:
+    """Name and settings of an entry.
+
+    Raises:
+        ConfigError: It has another form.
+    """
+    if isinstance(given, str):
+        return given, {}
+    if isinstance(given, Mapping) and len(given) == 1:
+        ((name, settings),) = given.items()
+        if isinstance(name, str) and (settings is None or isinstance(settings, Mapping)):
+            return name, {str(setting): _value(value) for setting, value in (settings or {}).items()}
+    raise ConfigError(f"{key} is {plain(given)!r}; allowed: a name, module:Class, or one of them with its settings: "
+                      "{frame_stack: {stack_size: 4}}")  # fmt: skip
+
+
+def _value(value: Any) -> Any:
+    """Lists as tuples, which wrappers want for shapes."""
+    value = plain(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def wrap(env: Any, wrappers: Sequence[Any] | None, key: str = "env.wrappers") -> Any:
+    """An environment in its wrappers, the first innermost.
+
+    Raises:
+        ConfigError: One is unknown, cannot be imported, or refuses its settings or the environment.
+    """
+    for i, given in enumerate(wrappers or []):
+        at = f"{key}[{i}]"
+        name, settings = entry(given, at)
+        wrapper = WRAPPERS.find(name, at)
+        try:
+            env = wrapper(env, **settings)
+        except (TypeError, ValueError, AssertionError, KeyError) as error:
+            raise ConfigError(f"{at} is {name!r}, which refuses {settings or 'the environment'}: {error}") from None
+    return env
