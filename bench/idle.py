@@ -10,6 +10,7 @@ import torch
 from gymnasium import spaces
 
 from rlhpc.embodied.envs.base import Step, VectorEnv
+from rlhpc.embodied.envs.observations import count_rows
 from rlhpc.embodied.models.base import Policy
 
 
@@ -34,7 +35,7 @@ class RandomPolicy(Policy):
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Any, Any]:
         """Values are 0."""
-        return None, torch.zeros(len(obs))
+        return None, torch.zeros(count_rows(obs))
 
 
 class SleepingPolicy(RandomPolicy):
@@ -42,7 +43,7 @@ class SleepingPolicy(RandomPolicy):
 
     def predict_action_batch(self, obs: Any, mode: str = "train", noise: Any = None) -> tuple[Any, dict[str, Any]]:
         """See `Policy.predict_action_batch`."""
-        time.sleep(len(obs) * float(self._cfg.kwargs["seconds"]))
+        time.sleep(count_rows(obs) * float(self._cfg.kwargs["seconds"]))
         return super().predict_action_batch(obs, mode, noise)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Configuration → decisions of a rollout that is timed.
-TASKS = {"fetch_reach": 100, "cheetah_run": 400, "pusht": 200, "pusht_pixels": 40, "minigrid": 200, "breakout": 60}
+TASKS = {"fetch_reach": 100, "cheetah_run": 500, "pusht": 200, "pusht_pixels": 40, "minigrid": 200, "breakout": 60}
 PYTHON = os.environ.get("RLHPC_SIMULATORS_PYTHON", str(ROOT / ".venv-simulators/bin/python"))
 SLOTS = 8
 #: Rollouts of a measurement, of which the fastest counts.
