@@ -93,9 +93,10 @@ class FailurePolicy:
     def recoverable(self, ranks: Collection[Rank]) -> bool:
         """Whether the run can go on with the other ranks, once those that had to end have ended.
 
-        All that are gone must be expendable, some rank must be left, and none may be in an intermediate state.
+        All that are gone must be expendable, some rank must be left, and none may be in an intermediate state, but for those
+        that are about to join: nobody needs them, and whether they will arrive nobody knows.
         """
-        states = [r.state for r in ranks]
+        states = [r.state for r in ranks if r.state != "starting" or r.spec.rank < r.spec.world_size]
         gone = {r.spec.group for r in ranks if r.state == "ended"}
         return gone <= self.expendable and "ready" in states and {*states} <= {"ended", "ready"}
 

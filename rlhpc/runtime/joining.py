@@ -76,8 +76,8 @@ class Door:
         self._driver = driver
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers = Peers(self._context, self.keys, lambda: None)
-        #: Whether the driver has gone on without the rank that went through here.
-        self.left = False
+        #: Whether the driver has gone on without the rank that went through here, or could not be reached for a while.
+        self.left = self.silent = False
 
     @property
     def is_current(self) -> bool:
@@ -112,12 +112,13 @@ class Door:
         spec: WorkerSpec = pickle.loads(answer)
         return spec
 
-    def lives(self) -> bool:
-        """Whether the driver answers."""
+    def lives(self, hurry: Callable[[], bool] = lambda: False) -> bool:
+        """Whether the driver answers, or there is no time to wait for that: one whose host is gone never does."""
         try:
-            self._peers.request(self._endpoint(), b"DOING", [], _ANSWER_S, "the driver")
+            pending = self._peers.begin(self._endpoint(), b"DOING", [], "the driver")
+            self._peers.reply_to(pending, _ANSWER_S, hurry)
         except RlhpcError:
-            return False
+            return hurry()
         return True
 
     def tell(self, note: dict[str, Any]) -> None:
@@ -245,13 +246,14 @@ def stay(
         ConfigError: There is no driver, or it takes no such rank, from the start.
         RlhpcError: The rank has ended by itself.
     """
-    times, before = 0, ""
+    times, before, silent = 0, "", False
     while True:
         waits = await_driver or times > 0
-        door = _door(registry_root, before, lambda: stopped.is_set() or over(), patience_s if waits else 0.0)
+        patience = patience_s if waits else 0.0
+        door = _door(registry_root, before, lambda: stopped.is_set() or over(), patience, silent)
         if door is None:
             return times
-        before = door.registry.generation
+        before, silent = door.registry.generation, True
         try:
             try:
                 status = _take_part(door, _place(door, wish, stopped, patience_s), stopped, said, grace_s)
@@ -259,7 +261,7 @@ def stay(
                 if not waits or door.lives():
                     raise
                 continue  # this driver is gone, too
-            times += 1
+            times, silent = times + 1, door.silent
             if door.left:
                 return times
             if status and not stopped.is_set() and door.is_current and door.lives():
@@ -270,15 +272,19 @@ def stay(
             return times
 
 
-def _door(registry_root: Path, before: str, over: Callable[[], bool], patience_s: float) -> Door | None:
-    """The way to a driver other than the one before; None if none comes in time."""
+def _door(registry_root: Path, before: str, over: Callable[[], bool], patience_s: float, silent: bool) -> Door | None:
+    """The way to a driver; None if none comes in time. The one before it is as good, if it was only `silent` and answers."""
     deadline = time.monotonic() + patience_s
     while True:
         if not before and not patience_s:
             return Door(registry_root)
         with contextlib.suppress(ConfigError, OSError):
-            if (registry_root / CURRENT).read_text() != before:
-                return Door(registry_root)
+            other = (registry_root / CURRENT).read_text() != before
+            if other or silent:
+                door = Door(registry_root)
+                if other or (door.lives(over) and not over()):
+                    return door
+                door.close()
         if over() or time.monotonic() >= deadline:
             return None
         time.sleep(_LOOK_AGAIN_S)
@@ -325,9 +331,9 @@ def _take_part(
         if stopped.wait(0.1):
             gone = stopped.why or "it was told to leave"
         elif time.monotonic() - looked > _LOOK_S:
+            door.silent = not (door.is_current and door.lives(stopped.is_set))
+            gone = "the run has ended, or its driver is gone" if door.silent else _without(door, spec)
             looked = time.monotonic()
-            gone = "" if door.is_current and door.lives() else "the run has ended, or its driver is gone"
-            gone = gone or _without(door, spec)
     gone = gone or _without(door, spec)
     told = (gone or stopped.why) if stopped.is_set() else ""
     status = rank.end(grace_s, _HANDING_S if told else 0.0) if rank.status is None else rank.status

@@ -17,6 +17,8 @@ SUSPECT_S = 15.0
 LOST_S = 180.0
 #: The same of a rank that has joined: the others do without it, and its job may have been suspended for another.
 JOINED_LOST_S = 60.0
+#: How long one that joins may take to its first sign of life, and between two until it is ready.
+ARRIVES_S = 180.0
 #: A driver that checks this late was itself not running.
 _AWAY_S = 5.0
 #: Silent ranks named at a time: when a switch fails, thousands are silent.
@@ -45,12 +47,13 @@ class Leases:
         away, self.looked = now - self.looked - TICK_S, now
         suspects: list[Member] = []
         for member in members:
-            if member.state != "ready":
+            spec, joined = member.spec, member.spec.rank >= member.spec.world_size
+            if member.state != "ready" and not (member.state == "starting" and joined):
                 continue
             if away > _AWAY_S:
                 member.alive += away
-            silent, spec = now - member.alive, member.spec
-            usual = JOINED_LOST_S if spec.rank >= spec.world_size else LOST_S
+            silent = now - member.alive
+            usual = LOST_S if not joined else JOINED_LOST_S if member.state == "ready" else ARRIVES_S
             if silent > self.patience.get(spec.group, usual):
                 self._fail(WorkerFailed(
                     f"{spec.group}[{spec.rank}] on node {spec.node} gave no sign of life for {silent:.0f} s "

@@ -76,8 +76,9 @@ class Membership:
             member.starter.kill([member])
             self._ranks.ended([member])
         self.epoch += 1
-        if member.record:
+        if member.record or member.starter is self._joined:
             self._registry.put(LEFT, spec.name, {"incarnation": spec.incarnation, "why": str(failure).splitlines()[0]})
+        if member.record:
             rpc.leave(member.record)
         job, _ = self._jobs.pop(spec.incarnation, ("", None))
         if job and isinstance(failure, WorkerFailed) and failure.remote_traceback:

@@ -237,7 +237,8 @@ class Session:
         with self.ranks.changed:
             if not self.failures.recoverable(self.ranks.all()):
                 raise failure
-            gone, survivors = [m for m in self.ranks.all() if m.state == "ended"], self.ranks.alive()
+            gone = [m for m in self.ranks.all() if m.state == "ended"]
+            survivors = [m for m in self.ranks.all() if m.state == "ready"]
             self.failures.first = None
         self._recovery += 1
         for name in {m.spec.group for m in self.ranks.all()}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
@@ -239,6 +240,51 @@ def test_one_that_is_suspended_is_soon_done_without(
             os.kill(pid, signal.SIGCONT)
         until(lambda: any("many-3 ended: the run goes on without it" in words for words in said))
     assert Session.running().failure is None
+
+
+def test_a_driver_that_was_only_silent_is_joined_again(
+    groups: tuple[WorkerGroup, WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who took it for one that is gone must not wait for another until its patience ends. And who is to leave does not wait
+    for an answer first."""
+    many, _ = groups
+    session, leaving = Session.running(), Leaving()
+    answers, usual = threading.Event(), session.service.on_note
+
+    def late(note: dict[str, Any]) -> None:
+        if note["note"] == "late":
+            answers.wait(60)
+        usual(note)
+
+    monkeypatch.setattr(joining, "_LOOK_S", 0.1)
+    monkeypatch.setattr(joining, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(session.service, "on_note", late)
+    door = Door(session.registry.root.parent)
+    with helper(leaving, over=lambda: False, patience_s=60.0) as said:
+        until(lambda: many.admit() == [3])
+        door._peers.post(door._endpoint(), b"NOTE", [pickle.dumps({"note": "late", "name": "", "incarnation": ""})])
+        until(lambda: any("many-3 ended: the run has ended, or its driver is gone" in words for words in said))
+        assert door.lives(lambda: True) and not door.lives()
+        answers.set()
+        until(lambda: many.admit() == [4])
+        until(lambda: many.present == [0, 1, 2, 4])
+    door.close()
+    assert session.failure is None
+
+
+def test_one_that_never_arrives_is_given_up(
+    groups: tuple[WorkerGroup, WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed between the driver's answer and its first sign of life, together with who started it."""
+    many, _ = groups
+    session = Session.running()
+    door = Door(session.registry.root.parent)
+    spec = door.ask(wish_of("many", 1, 0))
+    assert door.why_left(spec) == ""
+    monkeypatch.setattr(leases, "ARRIVES_S", 1.0)
+    until(lambda: "gave no sign of life" in door.why_left(spec))
+    door.close()
+    assert session.failure is None and many.add(1).wait() == [1, 2, 3]
 
 
 def test_a_driver_that_has_not_said_where_it_is_is_waited_for(groups: tuple[WorkerGroup, WorkerGroup]) -> None:

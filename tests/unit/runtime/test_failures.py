@@ -67,6 +67,7 @@ def test_who_is_spared(failure: RlhpcError, expendable: str, independent: str, l
         ("env-0:ended env-1:ended", False),  # nobody is left
         ("actor-0:ready env-0:stopping", False),  # one that does not end
         ("actor-0:starting env-0:ended", False),  # one that has not arrived
+        ("actor-0:ready env-0:ended env-1:starting", True),  # one that was to join, and perhaps never will
     ],
 )
 def test_what_can_be_recovered_from(settled: str, possible: bool) -> None:
