@@ -16,6 +16,9 @@ from rlhpc.runtime.registry import LEFT, MEMBERS, Registry
 if TYPE_CHECKING:
     from rlhpc.runtime.comm.service import Service
 
+#: How often a process looks whether another one that it waits for has ended.
+_LOOK_S = 1.0
+
 
 @dataclass
 class Context:
@@ -28,6 +31,7 @@ class Context:
         check: Raises when the run has failed.
         wait_deadline: Seconds after which any wait gives up.
         farewell: What this process does before it leaves the run.
+        tell_driver: Leaves the driver a note about a member: what, name, incarnation.
     """
 
     name: str
@@ -37,6 +41,8 @@ class Context:
     wait_deadline: float = float(os.environ.get("RLHPC_WAIT_DEADLINE_S", 1800))
     host: str = field(default_factory=host_id)
     farewell: Farewell = field(default_factory=Farewell)
+    tell_driver: Callable[[str, str, str], None] = lambda what, name, incarnation: None
+    _looked: dict[str, float] = field(default_factory=dict)
     _members: dict[tuple[str, int], tuple[int, dict[str, Any]]] = field(default_factory=dict)
 
     def group_names(self) -> list[str]:
@@ -84,10 +90,20 @@ class Context:
             left = self.registry.get(LEFT, name)
             if left is not None and known is not None and left["incarnation"] == known[1]["incarnation"]:
                 return True
+            if known is not None:
+                self._look_after(name, known[1])
             if time.monotonic() >= deadline:
                 return False
             self.check()
             time.sleep(0.02)
+
+    def _look_after(self, name: str, record: dict[str, Any]) -> None:
+        """Tells the driver of a member of this host that has ended, if perhaps nobody else can."""
+        if time.monotonic() - self._looked.get(name, 0.0) < _LOOK_S:
+            return
+        self._looked[name] = time.monotonic()
+        if self.service.peers.knows_ended(record):
+            self.tell_driver("unreachable", name, record["incarnation"])
 
 
 _current: Context | None = None

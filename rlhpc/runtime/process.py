@@ -190,10 +190,16 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
     }  # fmt: skip
     farewell = farewell or Farewell()
     farewell.wake = door.interrupt
-    farewell.announce = lambda: service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "leaving", **note})])
+
+    def tell_driver(what: str, name: str = spec.name, incarnation: str = spec.incarnation) -> None:
+        told = {"note": what, "name": name, "incarnation": incarnation}
+        service.peers.post(driver, b"NOTE", [pickle.dumps(told)])
+
+    farewell.announce = lambda: tell_driver("leaving")
     ctx = context.Context(
-        spec.name, registry, service, check=check, wait_deadline=spec.wait_deadline, farewell=farewell
-    )
+        spec.name, registry, service, check=check, wait_deadline=spec.wait_deadline, farewell=farewell,
+        tell_driver=tell_driver,
+    )  # fmt: skip
     context.install(ctx)
     registry.put(MEMBERS, spec.name, record)
     try:

@@ -94,7 +94,7 @@ class Session:
         self.ranks = Ranks(on_end=lambda name: self.service.consumer_died(name))
         self.failures, self._recovery = FailurePolicy(), 0
         self.membership = Membership(self.ranks, self.registry, self.failures, self.log_dir, bool(tcp_address))
-        self.leases = Leases(self.fail)
+        self.leases = Leases(self.fail, lambda record: self.service.peers.knows_ended(record))
         self.service = Service(
             "driver", keys, self.scratch, tcp_address,
             check=self.check, tick_s=TICK_S, on_tick=lambda _: self.leases.look(self.ranks.all()),
@@ -178,11 +178,9 @@ class Session:
         member = self.ranks.find(note["name"], note["incarnation"])
         if member is None:
             return
-        member.alive, member.suspect = time.monotonic(), False
+        self.leases.heard(member, note["note"])
         if note["note"] == "ready":
             self.ranks.arrived(member, note["pid"], note["record"])
-        elif note["note"] == "leaving":
-            member.leaving = True
         elif note["note"] == "exit":
             member.told = note.get("why", "")
             self.exited(member, note["status"])
@@ -237,8 +235,7 @@ class Session:
         with self.ranks.changed:
             if not self.failures.recoverable(self.ranks.all()):
                 raise failure
-            gone = [m for m in self.ranks.all() if m.state == "ended"]
-            survivors = [m for m in self.ranks.all() if m.state == "ready"]
+            gone, survivors = ([m for m in self.ranks.all() if m.state == state] for state in ("ended", "ready"))
             self.failures.first = None
         self._recovery += 1
         for name in {m.spec.group for m in self.ranks.all()}:

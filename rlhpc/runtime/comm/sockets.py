@@ -8,7 +8,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from socket import SOL_SOCKET, create_server
 from typing import Any, NamedTuple
 
@@ -195,6 +195,19 @@ class Peers:
         self._local.__dict__["clients"].pop(endpoint).close()
         self._grieve()
         return ChannelError(f"the process behind {endpoint} died while this one waited for {whom}")
+
+    def knows_ended(self, record: Mapping[str, Any]) -> bool:
+        """Whether a process is known to have ended, by the record that it has published: it was of this host, and nobody
+        listens any more where it did."""
+        if record["host"] != host_id():
+            return False
+        try:
+            unix.connect(record["data"]["ipc"].removeprefix("ipc://"), self._keys).sock.close()
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except OSError:
+            pass  # who cannot be reached for another reason may live
+        return False
 
     def post(self, endpoint: str, op: bytes, frames: Sequence[Any]) -> None:
         """Sends a request that has no reply."""

@@ -272,6 +272,23 @@ def test_a_driver_that_was_only_silent_is_joined_again(
     assert session.failure is None
 
 
+def test_one_that_is_killed_with_who_started_it_is_soon_done_without(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    """Nobody says so: the driver and those that send it something find that it has ended. That is no failure of theirs."""
+    many, other = groups
+    session, door = Session.running(), Door(Session.running().registry.root.parent)
+    for number in (3, 4):
+        rank = joining.JoinedRank(door.ask(wish_of("many", 1, 0)))
+        until(lambda number=number: many.admit() == [number])
+        assert other.tell("hello", "many", number).wait() == [True]
+        os.killpg(rank.process.pid, signal.SIGKILL)
+        rank.process.wait()
+        if number == 3:
+            assert other.tell("late", "many", number).wait() == [False]
+        until(lambda: many.present == [0, 1, 2])
+    door.close()
+    assert session.failure is None and many.add(1).wait() == [1, 2, 3] and other.add(1).wait() == [1]
+
+
 def test_one_that_never_arrives_is_given_up(
     groups: tuple[WorkerGroup, WorkerGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
