@@ -50,11 +50,12 @@ $(VENV)-lerobot/.setup-done: $(STAMP) envs/lerobot.txt
 	$(BIN)/uv pip install --python $(VENV)-lerobot/bin/python --no-deps --compile-bytecode -r envs/lerobot.txt
 	@touch $@
 
-setup-simulators: $(VENV)-simulators/.setup-done  ## Gymnasium-Robotics, dm_control, PushT, MiniGrid, Atari: .venv-simulators (docs/how-to/gymnasium-recipes.md)
+setup-simulators: $(VENV)-simulators/.setup-done  ## Gymnasium-Robotics, dm_control, PushT, MiniGrid, Atari, gym-hil: .venv-simulators (docs/how-to/gymnasium-recipes.md)
 
-$(VENV)-simulators/.setup-done: $(STAMP) envs/simulators.txt
+$(VENV)-simulators/.setup-done: $(STAMP) envs/simulators.txt envs/gym-hil.txt
 	[ -x $(VENV)-simulators/bin/python ] || $(BIN)/python -m venv --without-pip $(VENV)-simulators
 	$(BIN)/uv pip install --python $(VENV)-simulators/bin/python -r envs/simulators.txt
+	$(BIN)/uv pip install --python $(VENV)-simulators/bin/python --no-deps -r envs/gym-hil.txt
 	@touch $@
 
 quickstart: setup  ## train, evaluate, export and report a first policy (RUN=configs/….yaml for another)

@@ -48,6 +48,7 @@ TITLES = {
     "self_play": "Games whose best play is known",
     "distillation": "Distillation beside GRPO",
     "robot": "From demonstrations to RL",
+    "intervention": "Somebody who takes over",
     "gpu": "On an accelerator",
 }
 _COLORS = {"limit": 7, "rlhpc": 0, "Ray": 1}  # of the palette

@@ -39,8 +39,11 @@ _EXAMPLES = {
     "dagger": (
         "rlhpc dagger configs/embodied/push_cube_bc.yaml --expert rlhpc.embodied.envs.experts:push_cube "
         "--rounds 2 demos.path=null",
+        "rlhpc dagger configs/embodied/panda_pick_hil.yaml --intervene keyboard env.eval.num_envs=1",
     ),
 }
+
+_INTERVENE = "who watches and takes over: keyboard, gamepad, scripted, or one with settings: '{keyboard: {hz: 5}}'"
 
 
 def _source(args: argparse.Namespace, instead: str, what_for: str) -> tuple[Path | None, Path, Trust | None]:
@@ -134,6 +137,7 @@ def _record(args: argparse.Namespace) -> int:
         only_success=args.only_success,
         mode=mode,
         teacher=args.teacher,
+        intervene=args.intervene,
         trust_code=args.trust_checkpoint_code,
     )
     success = f", success_once {result['success_once']:.1%}" if "success_once" in result else ""
@@ -200,8 +204,12 @@ def _dagger(args: argparse.Namespace) -> int:
 
     if args.rounds < 1 or args.episodes < 1:
         raise ConfigError("--rounds and --episodes must be at least 1")
+    if (args.expert is None) == (args.intervene is None):
+        raise ConfigError(
+            "name who labels: --expert for every step that the clone plays, or --intervene for those it is led in"
+        )
     made = dagger(args.config, args.overrides, expert=args.expert, rounds=args.rounds, episodes=args.episodes,
-                  trust_code=args.trust_checkpoint_code)  # fmt: skip
+                  intervene=args.intervene, trust_code=args.trust_checkpoint_code)  # fmt: skip
     print(made[-1]["checkpoint"])
     return 0
 
@@ -236,6 +244,7 @@ def add_commands(commands: Any) -> None:
     record.add_argument(
         "--teacher", help="write the actions of this expert or checkpoint in the place of those played (DAgger)"
     )
+    record.add_argument("--intervene", metavar="WHO", help=_INTERVENE)
     record.add_argument("--output", required=True, help="the .h5 file; a .json of the same name goes beside it")
     add_words(record)
     pairs = add_command(
@@ -284,6 +293,7 @@ def add_commands(commands: Any) -> None:
     )
     add_words(dagger, config="YAML file of a run of behaviour cloning (runner.task_type: bc)")
     add_trust(dagger)
-    dagger.add_argument("--expert", required=True, help="who labels: a function as module:function, or a checkpoint")
+    dagger.add_argument("--expert", help="who labels all steps: a function as module:function, or a checkpoint")
+    dagger.add_argument("--intervene", metavar="WHO", help=f"{_INTERVENE}; only what they do is cloned")
     dagger.add_argument("--rounds", type=int, default=3, help="how often the clone plays (default 3)")
     dagger.add_argument("--episodes", type=int, default=20, help="episodes it plays each time (default 20)")

@@ -18,6 +18,7 @@ from rlhpc.embodied.actors import ExpertPolicy, load_actor
 from rlhpc.embodied.config import EmbodiedConfig, PpoConfig
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.film import Film
+from rlhpc.embodied.intervention import find_intervention
 from rlhpc.embodied.models import policy_from_spec
 from rlhpc.embodied.play import evaluate_policy
 from rlhpc.embodied.recording import record
@@ -105,6 +106,8 @@ def record_episodes(
     mode: str = "eval",
     seed: int | None = None,
     teacher: str | None = None,
+    intervene: str | None = None,
+    only_taken: bool = False,
     trust_code: bool = False,
 ) -> dict[str, Any]:
     """Records episodes of `env.eval` as trajectories.
@@ -115,6 +118,8 @@ def record_episodes(
         output, episodes, only_success, mode: See `record`.
         seed: Used instead of `runner.seed`.
         teacher: Its actions are written instead of those played; given as `source` is.
+        intervene: Who watches and takes over, see `find_intervention`.
+        only_taken: See `record`.
         trust_code: Import what a checkpoint or export names as `module:Class`, also where `cfg` does not name it.
 
     Returns:
@@ -125,11 +130,17 @@ def record_episodes(
     labels = None if teacher is None else load_actor(teacher, "--teacher", trust)
     seed = cfg.runner.seed if seed is None else seed
     origin = {"source": source, "teacher": teacher, "mode": mode, "seed": seed, "rlhpc_version": __version__}
+    origin |= {} if intervene is None else {"intervene": intervene}
+    if teacher is not None and intervene is not None:
+        raise ConfigError("--teacher and --intervene: either the one labels what is played, or the other acts")
+    watched = None if intervene is None else find_intervention(intervene)
     kind = "dagger" if teacher is not None else "scripted" if isinstance(actor, ExpertPolicy) else "rl"
+    kind = kind if watched is None else "human"
     try:
         return record(
             actor, cfg.env.eval, output, episodes=episodes, seed=seed, only_success=only_success, mode=mode,
-            teacher=labels, source_type=kind, source_desc=source, extra={"rlhpc": origin},
+            teacher=labels, intervention=watched, only_taken=only_taken, source_type=kind,
+            source_desc=source, extra={"rlhpc": origin},
         )  # fmt: skip
     except RuntimeError as error:
         raise ConfigError(

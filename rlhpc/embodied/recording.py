@@ -15,6 +15,7 @@ from rlhpc.embodied.config import EvalEnvConfig
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
+from rlhpc.embodied.intervention import Gated, Intervention
 from rlhpc.embodied.play import Watch, eval_seed, play, quotas
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, RlhpcError
@@ -48,6 +49,11 @@ class EpisodeRecorder(Watch):
     def forget(self) -> None:
         """Drops the episodes under way, which will not be finished."""
         self._open = [[] for _ in self._open]
+
+    @property
+    def missing(self) -> int:
+        """Episodes that are still to be played."""
+        return self._wanted - len(self._writer)
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
         """See `Watch`."""
@@ -100,6 +106,56 @@ class EpisodeRecorder(Watch):
         })  # fmt: skip
 
 
+class TakenRecorder(EpisodeRecorder):
+    """Writes what was done by somebody who took over, and nothing else: each time an episode of its own, cut where the policy
+    has the control again.
+
+    Args:
+        writer, env: As `EpisodeRecorder`'s.
+        wanted: Episodes to watch, however often somebody takes over.
+        gated: Knows who acted.
+    """
+
+    def __init__(self, writer: TrajectoryWriter, env: VectorEnv, *, wanted: int, gated: Gated) -> None:
+        super().__init__(writer, env, only_success=False, wanted=wanted)
+        self._gated = gated
+        self.taken_steps = 0
+
+    @property
+    def missing(self) -> int:
+        """See `EpisodeRecorder.missing`."""
+        return self._wanted - self.played
+
+    def after(
+        self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
+        infos: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """See `Watch`."""
+        taken, done = self._gated.taken, terminations | truncations
+        for slot in np.flatnonzero(slots).tolist():
+            steps = self._open[slot]
+            if taken[slot]:
+                step = {name: _row(self._before[name], slot) for name in ("obs", "actions")}
+                steps.append(step | {"rewards": rewards[slot], "terminations": terminations[slot]})
+                self.taken_steps += 1
+            if steps and (done[slot] or not taken[slot]):
+                self._cut(slot, _row(infos["final_obs"] if taken[slot] else self._before["obs"], slot))
+            self.played += int(done[slot])
+        if done.any():
+            self._gated.intervention.ended(done)
+
+    def _cut(self, slot: int, last: Any) -> None:
+        steps, self._open[slot] = self._open[slot], []
+        truncations = np.zeros(len(steps), bool)
+        truncations[-1] = not steps[-1]["terminations"]
+        self._writer.add({
+            "obs": _stack([*(step["obs"] for step in steps), last]),
+            "actions": np.stack([np.asarray(step["actions"]).reshape(-1) for step in steps]),
+            **{name: np.array([step[name] for step in steps]) for name in ("rewards", "terminations")},
+            "truncations": truncations,
+        })  # fmt: skip
+
+
 def _flag(episode: Mapping[str, Any], name: str, slot: int) -> bool:
     return name in episode and bool(episode[name][slot])
 
@@ -119,8 +175,8 @@ def _stack(rows: list[Any]) -> Any:
 @torch.inference_mode()
 def record(
     actor: Any, env_cfg: EvalEnvConfig, output: Path, *, episodes: int, seed: int, only_success: bool = False,
-    mode: str = "eval", teacher: Any = None, source_type: str = "rl", source_desc: str = "",
-    extra: Mapping[str, Any] | None = None,
+    mode: str = "eval", teacher: Any = None, intervention: Intervention | None = None, only_taken: bool = False,
+    source_type: str = "rl", source_desc: str = "", extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Plays episodes and writes them as trajectories.
 
@@ -133,16 +189,20 @@ def record(
         only_success: Write only episodes that succeeded, and play until there are enough.
         mode: "eval" takes the most likely action, "train" samples.
         teacher: See `EpisodeRecorder`.
+        intervention: Watches, and may act in the actor's place.
+        only_taken: Write what it did, and nothing else; `episodes` are then those that are watched (`TakenRecorder`).
         source_type, source_desc, extra: See `TrajectoryWriter`.
 
     Returns:
-        episodes (written), played, steps, return_mean (of all played), and success_once of the played where it is known.
+        episodes (written), played, steps, return_mean (of all played), and success_once of the played where it is known; with
+        `only_taken` also taken_steps.
 
     Raises:
         ConfigError: Success is asked for and not known, or too rare.
     """
     slots, seed = min(env_cfg.num_envs, episodes), eval_seed(env_cfg, seed)
-    own = changed(env_cfg, "simulators", 0)  # states of a simulator are asked for in its own process
+    # States of a simulator are asked for in its own process, where it can be in this one.
+    own = env_cfg if env_cfg.simulator_python is not None else changed(env_cfg, "simulators", 0)
     env = make_env(own, slots, slot_offset=0, seed=seed, stage="eval")
     env.keep_states = True
     kwargs = dict((env_cfg.kwargs or {}) if env.record_kwargs is None else env.record_kwargs)
@@ -155,9 +215,12 @@ def record(
             output, env_id=env_cfg.env_id, env_kwargs=kwargs, max_episode_steps=limit, source_type=source_type,
             source_desc=source_desc, extra=extra,
         ) as writer:  # fmt: skip
+            if intervention is not None:
+                actor = Gated(actor, intervention, env)
             recorder = EpisodeRecorder(writer, env, only_success=only_success, wanted=episodes, teacher=teacher)
-            while len(writer) < episodes:
-                missing = episodes - len(writer)
+            if only_taken:
+                recorder = TakenRecorder(writer, env, wanted=episodes, gated=actor)
+            while (missing := recorder.missing) > 0:
                 if recorder.played and only_success and not recorder.success_known:
                     raise ConfigError(f"--only-success: {env_cfg.env_id} does not say whether an episode succeeded")
                 if recorder.played >= MAX_ATTEMPTS * episodes:
@@ -172,7 +235,16 @@ def record(
             written = len(writer)
     finally:
         env.close()
-    result = {"episodes": written, "played": recorder.played, "steps": steps, "return_mean": float(np.mean(returns))}
+        if intervention is not None:
+            intervention.close()
+    result: dict[str, Any] = {
+        "episodes": written,
+        "played": recorder.played,
+        "steps": steps,
+        "return_mean": float(np.mean(returns)),
+    }
     if successes:
         result["success_once"] = float(np.mean(successes))
+    if isinstance(recorder, TakenRecorder):
+        result["taken_steps"] = recorder.taken_steps
     return result | {"env_id": env_cfg.env_id, "output": str(output)}

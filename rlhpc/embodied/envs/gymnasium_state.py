@@ -14,7 +14,7 @@ _MUJOCO = ("model", "data", "mujoco_renderer")
 _NOT_STATE = ("screen", "surf", "clock", "viewer", "window", "spec", "observation_space", "action_space")
 #: Simulators whose state cannot be read, or is large, but whose resets leave nothing behind: classes, and packages.
 #: (BipedalWalker keeps its Box2D world.)
-_REPLAYED = ("LunarLander", "LunarLanderContinuous", "gym_pusht", "gymnasium_robotics", "shimmy")
+_REPLAYED = ("LunarLander", "LunarLanderContinuous", "gym_hil", "gym_pusht", "gymnasium_robotics", "shimmy")
 
 
 def is_replayed(env: Any) -> bool:

@@ -30,6 +30,7 @@ WRAPPERS: Registry[Any] = Registry(
         **{name: f"gymnasium.wrappers:{wrapper}" for name, wrapper in _GYMNASIUM.items()},
         "fire_reset": "rlhpc.embodied.envs.atari:FireReset",
         "life_loss": "rlhpc.embodied.envs.atari:LifeLoss",
+        "panda_state": "rlhpc.embodied.envs.gym_hil:PandaState",
     },
 )  # fmt: skip
 

@@ -3,6 +3,8 @@
 Every round is an ordinary run of behaviour cloning, `<name>-round<k>`, that starts from the weights of the one before and
 trains on all data so far; the data of a round are a file of trajectories. Data and runs that exist already are not made
 again.
+
+Human-gated DAgger (Kelly et al. 2019): somebody watches the clone play and takes over; what they do is the data of the round.
 """
 
 from __future__ import annotations
@@ -23,17 +25,21 @@ from rlhpc.runs.folder import note, total_steps
 from rlhpc.runs.kinds import kind_of
 from rlhpc.runs.train import train
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.plain import read_json
 
 
 def dagger(
-    config: str | Path, overrides: Sequence[str], *, expert: str, rounds: int, episodes: int, trust_code: bool = False
-) -> list[dict[str, Any]]:
+    config: str | Path, overrides: Sequence[str], *, expert: str | None, rounds: int, episodes: int,
+    intervene: str | None = None, trust_code: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Trains a policy by DAgger.
 
     Args:
         config: Run of behaviour cloning. Its `demos.path` is the data of the first round; null lets the expert play.
         overrides: Of the configuration.
-        expert: Labels, as `module:function` or a checkpoint.
+        expert: Labels, as `module:function` or a checkpoint; None where somebody takes over.
+        intervene: Who takes over (`find_intervention`): what they do is cloned, and nothing else of what the clone plays.
+            Rounds end when nobody does any more.
         rounds: How often the clone plays.
         episodes: Episodes of each round.
         trust_code: Import what a checkpoint that is the expert names as `module:Class`, also where the configuration does not.
@@ -54,7 +60,11 @@ def dagger(
     given = _path(config, overrides)
     data = [given] if isinstance(given, str) else [str(one) for one in given or ()]
     if not data:
-        data = [_labelled(folder / "round_0.h5", expert, first, episodes, None, trust_code)]
+        if expert is None:
+            raise ConfigError(
+                "demos.path is null; --intervene goes on from a first clone: record demonstrations, and name them"
+            )
+        data = [_labelled(folder / "round_0.h5", expert, first, episodes, None, None, trust_code)]
     made: list[dict[str, Any]] = []
     start: list[str] = []
     for k in range(rounds + 1):
@@ -71,7 +81,11 @@ def dagger(
         made.append({"name": paths.root.name, "checkpoint": str(found.path), "data": list(data)})
         start = [f"runner.init_from={_quoted(str(found.path))}"]
         if k < rounds:
-            data.append(_labelled(folder / f"round_{k + 1}.h5", expert, cfg, episodes, str(found.path), trust_code))
+            output = folder / f"round_{k + 1}.h5"
+            data.append(_labelled(output, expert, cfg, episodes, str(found.path), intervene, trust_code))
+            if intervene is not None and not read_json(output.with_suffix(".json").read_bytes())["episodes"]:
+                note(f"nobody took over in {episodes} episodes; {made[-1]['checkpoint']} is the last policy")
+                return made
     return made
 
 
@@ -87,22 +101,32 @@ def _quoted(path: str) -> str:
     return "'" + path.replace("'", "''") + "'"
 
 
-def _labelled(output: Path, expert: str, cfg: BcConfig, episodes: int, student: str | None, trust_code: bool) -> str:
-    """The file of a round: episodes of the student (of the expert itself, without one) with the expert's actions."""
+def _labelled(
+    output: Path, expert: str | None, cfg: BcConfig, episodes: int, student: str | None, intervene: str | None,
+    trust_code: bool,
+) -> str:  # fmt: skip
+    """The file of a round: episodes of the student (of the expert itself, without one) with the expert's actions, or what was
+    done by somebody who took over."""
     if not output.is_file():
         # Not the episodes of evaluations, and different ones in every round.
         number = int(output.stem.rpartition("_")[2])
         seed = cfg.runner.seed + 7919 * (number + 1)
+        actor = str(student or expert)
         found = where_it_can(
-            student or expert,
+            actor,
             record_episodes,
-            student or expert,
+            actor,
             cfg,
             output,
             episodes=episodes,
             seed=seed,
-            teacher=expert if student else None,
+            teacher=expert if student and not intervene else None,
+            intervene=intervene,
+            only_taken=intervene is not None,
             trust_code=trust_code,
         )
-        note(f"{found['episodes']} episodes, mean return {found['return_mean']:.2f}, labelled by {expert} → {output}")
+        who = f"labelled by {expert}"
+        if intervene is not None:
+            who = f"{found['taken_steps']} of {found['steps']} steps by whoever took over"
+        note(f"{found['played']} episodes, mean return {found['return_mean']:.2f}, {who} → {output}")
     return str(output)

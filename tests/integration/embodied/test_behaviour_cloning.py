@@ -166,3 +166,48 @@ def test_dagger(here: Path) -> None:
     written = Path("runs/bc-round2/checkpoints/global_step_3/COMPLETE").stat().st_mtime_ns
     assert run(*command, *words) == 0
     assert Path("runs/bc-round2/checkpoints/global_step_3/COMPLETE").stat().st_mtime_ns == written
+
+
+def test_what_somebody_does_who_takes_over_is_cloned(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And nothing else of what the clone plays; where nobody takes over, rounds end. Whole episodes have what was done in each
+    step, and its reward."""
+
+    def person(apart: float) -> str:
+        return "{scripted: {expert: '" + Path(__file__).stem + f":along', apart: {apart}, patience: 2, hold: 5" + "}}"
+
+    words = ["runner.max_steps=1", "demos.holdout=0", "env.train.max_episode_steps=40", "env.eval.num_envs=2"]
+    assert run("dagger", "bc.yaml", "--intervene", person(0.8), "--rounds", "1", "--episodes", "3", *words) == 0
+    taken = list(read_trajectories("runs/bc-dagger/round_1.h5"))
+    for trajectory in taken:
+        np.testing.assert_array_equal(trajectory["actions"], along(trajectory["obs"][:-1]))
+        assert trajectory["truncations"][-1] and not trajectory["truncations"][:-1].any()
+        np.testing.assert_allclose(trajectory["rewards"], -0.1, rtol=1e-6)  # of the actions that were taken: -0.1 · 1²
+    lengths = [len(trajectory["actions"]) for trajectory in taken]
+    assert len(taken) > 3 and sum(length >= 5 for length in lengths) >= 3 and sum(lengths) < 120
+    assert rows("bc-round1")[-1]["train/demonstrations"] == 10 + len(taken)
+    assert json.loads(Path("runs/bc-dagger/round_1.json").read_text())["source_type"] == "human"
+
+    more = [*words, "runner.name=alone"]
+    assert run("dagger", "bc.yaml", "--intervene", person(9), "--rounds", "2", "--episodes", "2", *more) == 0
+    assert "nobody took over in 2 episodes" in capsys.readouterr().err and not Path("runs/alone-round1").exists()
+
+    record = [
+        "record",
+        "--run",
+        "runs/bc-round0",
+        "--config",
+        "bc.yaml",
+        "--episodes",
+        "2",
+        "--output",
+        "whole.h5",
+        *words,
+    ]
+    assert run(*record, "--intervene", person(0.8)) == 0
+    for trajectory in read_trajectories("whole.h5"):
+        actions = trajectory["actions"][:, 0]
+        np.testing.assert_allclose(trajectory["rewards"], -0.1 * actions**2, atol=1e-6)
+        assert len(actions) == 40 and 0 < (np.abs(actions) == 1).sum() < 40
+    for wrong in (["--expert", "a:b", "--intervene", "keyboard"], []):
+        assert run("dagger", "bc.yaml", *wrong) == 2 and "name who labels" in capsys.readouterr().err
+    assert run(*record, "--intervene", "keyboard", "--teacher", "runs/bc-round0") == 2

@@ -28,6 +28,7 @@ SEEN: dict[str, Any] = {
     "pusht_pixels": {"agent_pos": ["float32", 2], "pixels": ["uint8", 96, 96, 3]},
     "minigrid": ["float32", 7, 7, 20],
     "breakout": ["uint8", 4, 84, 84],
+    "panda_pick_hil": ["float32", 10],
 }
 
 
@@ -53,7 +54,7 @@ def test_each_is_played_and_taken_over_mid_episode(tmp_path: Path) -> None:
         assert saw["supports_state"] and saw["equal"] and saw["ends"] >= 4, (name, saw)
         assert saw["frames"][0] == 1 and saw["frames"][-1] == 3 and saw["bright"] > 5, (name, saw)
         succeeds = {"success_once", "success_at_end"} <= set(saw["reported"])
-        assert succeeds == name.startswith(("fetch", "pusht", "adroit")), (name, saw)
+        assert succeeds == name.startswith(("fetch", "pusht", "adroit", "panda")), (name, saw)
     # Five lives are five ends for the learner, one game in the report, whose points are not those that it learns from.
     assert game["ends"] == 5 and game["steps"] == game["length"] > 50 and game["return"] >= game["points"] >= 0
 

@@ -1,0 +1,116 @@
+"""Human-gated DAgger beside behaviour cloning from the same demonstrations, with a script in the place of the person.
+
+    make setup-simulators
+    python -m bench.intervention --seeds 3
+
+A Panda arm picks a cube (gym-hil, from states). A script demonstrates `--demonstrations` episodes; they are cloned. Then the
+same script watches the clone play `--episodes` episodes a round, takes over where the clone strays for three steps in a row,
+and the clone learns from those steps, too. Beside it, as controls: cloning the same demonstrations for as many updates as all
+rounds have, and cloning more demonstrations, of at least as many steps as the demonstrations and what was taken over together.
+Success is measured by `rlhpc eval` over 100 episodes without anybody's help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.machine import write
+from bench.robot import rlhpc
+
+CONFIG = "configs/embodied/panda_pick_hil.yaml"
+EXPERT = "rlhpc.embodied.envs.gym_hil:pick"
+PERSON = json.dumps({"scripted": {"expert": EXPERT}})
+STEPS = 60
+
+
+def record(file: Path, seed: int, episodes: int) -> None:
+    """Demonstrations of the script."""
+    rlhpc("record", "--expert", EXPERT, "--config", CONFIG, "--episodes", str(episodes), "--output", str(file),
+          f"runner.seed={seed}")  # fmt: skip
+
+
+def steps_of(file: Path) -> int:
+    """Steps that a file of episodes has."""
+    return sum(
+        int(episode["elapsed_steps"]) for episode in json.loads(file.with_suffix(".json").read_text())["episodes"]
+    )
+
+
+def success(run: Path) -> float:
+    """Share of 100 episodes of the newest checkpoint that succeeded."""
+    output = run / "result.json"
+    rlhpc(
+        "eval",
+        "--run",
+        str(run),
+        "--step",
+        "latest",
+        "--episodes",
+        "100",
+        "--output",
+        str(output),
+        "--trust-checkpoint-code",
+    )
+    return float(json.loads(output.read_text())["success_once"])
+
+
+def clone(folder: Path, name: str, demos: Path, seed: int, steps: int) -> Path:
+    """A run of behaviour cloning."""
+    rlhpc("train", CONFIG, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.seed={seed}", f"demos.path={demos}",
+          f"runner.max_steps={steps}", "runner.segments=1")  # fmt: skip
+    return folder / name
+
+
+def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One seed."""
+    demos, more = folder / "demos.h5", folder / "more.h5"
+    record(demos, seed, options.demonstrations)
+    rlhpc("dagger", CONFIG, "--intervene", PERSON, "--rounds", str(options.rounds), "--episodes", str(options.episodes),
+          f"demos.path={demos}", f"runner.run_dir={folder}", f"runner.seed={seed}", "runner.name=hil",
+          f"runner.max_steps={STEPS}", "runner.segments=1")  # fmt: skip
+    taken = [steps_of(file) for file in sorted((folder / "hil-dagger").glob("round_*.h5"))]
+    rounds = [
+        success(folder / f"hil-round{k}") for k in range(options.rounds + 1) if (folder / f"hil-round{k}").is_dir()
+    ]
+    wanted, count = steps_of(demos) + sum(taken), options.demonstrations
+    record(more, seed, count)
+    while steps_of(more) < wanted:
+        count += 1
+        more.unlink()
+        record(more, seed, count)
+    longer = success(clone(folder, "longer", demos, seed, STEPS * len(rounds)))
+    return {
+        "seed": seed, "demonstrated steps": steps_of(demos), "steps taken over, by round": taken, "BC": rounds[0],
+        "BC, as many updates": longer, "HG-DAgger, by round": rounds[1:], "HG-DAgger": rounds[-1],
+        "BC from more demonstrations": success(clone(folder, "more", more, seed, STEPS * len(rounds))),
+        "steps of more demonstrations": steps_of(more),
+    }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs all seeds, and writes `results/intervention.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--demonstrations", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--episodes", type=int, default=8, help="episodes that are watched in a round")
+    options = parser.parse_args(argv)
+    rows = []
+    for seed in range(1, options.seeds + 1):
+        with tempfile.TemporaryDirectory() as made:
+            rows.append(measure(Path(made), seed, options))
+            print(rows[-1], flush=True)
+    names = ("BC", "BC, as many updates", "BC from more demonstrations", "HG-DAgger")
+    medians = {name: statistics.median(row[name] for row in rows) for name in names}
+    command = f"python -m bench.intervention --seeds {options.seeds} --demonstrations {options.demonstrations}"
+    print(write("intervention", command, {"rows": rows, "medians": medians}))
+
+
+if __name__ == "__main__":
+    main()
