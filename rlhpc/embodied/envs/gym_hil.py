@@ -42,7 +42,8 @@ class PandaState(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def render(self) -> Any:
         """Both cameras, side by side."""
-        return np.concatenate(self.env.render(), axis=1)
+        cameras: Any = self.env.render()
+        return np.concatenate(cameras, axis=1)
 
 
 def _numbers(obs: dict[str, np.ndarray]) -> np.ndarray:
