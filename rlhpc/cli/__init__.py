@@ -10,7 +10,22 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlhpc.cli import clean, config, data, doctor, init, join, policies, replay, run, scale, start, tune, watch
+from rlhpc.cli import (
+    clean,
+    config,
+    data,
+    doctor,
+    feedback,
+    init,
+    join,
+    policies,
+    replay,
+    run,
+    scale,
+    start,
+    tune,
+    watch,
+)
 from rlhpc.cli.parser import TopParser, add_command
 from rlhpc.cli.streams import silence_output, standard_streams, tell
 from rlhpc.runtime.environment_values import masked
@@ -22,7 +37,7 @@ __all__ = ["build_parser", "main", "parse", "reported"]
 
 #: How `rlhpc --help` shows the commands.
 GROUPS = {
-    "Train": ("init", "config", "run", "plan", "tune", "train", "submit", "join", "scale", "cancel"),
+    "Train": ("init", "config", "run", "plan", "tune", "train", "submit", "join", "scale", "feedback", "cancel"),
     "Look at a run": ("status", "logs", "report", "compare"),
     "Use a policy": ("eval", "record", "pairs", "convert"),
     "Data": ("data", "replay", "dagger"),
@@ -33,7 +48,7 @@ GROUPS = {
 def build_parser() -> TopParser:
     """Builds the parser of the command line."""
     parser = TopParser(GROUPS)
-    for part in (init, config, run, start, tune, join, scale, watch, policies, data, replay, doctor, clean):
+    for part in (init, config, run, start, tune, join, scale, feedback, watch, policies, data, replay, doctor, clean):
         part.add_commands(parser.subparsers)
     parser.commands["completion"].set_defaults(parser=parser)  # what it writes a script for
 

@@ -85,3 +85,14 @@ class AgentConfig:
     """How calls of tools are found in what the model writes: `hermes`, any of vLLM's where that is installed, or null."""
     reasoning_parser: str | None = "think"
     """How reasoning is told from the answer: `think` (`<think>…</think>`), any of vLLM's, or null."""
+
+
+@dataclass
+class TrainedAgentConfig(AgentConfig):
+    """The same, of a run that trains on its episodes."""
+
+    feedback_timeout_s: float = 0.0
+    """Of kind `python`, where rewards come after an episode has ended (`{"later": True}`): longest time until they have come.
+    Without a reward by then an episode is left out. 0: no reward comes later."""
+    feedback_ahead: int = 16
+    """Prompts on each rollout rank that may wait for such rewards while others take their places in the step."""

@@ -207,10 +207,15 @@ def _agent(cfg: LanguageConfig, fail: Fail) -> None:
     if cfg.rollout.max_turns != 1:
         raise fail("rollout.max_turns", f"agent.kind={agent.kind} has agent.max_turns instead: leave it out")
     limit = cfg.runner.step_timeout_s
-    if agent.timeout_s >= limit:
-        raise fail(
-            "agent.timeout_s", f"it must be below runner.step_timeout_s ({limit:g}), in which a whole step has to end"
-        )
+    later = float(select(cfg, "agent.feedback_timeout_s") or 0.0)
+    for name, seconds in (("timeout_s", agent.timeout_s), ("feedback_timeout_s", later)):
+        if seconds >= limit:
+            raise fail(
+                f"agent.{name}", f"it must be below runner.step_timeout_s ({limit:g}), in which a whole step has to end"
+            )
+    if later and (agent.kind != "python" or "agent" not in rewarded):
+        what = "agent.kind=python, and the term agent in reward.terms"
+        raise fail("agent.feedback_timeout_s", f"rewards that come later need {what}: set these, or 0 here")
 
 
 def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:

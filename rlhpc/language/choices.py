@@ -51,4 +51,5 @@ FREE = (
     "actor.max_tokens_per_micro_batch", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.", "actor.parallel.",
     "actor.offload_in_rollout", "actor.model.gradient_checkpointing", "actor.model.attn_implementation",
     "reward.timeout_s", "reward.processes", "agent.python", "agent.episodes_per_rank", "agent.timeout_s",
+    "agent.feedback_timeout_s", "agent.feedback_ahead",
 )  # fmt: skip

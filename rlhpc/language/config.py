@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from rlhpc.config.sections import RunConfig, RunnerConfig, WeightSyncConfig, WorkflowConfig
 from rlhpc.config.typed import mapping
-from rlhpc.language.agent_config import AgentConfig
+from rlhpc.language.agent_config import AgentConfig, TrainedAgentConfig
 from rlhpc.language.group_config import (
     CriticConfig,
     JudgeConfig,
@@ -367,6 +367,7 @@ class GrpoConfig(LanguageConfig):
     rollout: GrpoRolloutConfig = field(default_factory=GrpoRolloutConfig)
     actor: GrpoActorConfig = field(default_factory=GrpoActorConfig)
     reward: GrpoRewardConfig = field(default_factory=GrpoRewardConfig)
+    agent: TrainedAgentConfig = field(default_factory=TrainedAgentConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)

@@ -44,6 +44,8 @@ RANGES: dict[str, Range] = {
     "rollout.max_turns": COUNT,
     "agent.episodes_per_rank": COUNT,
     "agent.timeout_s": POSITIVE,
+    "agent.feedback_timeout_s": NOT_NEGATIVE,
+    "agent.feedback_ahead": NOT_NEGATIVE,
     "agent.max_turns": COUNT,
     "agent.services[].timeout_s": POSITIVE,
     "agent.max_tokens": COUNT,

@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import queue
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.language.agents.helpers import Helpers
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
 from rlhpc.runtime.errors import ConfigError
@@ -85,6 +85,11 @@ class Episode:
         """Whether its agent failed, rather than the model: it says nothing about the policy."""
         return self.outcome is not None and bool(self.outcome.error)
 
+    @property
+    def later(self) -> bool:
+        """Whether its reward is yet to come."""
+        return self.outcome is not None and self.outcome.later
+
 
 @dataclass
 class Outcome:
@@ -95,12 +100,14 @@ class Outcome:
         response: What is judged; None is the model's last answer.
         error: Why it failed; "" if it did not.
         metrics: Whatever else it has counted.
+        later: Whether the reward is yet to come.
     """
 
     reward: float | None = None
     response: str | None = None
     error: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+    later: bool = False
 
 
 class Agent:
@@ -131,55 +138,6 @@ class Agent:
         """Releases what the agent holds."""
 
 
-class _Helpers:
-    """Threads that call the agent. One that does not come back is given up, and another takes its place."""
-
-    def __init__(self, agent: Agent, threads: int) -> None:
-        self._agent = agent
-        self._asked: queue.SimpleQueue[tuple[int, Episode, str] | None] = queue.SimpleQueue()
-        self.answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._since: dict[int, float] = {}
-        self._threads = 0
-        self._most = threads
-
-    def ask(self, ticket: int, episode: Episode, text: str) -> None:
-        self._asked.put((ticket, episode, text))
-        self._enlist()
-
-    def _enlist(self) -> None:
-        if self._threads < self._most and not self._asked.empty():
-            self._threads += 1
-            threading.Thread(target=self._work, name="rlhpc-agent", daemon=True).start()
-
-    def _work(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            ticket, episode, text = asked
-            self._since[ticket] = time.monotonic()
-            try:
-                answer: Any = self._agent.respond(episode, text)
-                if not isinstance(answer, (str, dict, type(None))):
-                    raise TypeError(f"respond gave a {type(answer).__name__}; allowed: str, dict, None")
-            except Exception as error:
-                answer = error
-            if self._since.pop(ticket, None) is None:
-                return  # given up meanwhile: somebody else has this thread's place
-            self.answers.put((ticket, answer))
-
-    def overdue(self) -> list[int]:
-        """Tickets whose answer takes too long; they are forgotten."""
-        late = time.monotonic() - self._agent.timeout_s
-        tickets = [ticket for ticket, since in list(self._since.items()) if since < late]
-        found = [ticket for ticket in tickets if self._since.pop(ticket, None) is not None]
-        self._threads -= len(found)
-        for _ in found:
-            self._enlist()
-        return found
-
-    def close(self) -> None:
-        for _ in range(self._threads):
-            self._asked.put(None)
-
-
 class Episodes:
     """Runs episodes on an engine: requests are added at any time, each `step` gives back those that ended.
 
@@ -197,7 +155,7 @@ class Episodes:
         self, backend: RolloutBackend, tokenizer: Any, agent: Agent | None = None, max_turns: int = 1, threads: int = 8
     ) -> None:
         self._backend, self._tokenizer, self._agent, self._max_turns = backend, tokenizer, agent, max_turns
-        self._helpers = None if agent is None else _Helpers(agent, threads)
+        self._helpers = None if agent is None else Helpers(agent, threads)
         self._writing: dict[int, tuple[Episode, Request]] = {}
         self._waiting: dict[int, tuple[Episode, Request, Completion]] = {}
         self._ended: list[Episode] = []
@@ -251,6 +209,10 @@ class Episodes:
         self._take_answers(wait=not self._backend.unfinished() and not self._ended)
         ended, self._ended = self._ended, []
         return ended
+
+    def paid(self) -> list[tuple[Episode, Episode]]:
+        """None: see `OutsideEpisodes.paid`."""
+        return []
 
     def unfinished(self) -> int:
         """Number of episodes that were added and have not been given back."""

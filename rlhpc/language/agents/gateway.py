@@ -20,7 +20,8 @@ from typing import Any
 
 from aiohttp import web
 
-from rlhpc.language.agents.keys import Keys
+from rlhpc.language.agents.feedback import Feedback
+from rlhpc.language.agents.keys import Keys, key_in
 from rlhpc.language.agents.messages import Refused, Renderer
 from rlhpc.language.agents.messages_api import conversation_of, message_error, message_reply
 from rlhpc.language.agents.parsers import Parsers
@@ -92,6 +93,7 @@ class Gateway:
     Attributes:
         asked: What the engine is to draw.
         keys: Of its episodes.
+        feedback: Rewards that come later.
         url: Where it is for this host, without `/v1`.
         far: Where it is for others; "" if it is for none.
         socket: Path of a UNIX socket where it is, too: for sandboxes without a network.
@@ -105,6 +107,7 @@ class Gateway:
         self._folder = folder_for_sockets("agents")
         self.socket = str(self._folder / "model")
         self.keys = Keys()
+        self.feedback = Feedback(lambda: [turn for session in self.keys.sessions() for turn in session.tree.turns])
         self._waiting: set[asyncio.Future[Completion]] = set()
         self._thread = threading.Thread(target=self._serve, name="rlhpc-gateway", daemon=True)
         self._thread.start()
@@ -121,14 +124,11 @@ class Gateway:
 
     async def _listen(self, address: str) -> tuple[str, str]:
         app = web.Application(client_max_size=_BODY)
-        app.add_routes(
-            [
-                web.get("/v1/models", self._models),
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/inference/v1/generate", self._generate),
-                web.post("/v1/messages", self._messages),
-            ]
-        )
+        posts = {
+            "/v1/chat/completions": self._chat, "/inference/v1/generate": self._generate, "/v1/messages": self._messages,
+            "/v1/feedback": self._take_feedback,
+        }  # fmt: skip
+        app.add_routes([web.get("/v1/models", self._models), *(web.post(*route) for route in posts.items())])
         # A log would have keys in it. What a client that has hung up had asked for need not be drawn.
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
         await self._runner.setup()
@@ -249,8 +249,7 @@ class Gateway:
         model = str(body.get("model") or MODEL)
         if not stream:
             answer = await asking
-            reply = chat_reply(answer, body, model, self._tokenizer)
-            return _received(request, answer, web.json_response(reply))
+            return _received(request, answer, chat_reply(answer, body, model, self._tokenizer))
         return await self._stream(request, asking, ChatStream(body, model, self._tokenizer), reading, tools, _error)
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
@@ -271,7 +270,7 @@ class Gateway:
         asking, model = session.once(raw, _retried(request), work), str(body.get("model") or MODEL)
         if not stream:
             answer = await asking
-            return _received(request, answer, web.json_response(message_reply(answer, model)))
+            return _received(request, answer, message_reply(answer, model))
         return await self._stream(request, asking, MessageStream(model), reading, tools, message_error)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -291,7 +290,14 @@ class Gateway:
             return await session.tokens(prompt, session.role_of(body.get("model")), sampling, self._draw)
 
         answer = await session.once(raw, _retried(request), work)
-        return _received(request, answer, web.json_response(generate_reply(answer)))
+        return _received(request, answer, generate_reply(answer))
+
+    async def _take_feedback(self, request: web.Request) -> web.StreamResponse:
+        try:
+            self.feedback.take(key_in(request.headers), _json(await request.read()))
+        except Refused as why:
+            return web.json_response(_error(why), status=why.status)
+        return web.json_response({"status": "taken"})
 
     async def _guarded(
         self,
@@ -341,6 +347,7 @@ class Gateway:
             *most, last = stream.end(answer)
             for event in most:
                 await response.write(event.encode())
+            answer.turn.names.append(stream.id)
             before, answer.turn.received = answer.turn.received, True  # its client may be done before this goes on
             try:
                 await response.write(last.encode())
@@ -378,11 +385,12 @@ def _retried(request: web.Request) -> bool:
     return request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
 
 
-def _received(request: web.Request, answer: Answer, response: web.Response) -> web.Response:
+def _received(request: web.Request, answer: Answer, reply: dict[str, Any]) -> web.Response:
     transport = request.transport
+    answer.turn.names.append(reply.get("id") or reply["request_id"])
     if transport is not None and not transport.is_closing():
         answer.turn.received = True
-    return response
+    return web.json_response(reply)
 
 
 def _error(why: Refused) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, finished: boo
     text, meta, outcome = None, prompt.meta, episode.outcome
     if outcome is not None:
         text = outcome.response
-        meta = {**meta, "agent": {"reward": outcome.reward, "error": outcome.error}}
+        meta = {**meta, "agent": {"reward": outcome.reward, "error": outcome.error, "later": outcome.later}}
     if text is None:
         text = tokenizer.decode(episode.token_ids, skip_special_tokens=True)
     tokens = tokens_of(episode)
@@ -49,5 +49,7 @@ class AgentReward:
         """
         said = sample.meta.get("agent", {})
         if said.get("reward") is None:
+            if said.get("later"):
+                raise RlhpcError("its reward comes later, and nobody waits for it here")
             raise RlhpcError(said.get("error") or "the agent gave no reward: its function returned None or no `reward`")
         return float(said["reward"])

@@ -68,8 +68,7 @@ class Keys:
         Raises:
             Refused: There is none.
         """
-        key = headers.get("Authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
-        return self.find(key, headers.get("X-Session-ID", "").strip())
+        return self.find(key_in(headers), headers.get("X-Session-ID", "").strip())
 
     def _bind(self, session: Session, name: str) -> None:
         if name.startswith(NAMED) or self._of_name.get(name, session) is not session:
@@ -80,6 +79,11 @@ class Keys:
             raise Refused(f"X-Session-ID: an episode has at most {_MOST}", 403, "invalid_session")
         session.names.add(name)
         self._of_name[name] = session
+
+
+def key_in(headers: Mapping[str, str]) -> str:
+    """The key that a request comes with; "" without one."""
+    return headers.get("Authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
 
 
 def _refused(why: str) -> Refused:

@@ -5,22 +5,25 @@ To a rollout rank they are what `Episodes` are: requests are added, each step gi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlhpc.language.agents.distant import Distant, Post
 from rlhpc.language.agents.episodes import OF_ROLES, Episode, Outcome
+from rlhpc.language.agents.feedback import awaited_turns
 from rlhpc.language.agents.gateway import MODEL, Drawing, Gateway
 from rlhpc.language.agents.harnesses import Harnesses, Program
 from rlhpc.language.agents.messages import Refused
 from rlhpc.language.agents.parsers import Parsers
 from rlhpc.language.agents.played import Played, World
 from rlhpc.language.agents.sessions import OVER, Limits, Session
-from rlhpc.language.agents.tree import Tree
+from rlhpc.language.agents.tree import Tree, Turn
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion, DropsRequests, Request, RolloutBackend
 from rlhpc.runtime.errors import ConfigError
@@ -40,11 +43,13 @@ class Options:
         limits: Of an episode.
         timeout_s: Of an episode, from its start to its outcome.
         kwargs: For the agent.
+        feedback_s: How long rewards may come after that; 0: they do not.
     """
 
     limits: Limits
     timeout_s: float
     kwargs: dict[str, Any]
+    feedback_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,10 @@ class Elsewhere:
     Attributes:
         post: To them.
         rank: Of this process.
-        address: Where those on other hosts reach it; "" if all are on this one.
     """
 
     post: Post
     rank: int
-    address: str
 
 
 class OutsideEpisodes:
@@ -71,6 +74,7 @@ class OutsideEpisodes:
         parsers: How replies are read.
         context: Most tokens that the model reads and writes.
         runs: The agent, the world that is played, or who runs it.
+        address: Where processes of other hosts reach this one; "" if none are to.
         options: Its limits.
         ended_with_it: Is called when it is closed.
 
@@ -87,19 +91,22 @@ class OutsideEpisodes:
         runs: Program | World | Elsewhere,
         options: Options,
         ended_with_it: Callable[[], None] = lambda: None,
+        address: str = "",
     ) -> None:
         self._ended_with_it = ended_with_it
         self._backend, self._tokenizer, self._options = backend, tokenizer, options
         self._distant: Distant | None = None
         if isinstance(runs, Program):
             self._here: Harnesses | Played = Harnesses(runs, self._came)
-        self._gateway = Gateway(tokenizer, parsers, context, runs.address if isinstance(runs, Elsewhere) else "")
+        self._gateway = Gateway(tokenizer, parsers, context, address)
         if isinstance(runs, World):
             self._here = Played(runs, self._gateway, self._came)
         if isinstance(runs, Elsewhere):
             self._distant, self._rank = Distant(runs.post, self._came, self._again), runs.rank
         self._sessions: dict[int, tuple[Session, Prompt | None, tuple[int, ...]]] = {}
         self._drawing: dict[int, Drawing] = {}
+        self._paid: queue.SimpleQueue[tuple[Episode, Episode]] = queue.SimpleQueue()
+        self._unpaid, self._early = dict[int, Episode](), list[tuple[Episode, Episode]]()
         self._number = self._tickets = self._failures = 0
 
     def add(self, requests: Iterable[Request], prompt: Prompt | None = None) -> None:
@@ -161,6 +168,29 @@ class OutsideEpisodes:
             self._show()
         return ended
 
+    def paid(self) -> list[tuple[Episode, Episode]]:
+        """Episodes whose rewards came later: as they were given back, and with the reward; one without has failed."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._early.append(self._paid.get_nowait())
+        # an episode's reward may be here before `step` has given back the episode
+        found = [pair for pair in self._early if id(pair[0]) in self._unpaid]
+        self._early = [pair for pair in self._early if id(pair[0]) not in self._unpaid]
+        for before, _ in found:
+            del self._unpaid[id(before)]
+        return found
+
+    @property
+    def feedback_s(self) -> float:
+        """How long rewards may come after an episode; 0 if they do not."""
+        return self._options.feedback_s
+
+    @property
+    def scorer(self) -> dict[str, str]:
+        """Where rewards are taken that come later, for this host and for others, and by whose key."""
+        gateway = self._gateway
+        return {"near": gateway.url, "far": gateway.far, "host": host_id(), "key": gateway.feedback.key}
+
     def unfinished(self) -> int:
         """Number of episodes that were added and have not been given back."""
         return len(self._sessions)
@@ -172,6 +202,9 @@ class OutsideEpisodes:
         for session, *_ in sessions.values():
             session.closed = True
             self._gateway.loop.call_soon_threadsafe(self._gateway.end, session)
+        self._gateway.loop.call_soon_threadsafe(self._gateway.feedback.forget)
+        self._unpaid.clear()
+        self._early.clear()
         self._backend.abort()
         self._forget("the episode has ended", 401)
         return [Episode(s.number, ids, prompt, finish_reason="abort") for s, prompt, ids in sessions.values()]
@@ -227,6 +260,8 @@ class OutsideEpisodes:
                 if self._sessions.pop(number, None) is not None:
                     self._tell(episode)
                     ended.append(episode)
+                    if episode.later:
+                        self._unpaid[id(episode)] = episode
 
     def _begin(self, drawing: Drawing) -> None:
         if drawing.session.closed:
@@ -251,7 +286,29 @@ class OutsideEpisodes:
             return
         session, prompt, ids = known
         self._gateway.end(session)
-        self._gateway.asked.put((number, self._episode(session, prompt, ids, said)))
+        turns, later = dict[str, Turn](), said.get("later")
+        try:
+            if later and not self._options.feedback_s:
+                raise Refused("its reward comes `later`: set agent.feedback_timeout_s to how long to wait for that")
+            turns = awaited_turns(session.tree.turns, later) if later else turns
+        except Refused as why:
+            said = {"error": str(why)}
+        episode = self._episode(session, prompt, ids, said)
+        if turns and episode.outcome is not None and not episode.outcome.error:
+            episode.outcome.later = True
+        self._gateway.asked.put((number, episode))
+        if episode.later:
+            paid = partial(self._came_later, episode, partial(self._episode, session, prompt, ids), said)
+            self._gateway.feedback.expect(turns, self._options.feedback_s, paid)
+
+    def _came_later(
+        self, before: Episode, again: Callable[[dict[str, Any]], Episode], said: dict[str, Any], reward: float | None
+    ) -> None:
+        """The sum of an episode's rewards that came later; None if they did not."""
+        said = {**said, "metrics": {**said.get("metrics", {}), "later": 1.0}, "reward": reward}
+        if reward is None:
+            said["error"] = f"no reward came for it within agent.feedback_timeout_s ({self._options.feedback_s:g} s)"
+        self._paid.put((before, again(said)))
 
     def _episode(self, session: Session, prompt: Prompt | None, ids: tuple[int, ...], said: dict[str, Any]) -> Episode:
         outcome = Outcome(said.get("reward"), said.get("response"), said.get("error", ""), said.get("metrics", {}))

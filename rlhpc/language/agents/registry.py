@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
-from rlhpc.config.typed import plain
+from rlhpc.config.typed import plain, select
 from rlhpc.language.agents.episodes import Agent, Episode, Episodes
 from rlhpc.language.agents.tools import ToolAgent
 from rlhpc.language.data.prompts import Prompt
@@ -104,7 +104,7 @@ def configured_agent(cfg: LanguageConfig) -> Agent | None:
 
 
 def make_generation(
-    cfg: LanguageConfig, backend: RolloutBackend, tokenizer: Any, elsewhere: Elsewhere | None = None
+    cfg: LanguageConfig, backend: RolloutBackend, tokenizer: Any, elsewhere: Elsewhere | None = None, address: str = ""
 ) -> Generation:
     """Episodes as sections `rollout` and `agent` describe them: of one turn, with `rollout.agent`, or of an agent outside.
 
@@ -113,6 +113,7 @@ def make_generation(
         backend: The engine.
         tokenizer: Of the model.
         elsewhere: Who runs agents outside; None: this process.
+        address: Where processes of other hosts reach this one; "" if none are to.
 
     Raises:
         ConfigError: See `configured_agent` and `outside_agent`.
@@ -125,7 +126,7 @@ def make_generation(
     parsers, options = outside_agent(cfg, tokenizer)
     context = int(getattr(backend, "context", sys.maxsize))
     if elsewhere is not None:
-        return OutsideEpisodes(backend, tokenizer, parsers, context, elsewhere, options)
+        return OutsideEpisodes(backend, tokenizer, parsers, context, elsewhere, options, address=address)
     if cfg.agent.kind == ENVIRONMENT:
         return OutsideEpisodes(backend, tokenizer, parsers, context, world_of(cfg), options)
     from rlhpc.language.agents.services import Services
@@ -133,7 +134,9 @@ def make_generation(
     services = Services(cfg.agent.services)
     try:
         program = program_of(cfg, services.addresses)
-        return OutsideEpisodes(backend, tokenizer, parsers, context, program, options, ended_with_it=services.close)
+        return OutsideEpisodes(
+            backend, tokenizer, parsers, context, program, options, ended_with_it=services.close, address=address
+        )
     except BaseException:
         services.close()
         raise
@@ -166,7 +169,9 @@ def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Options
         raise ConfigError(
             f"agent.untrained_roles is {list(untrained)}; allowed: some of the roles, not all of them ({known})"
         )
-    options = Options(Limits(agent.max_turns, agent.max_tokens, roles, untrained), agent.timeout_s, kwargs)
+    limits = Limits(agent.max_turns, agent.max_tokens, roles, untrained)
+    later = float(select(cfg, "agent.feedback_timeout_s") or 0.0)
+    options = Options(limits, agent.timeout_s, kwargs, later)
     return Parsers(tokenizer, agent.tool_parser, agent.reasoning_parser), options
 
 

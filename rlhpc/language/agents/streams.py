@@ -29,14 +29,15 @@ class ChatStream:
         body: The request.
         model: What the client calls the model.
         tokenizer: Of the model.
+
+    Attributes:
+        id: Of the completion.
     """
 
     def __init__(self, body: Mapping[str, Any], model: str, tokenizer: Any) -> None:
         self._body, self._model, self._tokenizer = body, model, tokenizer
-        self._base = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model,
-            "object": "chat.completion.chunk",
-        }  # fmt: skip
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._base = {"id": self.id, "created": int(time.time()), "model": model, "object": "chat.completion.chunk"}
         self._reasoning = self._content = ""
         self._begun = False
         #: Log-probs and token ids come with the whole.
@@ -92,12 +93,15 @@ class MessageStream:
 
     Args:
         model: What the client calls the model.
+
+    Attributes:
+        id: Of the message.
     """
 
     whole = False
 
     def __init__(self, model: str) -> None:
-        self._model, self._begun = model, False
+        self._model, self._begun, self.id = model, False, f"msg_{uuid.uuid4().hex}"
         self._blocks = list[str]()  # their types
         self._sent = {"thinking": "", "text": ""}
 
@@ -127,7 +131,7 @@ class MessageStream:
             return []
         self._begun = True
         message: dict[str, Any] = {
-            "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": self._model, "content": [],
+            "id": self.id, "type": "message", "role": "assistant", "model": self._model, "content": [],
             "stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": read, "output_tokens": 0},
         }  # fmt: skip
         return [_event({"type": "message_start", "message": message})]

@@ -34,11 +34,13 @@ class Model:
         api_key: The episode's.
         name: What to call the model.
         process_key, session_id: For a client with one key for many episodes: that key, and this episode's `X-Session-ID`.
+        ids: Of the completions that `chat` has got, in order: rewards that come later are about these.
     """
 
     def __init__(self, base_url: str, api_key: str, name: str, process_key: str = "", session_id: str = "") -> None:
         self.base_url, self.api_key, self.name = base_url, api_key, name
         self.process_key, self.session_id = process_key, session_id
+        self.ids: list[str] = []
 
     def chat(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, **options: Any
@@ -56,7 +58,9 @@ class Model:
         body: dict[str, Any] = {"model": self.name, "messages": list(messages), **options}
         if tools:
             body["tools"] = tools
-        message: dict[str, Any] = self.post("/chat/completions", body)["choices"][0]["message"]
+        reply = self.post("/chat/completions", body)
+        self.ids.append(reply["id"])
+        message: dict[str, Any] = reply["choices"][0]["message"]
         return message
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -126,12 +130,18 @@ def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any
             found[name] = str(said)
         elif name == "turn_rewards":
             found[name] = [float(reward) for reward in said]
+        elif name == "later":
+            found[name] = [str(known) for known in said] if isinstance(said, (list, tuple)) else bool(said)
         elif name == "rewards":
             found[name] = {str(role): float(reward) for role, reward in said.items()}
         elif said is not None:
             found.setdefault("metrics", {})[name] = float(said)
     if "reward" in found.get("metrics", {}):
         found["reward"] = found["metrics"].pop("reward")
+    if found.get("later") and not {"reward", "rewards", "turn_rewards"}.isdisjoint(found):
+        raise TypeError(
+            "the agent returned a reward and `later`, by which the reward comes from elsewhere: leave one out"
+        )
     if "reward" not in found and "rewards" not in found and "turn_rewards" in found:
         found["reward"] = sum(found["turn_rewards"])
     return found

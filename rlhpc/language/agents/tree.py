@@ -31,6 +31,8 @@ class Turn:
         received: Whether the reply has reached who asked.
         role: Who speaks, where several do.
         reward: What this turn was worth by itself, where the agent says so.
+        names: Ids that its clients know it by.
+        feedback: What somebody has said of it when it was done (`Feedback`); None before.
     """
 
     parent: int | None
@@ -44,6 +46,8 @@ class Turn:
     role: int = 0
     reward: float = 0.0
     experts: np.ndarray | None = None
+    names: list[str] = field(default_factory=list)
+    feedback: float | None = None
 
 
 @dataclass

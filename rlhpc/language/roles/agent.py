@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.language.agents.episodes import Episodes
+from rlhpc.language.agents.feedback import FEEDBACK
 from rlhpc.language.agents.harnesses import Harnesses, Outcome
-from rlhpc.language.agents.registry import program_of
+from rlhpc.language.agents.registry import Generation, program_of
 from rlhpc.language.agents.relay import Relays
 from rlhpc.language.agents.services import Services
 from rlhpc.language.config import GrpoConfig
@@ -24,6 +26,7 @@ from rlhpc.runtime.channel import QueueEmpty, Taken
 from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
+from rlhpc.runtime.ownership import make_private
 from rlhpc.runtime.worker import Worker
 
 if TYPE_CHECKING:
@@ -72,9 +75,35 @@ def agents_elsewhere(worker: Worker, cfg: GrpoConfig) -> Elsewhere | None:
         return None
     from rlhpc.language.agents.outside import Elsewhere
 
-    door = current().service.endpoint["tcp"]  # where it listens for other hosts, if there are any
-    address = door.removeprefix("tcp://").rpartition(":")[0]
-    return Elsewhere(RolloutPost(worker, AGENT), worker.rank, address)
+    return Elsewhere(RolloutPost(worker, AGENT), worker.rank)
+
+
+class ScorersDoor:
+    """Says in the registry, while it is open, where a rollout rank takes rewards that come later, and by whose key.
+
+    Args:
+        worker: The rank.
+        generation: Its episodes. Where their rewards do not come later, nothing is said.
+    """
+
+    def __init__(self, worker: Worker, generation: Generation) -> None:
+        self._registry, self._name = current().registry, f"{worker.group_name}-{worker.rank}"
+        if isinstance(generation, Episodes) or not generation.feedback_s:
+            return
+        make_private(self._registry.root / FEEDBACK)
+        self._registry.put(FEEDBACK, self._name, {**generation.scorer, "node": worker.node})
+
+    def close(self) -> None:
+        """Its key is good for nothing any more."""
+        self._registry.remove(FEEDBACK, self._name)
+
+
+def address_for_others(cfg: GrpoConfig) -> str:
+    """Where processes of other hosts reach this one, if agents run there or rewards come from there; "" if nowhere."""
+    if AGENT not in placed(cfg) and not cfg.agent.feedback_timeout_s:
+        return ""
+    door: str = current().service.endpoint["tcp"]  # where it listens for other hosts, if there are any
+    return door.removeprefix("tcp://").rpartition(":")[0]
 
 
 def _heard(about: str) -> list[dict[str, Any]]:

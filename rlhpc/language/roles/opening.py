@@ -115,3 +115,23 @@ def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:
                 problems_of(cfg, section, tokenizer)
     else:
         encoder.encode_demonstration(dataset[0])
+
+
+def require_looks(cfg: LanguageConfig, tokenizer: Any, dataset: PromptDataset, looks: str, node: str) -> str:
+    """What model and data look like from here (`looks_of`).
+
+    Args:
+        cfg, tokenizer, dataset: As opened.
+        looks: What they look like where the run was started; "" if nobody has said so yet.
+        node: The name of this one.
+
+    Raises:
+        ConfigError: They look otherwise from here.
+    """
+    own = looks_of(cfg, tokenizer, dataset)
+    if looks and own != looks:
+        raise ConfigError(
+            f"on {node}, the model in {cfg.actor.model.model_path} (actor.model.model_path) or the problems of data.train are "
+            "others than those that the run was started with; have the same files there"
+        )
+    return own

@@ -19,9 +19,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlhpc.algorithms.finite import nonfinite, skips
 from rlhpc.language.agents.episodes import Episode
-from rlhpc.language.agents.judged import sample_of
+from rlhpc.language.agents.judged import sample_of, tokens_of
 from rlhpc.language.agents.registry import INLINE, make_generation
 from rlhpc.language.algorithm.registry import make_algorithm
 from rlhpc.language.config import GrpoConfig
@@ -32,26 +31,19 @@ from rlhpc.language.engines.engine import choices_of
 from rlhpc.language.engines.registry import forkable
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles import untrained
-from rlhpc.language.roles.agent import agents_elsewhere
+from rlhpc.language.roles.agent import ScorersDoor, address_for_others, agents_elsewhere
 from rlhpc.language.roles.engine_weights import EngineWeights
-from rlhpc.language.roles.facts import facts_of, not_finite, overlong, varied
-from rlhpc.language.roles.groups import FINISHED, columns_of, group_of
+from rlhpc.language.roles.groups import FINISHED
+from rlhpc.language.roles.late import Late
+from rlhpc.language.roles.making import GroupMaker
 from rlhpc.language.roles.mates import first_of_engine, led
-from rlhpc.language.roles.opening import looks_of, open_prompts
-from rlhpc.language.roles.prompts import (
-    DELIVERED,
-    GROUPS,
-    WORK,
-    PromptMap,
-    channel_to,
-    ratings_of,
-    seed_of,
-)
+from rlhpc.language.roles.opening import open_prompts, require_looks
+from rlhpc.language.roles.prompts import DELIVERED, GROUPS, WORK, PromptMap, channel_to, ratings_of, seed_of
 from rlhpc.language.roles.validation import Row, Validation
 from rlhpc.language.roles.work import Begun, Slot, Takings
 from rlhpc.language.scoring.asking import AskingGroup, Judging
 from rlhpc.runs.device import own_device, seed_process
-from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
+from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
 from rlhpc.weights.cost import COST
 
@@ -101,7 +93,7 @@ class LanguageRolloutWorker(Worker):
         cfg = self.cfg
         self.prompts, self.last_step, self.seed = prompts, last_step, cfg.runner.seed
         self.group_size, self.staleness = prompts.group_size, cfg.algorithm.max_staleness
-        self.filter, self.refills = cfg.algorithm.filter_groups, cfg.algorithm.max_refills
+        self.refills = cfg.algorithm.max_refills
         # Where steps do not overlap, any ranks make the same run, to the last bit: there, prompts are drawn again.
         self.hands_back = self.staleness > 0 and cfg.rollout.agent is None and cfg.agent.kind == INLINE
         first = first_of_engine(self.rank, cfg)
@@ -112,23 +104,19 @@ class LanguageRolloutWorker(Worker):
             return {}
         path = str(cfg.actor.model.model_path)
         self.tokenizer, self.encoder, self.dataset = open_prompts(cfg)
-        own = looks_of(cfg, self.tokenizer, self.dataset)
-        if looks and own != looks:
-            raise ConfigError(
-                f"on {self.node}, the model in {path} (actor.model.model_path) or the problems of data.train are others than "
-                "those that the run was started with; have the same files there"
-            )
+        own = require_looks(cfg, self.tokenizer, self.dataset, looks, self.node)
         self.sampler = PromptSampler(len(self.dataset), prompts.prompts, self.seed)
-        self.algorithm = make_algorithm(cfg)
         self.sampling = SamplingParams(
             max_new_tokens=cfg.rollout.max_new_tokens, temperature=cfg.rollout.temperature,
             top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
         )  # fmt: skip
         self._build(prompts)
         self._capacity = self.backend.capacity if isinstance(self.backend, Bounded) else sys.maxsize
-        self._choices = choices_of(cfg, self.backend)
-        self.generation = make_generation(cfg, self.backend, self.tokenizer, agents_elsewhere(self, cfg))
-        self._ended_with_it.insert(0, self.generation)
+        where = f"{self.group_name}-{self.rank}"
+        self.groups_made = GroupMaker(cfg, make_algorithm(cfg), choices_of(cfg, self.backend), where)
+        address = address_for_others(cfg)
+        self.generation = make_generation(cfg, self.backend, self.tokenizer, agents_elsewhere(self, cfg), address)
+        self._ended_with_it[:0] = [ScorersDoor(self, self.generation), self.generation]
         self.judges = Judging(cfg)
         self._ended_with_it.append(self.judges)
         self.every = cfg.runner.val_check_interval
@@ -185,8 +173,9 @@ class LanguageRolloutWorker(Worker):
     def _clear(self, step: int) -> None:
         self.taken.version, self._until = -1, step
         self._slots: dict[tuple[int, int], Slot] = {}
+        self._asked, self._late = Counter[tuple[int, int]](), Late(self.cfg.agent.feedback_ahead)
         self.work = Takings(self.prompts.prompts, self.rank, self._work, self._delivered)
-        self._of_request: dict[int, tuple[tuple[int, int], int]] = {}
+        self._of_request: dict[int, tuple[Slot, int]] = {}
         self._request, self._synced = 0, 0.0
         self.before_leaving(None)
 
@@ -229,6 +218,8 @@ class LanguageRolloutWorker(Worker):
                 for episode in ended:
                     tokens += self._judge(episode)
                 worked = True
+            for before, episode in self.generation.paid():
+                self._paid(before, episode)
             for request, scored in self.judges.poll():
                 self._scored(request, scored)
                 worked = True
@@ -271,8 +262,10 @@ class LanguageRolloutWorker(Worker):
                 time.sleep(_IDLE_S)
 
     def _waits_for(self) -> str:
-        waits = self.judges.waits_for()
-        return "; it waits for " + ", ".join(f"{n} ratings of {name}" for name, n in waits.items()) if waits else ""
+        waits = [f"{n} ratings of {name}" for name, n in self.judges.waits_for().items()]
+        if unpaid := self._late.waiting():
+            waits.append(f"{unpaid} rewards that come later (agent.feedback_timeout_s)")
+        return "; it waits for " + ", ".join(waits) if waits else ""
 
     def _take_weights(self) -> bool:
         """Takes in a version, if one has been announced."""
@@ -293,11 +286,25 @@ class LanguageRolloutWorker(Worker):
                 if isinstance(taken, Begun):
                     self._go_on(step, taken)
                 else:
-                    self._start(step, taken, 0)
+                    self._start((step, taken))
 
-    def _start(self, step: int, position: int, attempt: int, before: Counter[str] | None = None) -> None:
-        slot = self._slot(step, position, attempt)
-        slot.untrained.update(before or {})
+    def _start(self, place: tuple[int, int], vain: int = 0, before: Counter[str] | None = None) -> None:
+        """Begins a group in a place, or gives that to one whose rewards have come meanwhile."""
+        before = before or Counter()
+        while (slot := self._late.next()) is not None:
+            slot.step, slot.position = place
+            if not self.groups_made.lacks(slot):
+                break
+            before = before + untrained.refilled(slot)  # by now it is too old
+        else:
+            slot = self._slot(*place, self._asked[place])
+        slot.untrained.update(before)
+        slot.vain = vain
+        if slot.scores:
+            self._slots[place] = slot
+            self._whole(slot)
+            return
+        self._asked[place] += 1
         self.generation.add(self._requests(slot), slot.prompt)
 
     def _slot(self, step: int, position: int, attempt: int) -> Slot:
@@ -310,13 +317,13 @@ class LanguageRolloutWorker(Worker):
 
     def _requests(self, slot: Slot) -> list[Request]:
         """A request for each member of the group; from now on it is under way."""
-        self._slots[slot.step, slot.position] = slot
+        self._slots[slot.place] = slot
         if self.hands_back:
             self.before_leaving(self._hand_back)
         requests = []
         for member in range(self.group_size):
             self._request += 1
-            self._of_request[self._request] = ((slot.step, slot.position), member)
+            self._of_request[self._request] = slot, member
             seed = seed_of(self.seed, slot.step, slot.position, slot.attempt, member)
             requests.append(Request(self._request, slot.prompt_ids, self.sampling, seed))
         return requests
@@ -324,6 +331,7 @@ class LanguageRolloutWorker(Worker):
     def _go_on(self, step: int, begun: Begun) -> None:
         """Takes over what another rank had to leave. Finished answers are judged anew: some raters look at whole groups."""
         slot = self._slot(step, begun.position, begun.attempt)
+        slot.vain, self._asked[slot.place] = begun.attempt, begun.attempt + 1
         for member, (request, answer) in enumerate(zip(self._requests(slot), begun.answers, strict=True)):
             if answer.token_ids:
                 slot.drawn[member] = len(answer.token_ids)
@@ -331,9 +339,10 @@ class LanguageRolloutWorker(Worker):
 
     def _hand_back(self) -> None:
         """Gives back all that is under way, with what there is of it, for other ranks to go on with."""
-        stopped = {self._of_request[episode.id]: episode for episode in self.generation.abort()}
+        stopped = {episode.id: episode for episode in self.generation.abort()}
+        ids = {(slot.place, member): number for number, (slot, member) in self._of_request.items()}
         for place, slot in self._slots.items():
-            episodes = [slot.episodes.get(m) or stopped[place, m] for m in range(self.group_size)]
+            episodes = [slot.episodes.get(m) or stopped[ids[place, m]] for m in range(self.group_size)]
             self.work.hand_back(slot.step, slot.begun(episodes))
         self.log.info("leaves, and hands back %d prompts with what there is of the answers", len(self._slots))
         self._slots.clear()
@@ -341,58 +350,50 @@ class LanguageRolloutWorker(Worker):
 
     def _judge(self, episode: Episode) -> int:
         """Has an answer judged; returns how many of its tokens were drawn here."""
-        place, member = self._of_request[episode.id]
-        slot = self._slots[place]
+        slot, member = self._of_request[episode.id]
         slot.episodes[member] = episode
+        if episode.later:
+            self._late.expects(slot, member)
+        else:
+            self._submit(slot, episode)
+        self._without(slot)
+        return tokens_of(episode) - slot.drawn.get(member, 0)
+
+    def _submit(self, slot: Slot, episode: Episode) -> None:
         sample = sample_of(slot.prompt, episode, self.tokenizer, finished=episode.finish_reason in FINISHED)
-        self.judges.submit(episode.id, sample, (*place, slot.attempt), self.group_size)
-        return sample.tokens - slot.drawn.get(member, 0)
+        self.judges.submit(episode.id, sample, slot.first, self.group_size)
+
+    def _paid(self, before: Episode, episode: Episode) -> None:
+        """An episode has the reward that was to come later."""
+        if (slot := self._late.paid(before, episode)) is not None:
+            self._submit(slot, episode)
+
+    def _without(self, slot: Slot) -> None:
+        """If a group lacks nothing but rewards that come later, another one takes its place."""
+        if len(slot.episodes) == self.group_size and self._late.waits(slot) and self._late.steps_aside(slot):
+            self._start(slot.place, slot.vain)
 
     def _scored(self, request: int, scored: Scored) -> None:
-        place, member = self._of_request.pop(request)
-        slot = self._slots[place]
+        slot, member = self._of_request.pop(request)
         slot.scores[member] = scored
-        if len(slot.scores) == self.group_size:
+        if len(slot.scores) < self.group_size:
+            return
+        if not self._late.whole(slot):
             self._whole(slot)
+            return
+        for waiting in list(self._slots.values()):
+            self._without(waiting)
 
     def _whole(self, slot: Slot) -> None:
         """Handles a group that is whole: hands it over, or asks another prompt in its place."""
-        oldest = slot.step - 1 - self.staleness
-        members = untrained.members(slot, oldest)
-        lacking = len(members) < min(2, self.group_size)
-        if lacking:
-            if slot.attempt < self.refills:
-                self._start(slot.step, slot.position, slot.attempt + 1, untrained.refilled(slot))
-                return
-            members = [0]
-        episodes = [slot.episodes[member] for member in members]
-        scores = [slot.scores[member] for member in members]
-        rewards = np.asarray([score.total for score in scores], np.float32)
-        rewards += overlong(episodes, self.sampling.max_new_tokens, self.cfg.algorithm.overlong_buffer)
-        if fault := not_finite(rewards, episodes, scores):
-            if not skips(self.cfg):
-                asked = f"prompt {slot.position} ({slot.prompt.question!r:.80})"
-                raise nonfinite(f"step {slot.step}, {asked}, {self.group_name}-{self.rank}: {fault}")
-            rewards = np.zeros_like(rewards)  # equal ones: with algorithm.filter_groups another prompt takes its place
-        if self.filter and not lacking and not varied(rewards) and slot.attempt < self.refills:
-            self._start(slot.step, slot.position, slot.attempt + 1, untrained.refilled(slot))
+        judged = self.groups_made.judged(slot, may_refill=slot.vain < self.refills)
+        if judged is None:
+            self._start(slot.place, slot.vain + 1, untrained.refilled(slot))
             return
-        why = "nonfinite" if fault else "alone" if lacking else ""
-        untrained.settle(slot, oldest, cut=self.cfg.algorithm.overlong_filter, why=why)
-        del self._slots[slot.step, slot.position]
-        made = [
-            columns_of(self.algorithm, s, score) for e, score in zip(episodes, scores, strict=True) for s in e.samples
-        ]
-        group = group_of(
-            slot.step, slot.position, dict(zip(members, episodes, strict=True)), rewards, made,
-            trains=not fault and not lacking, size=self.group_size,
-            choices=self._choices,
-            agent_weight=sum(term.weight for term in self.cfg.reward.terms if term.name.lower() == "agent"),
-        )  # fmt: skip
+        del self._slots[slot.place], self._asked[slot.place]
+        group, facts = self.groups_made.group(slot, judged)
         # What is safe there is not lost with this process.
         self._groups.entrust(group.pack(), key=str(self.prompts.actor_of(slot.position)))
         for name, channel in self._scoring.items():
             channel.entrust(group.bare(), key=str(self.prompts.scorer_of(name, slot.position)))
-        left_out = {"refills": float(slot.attempt), **({"nonfinite": float(self.group_size)} if fault else {})}
-        facts = left_out if fault or lacking else facts_of(slot.step, episodes, scores, rewards, slot.attempt)
-        self.work.deliver(slot.step, slot.position, facts | untrained.facts(slot))
+        self.work.deliver(slot.step, slot.position, facts)

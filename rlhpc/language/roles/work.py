@@ -64,8 +64,10 @@ class Slot:
 
     Attributes:
         step, position: Of the prompt.
-        attempt: How many prompts were tried in this place before.
+        attempt: How many prompts were asked in this place before.
         prompt, prompt_ids: The prompt.
+        vain: How many of those gave nothing to train on.
+        first: Step, position and attempt, as it was begun.
         episodes: Its answers that have ended, by member of the group.
         scores: What judges have said of them.
         drawn: Tokens of answers that another rank had drawn.
@@ -81,6 +83,16 @@ class Slot:
     scores: dict[int, Scored] = field(default_factory=dict)
     drawn: dict[int, int] = field(default_factory=dict)
     untrained: Counter[str] = field(default_factory=Counter)
+    vain: int = 0
+    first: tuple[int, int, int] = (0, 0, 0)
+
+    def __post_init__(self) -> None:
+        self.first = self.step, self.position, self.attempt
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Of the prompt: step and position."""
+        return self.step, self.position
 
     def begun(self, episodes: Sequence[Episode]) -> Begun:
         """What another rank goes on with; `episodes` are all members', of one turn, ended or not."""

@@ -178,13 +178,14 @@ def episodes_of(
     engine: Any, target: str = "", *, python: str | None = None, command: tuple[str, ...] = (),
     limits: tuple[int, int] = (40, 4000), timeout_s: float = 60.0, processes: int = 4,
     parsers: tuple[str | None, str | None] = ("hermes", "think"), roles: tuple[str, ...] = (), kind: str = "",
-    options: dict[str, Any] | None = None, sandbox: str | None = None, untrained: tuple[str, ...] = (), **kwargs: Any,
+    options: dict[str, Any] | None = None, sandbox: str | None = None, untrained: tuple[str, ...] = (),
+    feedback_s: float = 0.0, **kwargs: Any,
 ) -> Iterator[OutsideEpisodes]:  # fmt: skip
     """Episodes of an agent of this folder."""
     tokenizer = chat_tokenizer()
     kind = kind or ("command" if command else "python")
     program = Program(kind, target or None, command, python, processes, options or {}, {}, sandbox)
-    options = Options(Limits(*limits, roles, untrained), timeout_s, kwargs)
+    options = Options(Limits(*limits, roles, untrained), timeout_s, kwargs, feedback_s)
     found = OutsideEpisodes(engine, tokenizer, Parsers(tokenizer, *parsers), engine.context, program, options)
     try:
         yield found

@@ -127,6 +127,28 @@ def odd_digits(task: Any, model: Any) -> dict[str, Any]:
     return {"reward": sum(c in "13579" for c in said) / max(len(said), 1), "response": said, "letters": len(said)}
 
 
+def awaits_feedback(task: Any, model: Any) -> dict[str, Any]:
+    """One turn. What it was worth is said later: by whoever reads the folder of notes."""
+    said = model.chat(task.messages, max_tokens=6)["content"]
+    note = {"id": model.ids[-1], "key": model.api_key, "said": said, "url": model.base_url, "seed": task.seed}
+    _note(Path(task.kwargs["notes"]), note)
+    return {"later": task.kwargs.get("later", True), "response": said}
+
+
+def waits_for_word(task: Any, model: Any) -> dict[str, Any]:
+    """Is done only when somebody has said so."""
+    found = awaits_feedback(task, model)
+    while not (Path(task.kwargs["notes"]) / f"{model.ids[-1]}.word").exists():
+        time.sleep(0.01)
+    return found
+
+
+def _note(folder: Path, note: dict[str, Any]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{note['id']}.new").write_text(json.dumps(note))
+    (folder / f"{note['id']}.new").rename(folder / f"{note['id']}.json")
+
+
 def slow_digits(task: Any, model: Any) -> dict[str, Any]:
     """Takes its time, and leaves processes about, while it is asked to."""
     pause = Path(os.environ["RLHPC_TEST_PAUSE"])

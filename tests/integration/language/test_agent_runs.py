@@ -76,6 +76,11 @@ def test_an_agents_run_whose_roles_take_turns_or_overlap(overlap: str, tmp_path:
         ("agent.kind=inline", "agent.target"),
         ("agent.kind=shell", "allowed"),
         ("agent.timeout_s=1800", "runner.step_timeout_s"),
+        ("agent.feedback_timeout_s=1800", "agent.feedback_timeout_s"),
+        (
+            "agent={kind: openenv, target: null, framework: {base_url: 'http://h'}, feedback_timeout_s: 5}",
+            "agent.kind=python",
+        ),
         ("agent.tool_parser=nobody", "agent.tool_parser"),
         ("agent.untrained_roles=[judge]", "agent.untrained_roles"),
         ("rollout.max_turns=3", "agent.max_turns"),

@@ -1,0 +1,107 @@
+"""`feedback`: gives a completion of a run that is under way its reward, when its episode has ended."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import math
+import urllib.error
+import urllib.request
+from typing import Any
+
+from rlhpc.cli.named import run_paths
+from rlhpc.cli.parser import RUN, add_command
+from rlhpc.runtime.errors import ConfigError
+
+_EXAMPLES = ("rlhpc feedback runs/assistant chatcmpl-6f0c… 1.0", "rlhpc feedback runs/assistant chatcmpl-6f0c… -0.5")
+#: How long a rollout rank may take to answer.
+_ANSWER_S = 15.0
+
+
+def _feedback(args: argparse.Namespace) -> int:
+    paths = run_paths(args.run)
+    reward = _number(args.reward)
+    asked, silent = 0, list[str]()
+    for name, scorer in _scorers(paths.registry).items():
+        try:
+            said = _give(scorer, args.completion, reward)
+        except (OSError, http.client.HTTPException) as error:
+            silent.append(f"{name}: {error}")
+            continue
+        if said is None:
+            print(f"{paths.root.name}: {name} has taken {reward:g} for {args.completion}")
+            return 0
+        if said:
+            raise ConfigError(f"{name}: {said}")
+        asked += 1
+    answered = f"none of {asked} rollout ranks awaits a reward for it" if asked else "no rollout rank answered"
+    raise ConfigError(
+        f"{args.completion}: {answered}; it may be of an earlier start of the run, or its time is over "
+        f"(agent.feedback_timeout_s){''.join(f'; {word}' for word in silent)}"
+    )
+
+
+def _number(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise ConfigError(f"{text} is no reward; give a finite number, such as 1.0")
+    return found
+
+
+def _scorers(registry: Any) -> dict[str, dict[str, str]]:
+    """Rollout rank → where it takes rewards.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    from rlhpc.language.agents.feedback import FEEDBACK
+    from rlhpc.runtime.joining import Door
+
+    door = Door(registry)
+    try:
+        lives, folder = door.lives(), door.registry.root / FEEDBACK
+    finally:
+        door.close()
+    run = registry.parent
+    if not lives:
+        raise ConfigError(f"{run.name}: its driver does not answer; `rlhpc status {run}` says where it is")
+    found = {path.stem: json.loads(path.read_bytes()) for path in sorted(folder.glob("*.json"))}
+    if not found:
+        raise ConfigError(f"{run.name} takes no rewards that come later: start it with agent.feedback_timeout_s")
+    return found
+
+
+def _give(scorer: dict[str, str], completion: str, reward: float) -> str | None:
+    """Gives a rollout rank a reward: why it does not take it, "" if it does not know the completion; None if it does."""
+    from rlhpc.runtime.host import host_id
+
+    url = scorer["near"] if scorer["host"] == host_id() else scorer["far"]
+    if not url:
+        raise OSError(f"it takes rewards on its own node only ({scorer['node']}); type this there")
+    request = urllib.request.Request(
+        f"{url}/v1/feedback",
+        json.dumps({"id": completion, "reward": reward}).encode(),
+        {"Authorization": f"Bearer {scorer['key']}", "Content-Type": "application/json"},
+    )
+    try:
+        # what a site's proxy would do to it is nobody's wish
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=_ANSWER_S).close()
+    except urllib.error.HTTPError as error:
+        with error:
+            why = json.loads(error.read())["error"]["message"]
+        return "" if error.code == http.HTTPStatus.NOT_FOUND else str(why)
+    return None
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the commands of this module to the command line."""
+    feedback = add_command(
+        commands, "feedback", _feedback, "give a completion its reward, after the agent that asked for it is done", _EXAMPLES
+    )  # fmt: skip
+    feedback.add_argument("run", help=RUN)
+    feedback.add_argument("completion", help="its id, as the client got it from the model")
+    feedback.add_argument("reward", help="a number")
