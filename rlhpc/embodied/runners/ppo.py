@@ -167,10 +167,14 @@ class PlayingRunner(Runner[Cfg]):
         progress = self.step / max(self.folder.total, 1)
         receive = self.players.receive(step, parts)
         update = None if self.turns else self.actor.update(step, progress)
-        with timers("sync"):
-            self._await_weights(sync, playing=self.players.play(step))
-        with timers("rollout"):
-            episodes, act_s = self.players.outcome(step, parts)
+        playing, ahead = self.players.play(step), self.cfg.algorithm.max_staleness > 0
+        # Ahead of the actors, rollout ranks take weights in behind the steps that they play: these are what is waited for.
+        for phase in ("rollout", "sync") if ahead else ("sync", "rollout"):
+            with timers(phase):
+                if phase == "sync":
+                    self._await_weights(sync, playing=playing)
+                else:
+                    episodes, act_s = self.players.outcome(step, parts)
         with timers(self.receiving):
             received = receive.wait(self.timeout)
             acted = min(facts["version"] for facts in received)

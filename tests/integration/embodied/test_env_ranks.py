@@ -229,6 +229,8 @@ def test_a_helper_joins_works_and_leaves_and_another_is_killed(tmp_path: Path) -
     rows = run.rows()
     assert all(row["step"] - 1 - row["rollout/version"] <= 1 for row in rows), "nobody is staler than allowed"
     assert rows[-1]["rollout/env_steps"] == SLOTS * DECISIONS * len(rows), "steps are as large as without them"
+    waited = [sum(row[f"time/{phase}_s"] for row in rows) for phase in ("rollout", "sync")]
+    assert waited[0] > waited[1], "what is waited for are simulators, which has a run grow"
     shares = {row["env/joined_transitions"] for row in rows if row.get("env/joined_transitions")}
     assert shares and max(shares) < SLOTS * DECISIONS, "all play each step"
     assert run.brought(2) >= brought and run.brought(3)
