@@ -180,6 +180,8 @@ def test_what_somebody_does_who_takes_over_is_cloned(here: Path, capsys: pytest.
     taken = list(read_trajectories("runs/bc-dagger/round_1.h5"))
     for trajectory in taken:
         np.testing.assert_array_equal(trajectory["actions"], along(trajectory["obs"][:-1]))
+        obs = trajectory["obs"]  # also the last is what came of the action before it
+        np.testing.assert_allclose(obs[1:, 0], obs[:-1, 0] + obs[1:, 1], atol=1e-6)
         assert trajectory["truncations"][-1] and not trajectory["truncations"][:-1].any()
         np.testing.assert_allclose(trajectory["rewards"], -0.1, rtol=1e-6)  # of the actions that were taken: -0.1 · 1²
     lengths = [len(trajectory["actions"]) for trajectory in taken]
