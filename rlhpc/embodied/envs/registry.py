@@ -18,6 +18,7 @@ ENVS: Registry[Callable[..., VectorEnv]] = Registry(
         "gymnasium": "rlhpc.embodied.envs.gymnasium_env:GymnasiumVectorEnv",
         "libero": "rlhpc.embodied.envs.libero:LiberoVectorEnv",
         "maniskill": "rlhpc.embodied.envs.maniskill:ManiSkillVectorEnv",
+        "robot": "rlhpc.embodied.envs.robot:RobotVectorEnv",
         "metaworld": "rlhpc.embodied.envs.metaworld:MetaWorldVectorEnv",
     },
 )  # fmt: skip
