@@ -7,10 +7,12 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.durable import follow_umask, fsync_file, fsync_folder
 from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.plain import read_json
 
 
 def default_output(checkpoint: Path, step: int) -> Path:
@@ -56,3 +58,20 @@ def require_free(target: Path) -> None:
     exported = any((target / name).is_file() for name in ("config.json", "adapter_config.json"))
     if target.exists() and not exported and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not an export folder; give another output folder")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object that a policy's folder must have.
+
+    Raises:
+        CheckpointError: It has none.
+    """
+    try:
+        content = read_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing, so the policy cannot be rebuilt") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return content

@@ -16,7 +16,7 @@ from rlhpc.training.registry import BACKENDS
 #: Policies that come with the package.
 MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "iql", "vla", "pi0", "openvla", "lerobot")
 #: Those that have critics of actions.
-_CRITICS = ("sac", "crossq", "td3", "iql")
+_CRITICS = ("sac", "crossq", "td3", "iql", "dsrl")
 #: Those that adapters can be attached to.
 _ADAPTED = ("vla", "pi0", "openvla")
 #: Estimators that compare the outcomes of a group.
@@ -190,9 +190,7 @@ def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
             "rollout.enable_offload", "weights are taken in on the host, which rollout.weight_sync broadcast does not"
         )
     if (name := model.model_type.lower()) in _CRITICS:
-        raise fail(
-            "actor.model.model_type", f"{name} has critics of actions: it is for off_policy, and for bc before that"
-        )
+        raise fail("actor.model.model_type", f"{name} has critics of actions: it is for off_policy")
     check_adapters(cfg, fail)
     if cfg.actor.training_backend.lower() == "deepspeed" and algorithm.target_kl is not None:
         raise fail(
@@ -230,7 +228,7 @@ def _chunks(cfg: PpoConfig, fail: Fail) -> None:
 def check_options(model: PolicyConfig, fail: Fail) -> None:
     """`actor.model.kwargs` of the models that have none, or few; the others say it themselves when they are built."""
     name, options = model.model_type.lower(), model.kwargs
-    if name in ("cnn", *_CRITICS) and options:
+    if name in ("cnn", *_CRITICS) and name != "dsrl" and options:
         raise fail("actor.model.kwargs", f"the {name} takes none; they are for a model of your own")
     if name != "mlp":
         return
@@ -262,6 +260,8 @@ def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
             f"{cfg.env.train.num_envs} environments",
         )
     path = algorithm.demo_buffer.load_path
+    if path and cfg.actor.model.model_type.lower() == "dsrl":
+        raise fail("algorithm.demo_buffer.load_path", "dsrl learns of noise, and data have actions: take null")
     recorded = cfg.workflow.demos_expert is not None  # before training, which looks for them again
     if algorithm.offline_steps and not path:
         raise fail(
@@ -279,6 +279,10 @@ def check_bc(cfg: BcConfig, fail: Fail) -> None:
         ConfigError: Nowhere.
     """
     check_adapters(cfg, fail)
+    if cfg.actor.model.model_type.lower() == "dsrl":
+        raise fail(
+            "actor.model.model_type", "dsrl steers a policy that was cloned: clone into flow, and name that run then"
+        )
     if cfg.actor.model.model_type.lower() == "crossq":
         raise fail(
             "actor.model.model_type", "crossq normalises by off-policy learning's batches; clone into sac, td3 or iql"

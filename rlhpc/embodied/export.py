@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlhpc.checkpoint.card import results_beside
-from rlhpc.checkpoint.folders import default_output, filled_folder, require_free
+from rlhpc.checkpoint.folders import default_output, filled_folder, read_object, require_free
 from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.checkpoint.store import require_valid
 from rlhpc.embodied.card import policy_card
 from rlhpc.jobs.paths import CONFIG, MODEL
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError, RlhpcError
-from rlhpc.runtime.plain import read_json, read_yaml
+from rlhpc.runtime.plain import read_yaml
 from rlhpc.runtime.storage import advice
 from rlhpc.runtime.trust import Trust
 
@@ -128,28 +128,15 @@ def load_exported(folder: str | Path, *, trust_code: bool = False, trust: Trust 
         CheckpointError: Files are missing, or the weights do not fit the policy that config.json describes.
         ConfigError: It names code, and nobody said that it is trusted.
     """
-    from rlhpc.checkpoint.state import load_tensors  # with torch, which an export does without
-    from rlhpc.embodied.models import policy_from_spec
+    from rlhpc.embodied.models.saved import load_policy  # with torch, which an export does without
 
-    folder = Path(folder).expanduser()
-    origin = folder / "config.json"
-    spec = _read_json(origin).get("policy") if origin.is_file() else None
-    if spec is None:
-        origin = folder / "model.json"
-        spec = _read_json(origin)
-    policy = policy_from_spec(spec, trust or Trust(trust_code), str(origin))
-    try:
-        policy.load_state_dict(load_tensors(folder / MODEL))
-    except RuntimeError as error:
-        raise CheckpointError(f"{folder}: the weights do not fit the policy it describes: {error}") from error
-    policy.eval()
-    return policy
+    return load_policy(Path(folder).expanduser(), trust or Trust(trust_code))
 
 
 def _config(checkpoint: Path, step: int) -> dict[str, Any]:
     from rlhpc import __version__
 
-    spec = _read_json(checkpoint / "model.json")
+    spec = read_object(checkpoint / "model.json")
     run: dict[str, Any] = {}
     if (checkpoint / CONFIG).is_file():
         try:
@@ -183,18 +170,6 @@ def _at(tree: Any, *keys: str) -> Any:
     for key in keys:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = read_json(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing, so the policy cannot be rebuilt") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return content
 
 
 def _write_folder(target: Path, files: dict[str, bytes]) -> None:

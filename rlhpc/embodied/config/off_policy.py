@@ -93,8 +93,9 @@ class SacModelConfig(NetworkConfig):
 
     model_type: str = "sac"
     """`sac` (numbers; a stochastic actor and twin critics), `crossq` (the same, with batch renormalisation), `td3` (numbers; a
-    deterministic actor and twin critics), `iql` (numbers; a Gaussian actor, twin critics and a value network), a registered
-    name, or `module:Class`."""
+    deterministic actor and twin critics), `iql` (numbers; a Gaussian actor, twin critics and a value network), `dsrl`
+    (numbers; `sac` over the noise that a frozen flow policy begins with, `kwargs.base`), a registered name, or
+    `module:Class`."""
     critic_hidden_sizes: list[int] | None = None
     """Widths of the critics' hidden layers; null takes `hidden_sizes`."""
     critic_layer_norm: bool = False

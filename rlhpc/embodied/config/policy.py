@@ -31,7 +31,8 @@ class NetworkConfig:
     cnn or resnet); `pi0` has these two; `vla`, `pi0` and `openvla` have `prompt`, with `{instruction}`; `openvla` has `head`
     (`tokens`, `parallel`, `l1`), `proprio`, `unnorm_key`, `statistics`, `normalisation` (`q99`, `bounds`), `gripper`
     (`rlds`) and `center_crop`; `lerobot` has `statistics`, of diffusion and smolvla `num_steps` and
-    `noise_level`, of smolvla `vlm` and `task`; a model of your own has what it wants."""
+    `noise_level`, of smolvla `vlm` and `task`; `dsrl` has `base` (the flow policy's folder)
+    and `noise_bound` (1.5); a model of your own has what it wants."""
 
 
 @dataclass

@@ -114,6 +114,11 @@ class ActorCritic(Policy):
         actions = self.head.act(inputs, None)[0].flatten(1)
         return inputs if policy else None, self.critics(flat, actions).amin(0)
 
+    def executed(self, obs: Any, actions: Tensor) -> Tensor:
+        """What is executed in the environment `[B, chunk, dim]` where the actor has chosen `actions`: the same."""
+        del obs
+        return actions
+
     def acting(self) -> list[tuple[str, Tensor]]:
         """The weights that acting needs."""
         return [(name, tensor) for name, tensor in self.state_dict().items() if name.startswith("actor.")]

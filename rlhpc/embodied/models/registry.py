@@ -26,6 +26,7 @@ MODELS: Registry[Any] = Registry(
         "crossq": "rlhpc.embodied.models.actor_critic:CrossQPolicy",
         "td3": "rlhpc.embodied.models.actor_critic:TD3Policy",
         "iql": "rlhpc.embodied.models.actor_critic:IQLPolicy",
+        "dsrl": "rlhpc.embodied.models.dsrl:DSRLPolicy",
         "flow": "rlhpc.embodied.models.flow:FlowPolicy",
         "vla": "rlhpc.embodied.models.vla:VLAPolicy",
         "pi0": "rlhpc.embodied.models.pi0:Pi0Policy",

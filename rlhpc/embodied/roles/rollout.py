@@ -178,7 +178,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         tell(chosen)
         # The environments are busy now; what follows costs no time.
         rows = {name: extra.cpu().numpy() for name, extra in extras.items()}
-        self.buffers[stage].write(t, **columns_of("obs", obs), actions=chosen, **rows)
+        self.buffers[stage].write(t, **columns_of("obs", obs), **{"actions": chosen, **rows})
 
     def _tell(self, stage: int, chosen: np.ndarray) -> None:
         self.lanes.put(stage, lambda common: chosen[within(common, self.shares[stage])])

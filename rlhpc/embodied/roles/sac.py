@@ -93,11 +93,14 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         self._random = self.steps * self.slots.num_envs if random else 0
 
     def _choose(self, obs: Any, noise: torch.Tensor, t: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        seen = self._tensor(obs)
         if t * self.slots.num_envs < self._random:
-            return self.policy.head.uniform(noise), {}
-        inputs, _ = self.policy.features(self._tensor(obs), True, False)
-        assert inputs is not None
-        return self.policy.head.act(inputs, noise)[0], {}
+            chosen = self.policy.head.uniform(noise)
+        else:
+            inputs, _ = self.policy.features(seen, True, False)
+            assert inputs is not None
+            chosen = self.policy.head.act(inputs, noise)[0]
+        return self.policy.executed(seen, chosen), {"actions": chosen}
 
     def shape(self) -> Shape:
         """Of the outcomes."""

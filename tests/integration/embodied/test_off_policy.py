@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+import torch
 import yaml
 from test_resume import assert_identical, same
 from tiny_run import ROOT, TinyRun, kill_tree, wait_until
@@ -131,6 +133,68 @@ def write_demos(path: Path, episodes: int = 3, steps: int = 20) -> None:
     path.with_suffix(".json").write_text(json.dumps(facts))
 
 
+def clone(folder: Path, bc_loss: str | None = None, **model: Any) -> SacRun:
+    """A policy of the demonstrations in a folder."""
+    cloned = SacRun(folder / "cloned")
+    cloned.config = folder / "clone.yaml"
+    network = {"hidden_sizes": [32, 32], "activation": "relu", "ortho_init": False, **model}
+    cloned.config.write_text(yaml.safe_dump({
+        "cluster": {"accelerators_per_node": 0, "component_placement": {"actor": 0}},
+        "runner": {"task_type": "bc", "name": cloned.root.name, "max_steps": 2, "run_dir": str(cloned.root.parent)},
+        "algorithm": {"bc_loss": bc_loss} if bc_loss else {}, "env": {"train": {"env_id": "Pendulum-v1"}},
+        "actor": {"global_batch_size": 32, "model": network}, "demos": {"path": str(folder / "demos.h5")},
+    }))  # fmt: skip
+    cloned.overrides = []
+    cloned.train()
+    return cloned
+
+
+def test_the_noise_of_a_cloned_flow_is_learned(tmp_path, capsys):
+    """DSRL: the flow stays as it is, transitions have its noise, and checkpoints and exports have the flow with them."""
+    write_demos(tmp_path / "demos.h5")
+    cloned = clone(tmp_path, model_type="flow", num_action_chunks=2)
+    words = (
+        "actor.model.model_type=dsrl", "actor.model.num_action_chunks=2", "runner.max_steps=6",
+        f"actor.model.kwargs={{base: {cloned.root}, noise_bound: 0.8}}", "algorithm.random_steps=32",
+    )  # fmt: skip
+    for wrong, said in (
+        ("actor.model.num_action_chunks=1", "actor.model.num_action_chunks is 1, and 2 in actor.model.kwargs.base"),
+        ("actor.model.kwargs.base=nowhere", "actor.model.kwargs.base is 'nowhere', which is no folder"),
+        ("env.train.env_id=MountainCarContinuous-v0", "actor.model.kwargs.base: its observations are"),
+        (f"algorithm.demo_buffer.load_path={tmp_path / 'demos.h5'}", "dsrl learns of noise"),
+    ):
+        refused = SacRun(tmp_path / "refused", *words, wrong)
+        assert main(refused.command()[3:]) == 2 and said in capsys.readouterr().err and not refused.root.exists()
+    whole, parts = SacRun(tmp_path / "whole", *words), SacRun(tmp_path / "parts", *words)
+    whole.train()
+    process = parts.start()
+    wait_until(parts.checkpoint(3).exists)
+    kill_tree(process)
+    parts.train("runner.resume_dir=auto")
+    assert_identical(parts, whole, 6)
+    assert_same_replay(parts, whole, 6)
+    flow = load_tensors(cloned.checkpoint(2) / "model.safetensors")
+    ours = load_tensors(whole.checkpoint(6) / "model.safetensors")
+    assert same({name[5:]: tensor for name, tensor in ours.items() if name.startswith("base.")}, flow)
+    assert not same(load_tensors(whole.checkpoint(3) / "model.safetensors"), ours)
+    noise = StoredReplay(whole.checkpoint(6)).transitions()["actions"]
+    assert noise[0].size == 2 and 0.5 < np.abs(noise).max() <= 0.8
+    cloned.root.rename(tmp_path / "gone")
+    assert main(["convert", "--run", str(whole.root), "--output", str(tmp_path / "export")]) == 0
+    capsys.readouterr()
+    policy, base = (
+        load_exported(tmp_path / "export"),
+        load_exported(tmp_path / "gone" / "checkpoints" / "global_step_2"),
+    )
+    obs = torch.randn(5, 3)
+    with torch.no_grad():
+        acted, chosen = policy.predict_action_batch(obs, "eval")[0], policy.head.act(policy.actor(obs), None)[0]
+        velocity, _ = base.prepare(obs, True, False)
+        chain = base.flow.act(velocity, None, chosen.reshape(5, 2, 1))
+    torch.testing.assert_close(acted, base.unscaled(chain[:, -1]), rtol=0, atol=1e-6)
+    assert (acted - base.predict_action_batch(obs, "eval")[0]).abs().max() > 1e-3
+
+
 def test_demonstrations_and_weights_to_start_from(references, tmp_path):
     """Half of each batch from a file; the actor begins as another run's, and acts by itself from the first step."""
     write_demos(tmp_path / "demos.h5")
@@ -152,18 +216,7 @@ def test_demonstrations_and_weights_to_start_from(references, tmp_path):
     without = SacRun(tmp_path / "without", *options[1:])
     without.train()
     assert run.rows()[-1]["train/q_loss"] < without.rows()[-1]["train/q_loss"]
-    cloned = SacRun(tmp_path / "cloned")
-    cloned.config = tmp_path / "clone.yaml"
-    cloned.config.write_text(yaml.safe_dump({
-        "cluster": {"accelerators_per_node": 0, "component_placement": {"actor": 0}},
-        "runner": {"task_type": "bc", "name": cloned.root.name, "max_steps": 2, "run_dir": str(cloned.root.parent)},
-        "algorithm": {"bc_loss": "mse"}, "env": {"train": {"env_id": "Pendulum-v1"}},
-        "actor": {"global_batch_size": 32, "model": {"model_type": "sac", "hidden_sizes": [32, 32], "activation": "relu",
-                                                     "ortho_init": False}},
-        "demos": {"path": str(tmp_path / "demos.h5")},
-    }))  # fmt: skip
-    cloned.overrides = []
-    cloned.train()
+    cloned = clone(tmp_path, bc_loss="mse", model_type="sac")
     after = SacRun(tmp_path / "after", f"runner.init_from={cloned.root}", "runner.max_steps=3")
     assert "starts from the weights" in after.train()
     mine = StoredReplay(after.checkpoint(3)).transitions()["actions"]

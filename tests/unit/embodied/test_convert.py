@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from safetensors.torch import load_file
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.checkpoint.state import dump_tensors
 from rlhpc.embodied.export import export_checkpoint, load_exported
+from rlhpc.embodied.models import saved
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError
 
@@ -31,14 +30,12 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for the models package: a specification is the number of inputs."""
+    """Stands in for what builds policies: a specification is the number of inputs."""
 
     def policy_from_spec(spec: dict[str, Any], *_: object) -> torch.nn.Module:
         return torch.nn.Linear(spec["inputs"], 2)
 
-    module = types.ModuleType("rlhpc.embodied.models")
-    module.policy_from_spec = policy_from_spec  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "rlhpc.embodied.models", module)
+    monkeypatch.setattr(saved, "policy_from_spec", policy_from_spec)
 
 
 def test_layout(checkpoint: Path) -> None:

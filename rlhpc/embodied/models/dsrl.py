@@ -1,0 +1,102 @@
+"""Networks of DSRL (Wagenmaker et al. 2025, "Steering Your Diffusion Policy with Latent Space Reinforcement Learning"): SAC
+whose action is the noise that a frozen flow begins with. The flow goes the deterministic way from there to a chunk of actions.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from torch import Tensor
+
+from rlhpc.checkpoint.start import find_weights
+from rlhpc.embodied.config import BcModelConfig, SacModelConfig
+from rlhpc.embodied.envs.spaces import space_to_json
+from rlhpc.embodied.models.actor_critic import SACPolicy
+from rlhpc.embodied.models.base import Obs
+from rlhpc.embodied.models.flow import FlowActing
+from rlhpc.embodied.models.heads import SquashedGaussianHead
+from rlhpc.embodied.models.registry import policy_from_spec
+from rlhpc.embodied.models.saved import load_policy
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.trust import Trust
+
+_BASE, _BOUND, _SPEC = "base", "noise_bound", "base_spec"
+_KEY = f"actor.model.kwargs.{_BASE}"
+
+
+class DSRLPolicy(SACPolicy):
+    """Actor and critics of noise, and the flow that makes actions of it.
+
+    `actor.model.kwargs`: `base` (a run, a checkpoint or an export folder of a flow policy), `noise_bound` (each component of
+    the noise lies between minus this and this; default 1.5). `base_spec` is of checkpoints, which have the flow's weights.
+
+    Attributes:
+        base: The flow, frozen.
+    """
+
+    base: FlowActing
+
+    def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> SquashedGaussianHead:
+        """A distribution of the flow's first state."""
+        options = dict(cfg.kwargs)
+        if unknown := sorted(set(options) - {_BASE, _BOUND, _SPEC}):
+            raise ConfigError(f"actor.model.kwargs of dsrl has {', '.join(unknown)}; allowed: {_BASE}, {_BOUND}")
+        bound = options.get(_BOUND, 1.5)
+        if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not 0 < bound < math.inf:
+            raise ConfigError(f"actor.model.kwargs.{_BOUND} is {bound!r}; it must be a number greater than 0")
+        self.base = self._frozen(options, cfg.num_action_chunks, action_space)
+        shape = self.base.state_shape
+        limit = np.full(shape, bound, np.float32)
+        return SquashedGaussianHead(spaces.Box(-limit, limit), chunk=1)
+
+    def _frozen(self, options: dict[str, Any], chunk: int, action_space: Any) -> FlowActing:
+        if _SPEC in options:
+            base = policy_from_spec(options[_SPEC], origin=f"actor.model.kwargs.{_SPEC}")
+        elif options.get(_BASE):
+            base = load_policy(Path(find_weights(str(options[_BASE]), _KEY)), Trust())
+        else:
+            raise ConfigError(f"model_type dsrl needs {_KEY}: a run, checkpoint or export folder of a flow policy")
+        if not isinstance(base, FlowActing):
+            raise ConfigError(
+                f"{_KEY} is {options.get(_BASE)!r}, a {type(base).__name__}; dsrl steers flows (model_type flow)"
+            )
+        mine = {"observations": self.observation_space, "actions": action_space}
+        theirs = {"observations": base.observation_space, "actions": base.action_space}
+        for what, space in mine.items():
+            if space_to_json(space) != space_to_json(theirs[what]):
+                raise ConfigError(f"{_KEY}: its {what} are {theirs[what]}, and those of env.train are {space}")
+        if base.chunk != chunk:
+            raise ConfigError(
+                f"actor.model.num_action_chunks is {chunk}, and {base.chunk} in {_KEY}, whose chunks are acted: set it to that"
+            )
+        return base.requires_grad_(False)
+
+    def executed(self, obs: Obs, actions: Tensor) -> Tensor:
+        """What the flow makes of noise (`ActorCritic.executed`)."""
+        velocity, _ = self.base.prepare(obs, True, False)
+        assert velocity is not None
+        start = actions.reshape(-1, *self.base.state_shape)
+        chain = self.base.flow.act(velocity, None, start)
+        return self.base.unscaled(chain[:, -1, : self.base.chunk, : self.base.dim])
+
+    def predict_action_batch(
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """See `Policy.predict_action_batch`; the log-probabilities are those of the noise."""
+        chosen, extras = super().predict_action_batch(obs, mode, noise)
+        return self.executed(obs, chosen), extras
+
+    def acting(self) -> list[tuple[str, Tensor]]:
+        """The weights that acting needs."""
+        return [(name, tensor) for name, tensor in self.state_dict().items() if name.startswith(("actor.", "base."))]
+
+    def spec(self) -> dict[str, Any]:
+        """See `Policy.spec`; it describes the flow, too, whose folder may be gone by then."""
+        found = super().spec()
+        model = dict(found["model"])
+        model["kwargs"] = {**model["kwargs"], _SPEC: self.base.spec()}
+        return {**found, "model": model}
