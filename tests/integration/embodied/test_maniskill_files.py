@@ -142,7 +142,7 @@ def test_scripted_experts(task: str, tmp_path: Path) -> None:
     cfg = OmegaConf.structured(
         EvalEnvConfig(
             env_type="maniskill", env_id=env_id, max_episode_steps=60, kwargs={"control_mode": "pd_ee_delta_pos"},
-            wrappers=[], ignore_terminations=False, num_envs=4,
+            wrappers=[], ignore_terminations=False, num_envs=4, simulator_python=None,
         )
     )  # fmt: skip
     expert = load_actor(f"rlhpc.embodied.envs.experts:{task}", "--expert")
