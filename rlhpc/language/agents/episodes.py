@@ -155,7 +155,7 @@ class Episodes:
         self, backend: RolloutBackend, tokenizer: Any, agent: Agent | None = None, max_turns: int = 1, threads: int = 8
     ) -> None:
         self._backend, self._tokenizer, self._agent, self._max_turns = backend, tokenizer, agent, max_turns
-        self._helpers = None if agent is None else Helpers(agent, threads)
+        self._helpers = None if agent is None else Helpers(agent.respond, agent.timeout_s, threads)
         self._writing: dict[int, tuple[Episode, Request]] = {}
         self._waiting: dict[int, tuple[Episode, Request, Completion]] = {}
         self._ended: list[Episode] = []

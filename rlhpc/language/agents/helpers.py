@@ -5,32 +5,33 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
-if TYPE_CHECKING:
-    from rlhpc.language.agents.episodes import Agent, Episode
+E = TypeVar("E")
 
 
-class Helpers:
+class Helpers(Generic[E]):
     """Threads that call an agent. One that does not come back is given up, and another takes its place.
 
     Args:
-        agent: Whom they call.
+        respond: What they call: with an episode, and the text of a turn.
+        timeout_s: Longest time for one answer.
         threads: How many.
 
     Attributes:
         answers: Of the agent, or what it raised, with the ticket.
     """
 
-    def __init__(self, agent: Agent, threads: int) -> None:
-        self._agent = agent
-        self._asked: queue.SimpleQueue[tuple[int, Episode, str] | None] = queue.SimpleQueue()
+    def __init__(self, respond: Callable[[E, str], Any], timeout_s: float, threads: int) -> None:
+        self._respond, self._timeout_s = respond, timeout_s
+        self._asked: queue.SimpleQueue[tuple[int, E, str] | None] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._since: dict[int, float] = {}
         self._threads = 0
         self._most = threads
 
-    def ask(self, ticket: int, episode: Episode, text: str) -> None:
+    def ask(self, ticket: int, episode: E, text: str) -> None:
         """Has a turn answered, as soon as a thread is free."""
         self._asked.put((ticket, episode, text))
         self._enlist()
@@ -45,7 +46,7 @@ class Helpers:
             ticket, episode, text = asked
             self._since[ticket] = time.monotonic()
             try:
-                answer: Any = self._agent.respond(episode, text)
+                answer: Any = self._respond(episode, text)
                 if not isinstance(answer, (str, dict, type(None))):
                     raise TypeError(f"respond gave a {type(answer).__name__}; allowed: str, dict, None")
             except Exception as error:
@@ -56,7 +57,7 @@ class Helpers:
 
     def overdue(self) -> list[int]:
         """Tickets whose answer takes too long; they are forgotten."""
-        late = time.monotonic() - self._agent.timeout_s
+        late = time.monotonic() - self._timeout_s
         tickets = [ticket for ticket, since in list(self._since.items()) if since < late]
         found = [ticket for ticket in tickets if self._since.pop(ticket, None) is not None]
         self._threads -= len(found)
