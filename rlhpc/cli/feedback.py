@@ -10,8 +10,9 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from rlhpc.cli.named import run_paths
+from rlhpc.cli.named import require_driver, run_paths
 from rlhpc.cli.parser import RUN, add_command
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
 
 _EXAMPLES = ("rlhpc feedback runs/assistant chatcmpl-6f0c… 1.0", "rlhpc feedback runs/assistant chatcmpl-6f0c… -0.5")
@@ -23,7 +24,7 @@ def _feedback(args: argparse.Namespace) -> int:
     paths = run_paths(args.run)
     reward = _number(args.reward)
     asked, silent = 0, list[str]()
-    for name, scorer in _scorers(paths.registry).items():
+    for name, scorer in _scorers(paths).items():
         try:
             said = _give(scorer, args.completion, reward)
         except (OSError, http.client.HTTPException) as error:
@@ -52,26 +53,18 @@ def _number(text: str) -> float:
     return found
 
 
-def _scorers(registry: Any) -> dict[str, dict[str, str]]:
+def _scorers(paths: RunPaths) -> dict[str, dict[str, str]]:
     """Rollout rank → where it takes rewards.
 
     Raises:
         ConfigError: There are none.
     """
     from rlhpc.language.agents.feedback import FEEDBACK
-    from rlhpc.runtime.joining import Door
 
-    door = Door(registry)
-    try:
-        lives, folder = door.lives(), door.registry.root / FEEDBACK
-    finally:
-        door.close()
-    run = registry.parent
-    if not lives:
-        raise ConfigError(f"{run.name}: its driver does not answer; `rlhpc status {run}` says where it is")
+    folder = require_driver(paths) / FEEDBACK
     found = {path.stem: json.loads(path.read_bytes()) for path in sorted(folder.glob("*.json"))}
     if not found:
-        raise ConfigError(f"{run.name} takes no rewards that come later: start it with agent.feedback_timeout_s")
+        raise ConfigError(f"{paths.root.name} takes no rewards that come later: start it with agent.feedback_timeout_s")
     return found
 
 

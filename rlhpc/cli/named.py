@@ -72,3 +72,22 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
         there = ", ".join(str(step) for step, _ in paths.checkpoint_steps()) or "none"
         raise CheckpointError(f"{paths.root} has no checkpoint of step {args.step}; there are: {there}")
     return checkpoint
+
+
+def require_driver(paths: RunPaths) -> Path:
+    """The registry folder of a run's driver, which is at work to hear what the run is asked.
+
+    Raises:
+        ConfigError: There is none, or it does not answer.
+    """
+    from rlhpc.runtime.joining import Door
+
+    door = Door(paths.registry)
+    try:
+        if not door.lives():
+            raise ConfigError(
+                f"{paths.root.name}: its driver does not answer; `rlhpc status {paths.root}` says where it is"
+            )
+        return door.registry.root
+    finally:
+        door.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rlhpc.cli.named import run_paths
+from rlhpc.cli.named import require_driver, run_paths
 from rlhpc.cli.parser import RUN, add_command
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
@@ -22,7 +22,7 @@ def _scale(args: argparse.Namespace) -> int:
     paths = run_paths(args.run)
     bounds = _bounds(paths)
     wanted = {group: number for word in (args.number, *args.overrides) for group, number in [_asked(word, bounds)]}
-    _require_driver(paths)
+    require_driver(paths)
     before = {group: number for group, number in (read_json(paths.asked_ranks) or {}).items() if group in bounds}
     asked = {**before, **wanted}
     write_json(paths.asked_ranks, {group: number for group, number in asked.items() if number is not None})
@@ -68,20 +68,6 @@ def _asked(word: str, bounds: dict[str, tuple[int, int]]) -> tuple[str, int | No
     if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
         raise ConfigError(f"{word}: give a number from {least} to {most} (cluster.elastic), or {group}={_AUTO}")
     return group, int(text)
-
-
-def _require_driver(paths: RunPaths) -> None:
-    """Refuses to ask a run for something at which nobody is at work to hear it."""
-    from rlhpc.runtime.joining import Door
-
-    door = Door(paths.registry)
-    try:
-        if not door.lives():
-            raise ConfigError(
-                f"{paths.root.name}: its driver does not answer; `rlhpc status {paths.root}` says where it is"
-            )
-    finally:
-        door.close()
 
 
 def add_commands(commands: Any) -> None:
