@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.machine import spread, write
+from bench.interleaved import ROLLOUTS, compare, vector_rate
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Task → its sections `env.train`, and decisions of a rollout that is timed.
@@ -38,8 +37,6 @@ TASKS: dict[str, tuple[dict[str, Any], int]] = {
     "PushCube-v1": ({"env_type": "maniskill", "env_id": "PushCube-v1", "kwargs": {"obs_mode": "state"}}, 100),
 }
 SLOTS = 8
-#: Rollouts of a measurement, of which the fastest counts: the others were disturbed.
-ROLLOUTS = 3
 #: Seconds that a decision of all slots takes the environments and the policy.
 PAIRS = ((0.010, 0.010), (0.010, 0.005), (0.005, 0.010))
 PIPELINED_STEPS = 100
@@ -142,18 +139,7 @@ def gymnasium_rate(kind: str, task: str, slots: int) -> float:
 
     vector = {"sync": gymnasium.vector.SyncVectorEnv, "async": gymnasium.vector.AsyncVectorEnv}[kind]
     envs = vector([lambda: make(task)] * slots, autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP)
-    steps = TASKS[task][1]
-    envs.reset(seed=1)
-    envs.action_space.seed(1)
-    actions = [envs.action_space.sample() for _ in range(steps)]
-    found = []
-    for _ in range(ROLLOUTS + 1):
-        began = time.perf_counter()
-        for action in actions:
-            envs.step(action)
-        found.append(time.perf_counter() - began)
-    envs.close()
-    return slots * steps / min(found[1:])
+    return vector_rate(envs, slots, TASKS[task][1])
 
 
 def gymnasium(kind: str, task: str, slots: int) -> float:
@@ -238,18 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         kind, task, slots = options.gymnasium
         print(gymnasium_rate(kind, task, int(slots)))
         return
-    runs = {name: run for name, run in contenders().items() if options.only in name}
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(options.repeat):
-        for name, run in runs.items():
-            found[name].append(run())
-            print(f"{name:50} {found[name][-1]:12.2f}", flush=True)
-    ratio = ratios({name: statistics.median(values) for name, values in found.items()})
-    print(json.dumps(ratio, indent=2))
-    if not options.only:
-        figures = {name: spread(values) for name, values in found.items()}
-        command = f"python -m bench.environments --repeat {options.repeat}"
-        print(write("environments", command, {"figures": figures, "ratios": ratio}))
+    compare("environments", contenders(), ratios, options.repeat, options.only)
 
 
 if __name__ == "__main__":

@@ -14,21 +14,19 @@ import argparse
 import importlib
 import json
 import os
-import statistics
 import subprocess
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from bench.interleaved import compare, vector_rate
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Configuration → decisions of a rollout that is timed.
 TASKS = {"fetch_reach": 100, "cheetah_run": 500, "pusht": 200, "pusht_pixels": 40, "minigrid": 200, "breakout": 60}
 PYTHON = os.environ.get("RLHPC_SIMULATORS_PYTHON", str(ROOT / ".venv-simulators/bin/python"))
 SLOTS = 8
-#: Rollouts of a measurement, of which the fastest counts.
-ROLLOUTS = 3
 
 
 def section(task: str) -> dict[str, Any]:
@@ -73,17 +71,7 @@ def their_rate(kind: str, task: str, env: dict[str, Any]) -> float:
     else:
         vector = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}[kind]
         envs = vector([partial(_one, env)] * SLOTS, autoreset_mode=AutoresetMode.SAME_STEP)
-    envs.reset(seed=1)
-    envs.action_space.seed(1)
-    actions = [envs.action_space.sample() for _ in range(TASKS[task])]
-    found = []
-    for _ in range(ROLLOUTS + 1):
-        began = time.perf_counter()
-        for action in actions:
-            envs.step(action)
-        found.append(time.perf_counter() - began)
-    envs.close()
-    return SLOTS * len(actions) / min(found[1:])
+    return vector_rate(envs, SLOTS, TASKS[task])
 
 
 def _one(env: dict[str, Any]) -> Any:
@@ -131,25 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         kind, task, env = options.theirs
         print(their_rate(kind, task, json.loads(env)))
         return
-    from bench.machine import spread, write
-
-    runs = {name: run for name, run in contenders().items() if options.only in name}
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(options.repeat):
-        for name, run in runs.items():
-            found[name].append(run())
-            print(f"{name:34} {found[name][-1]:10.1f}", flush=True)
-    ratio = ratios({name: statistics.median(values) for name, values in found.items()})
-    print(json.dumps(ratio, indent=2))
-    if not options.only:
-        figures = {name: spread(values) for name, values in found.items()}
-        print(
-            write(
-                "simulators",
-                f"python -m bench.simulators --repeat {options.repeat}",
-                {"figures": figures, "ratios": ratio},
-            )
-        )
+    compare("simulators", contenders(), ratios, options.repeat, options.only)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""What benchmarks of environments have in common. Nothing heavy is imported: simulators' own Pythons run some of it, too."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+#: Rollouts of a measurement, of which the fastest counts: the others were disturbed.
+ROLLOUTS = 3
+
+
+def vector_rate(envs: Any, slots: int, steps: int) -> float:
+    """Environment steps a second of one of gymnasium's vector environments, on random actions; closes it."""
+    envs.reset(seed=1)
+    envs.action_space.seed(1)
+    actions = [envs.action_space.sample() for _ in range(steps)]
+    found = []
+    for _ in range(ROLLOUTS + 1):
+        began = time.perf_counter()
+        for action in actions:
+            envs.step(action)
+        found.append(time.perf_counter() - began)
+    envs.close()
+    return slots * steps / min(found[1:])
+
+
+def compare(
+    name: str,
+    contenders: Mapping[str, Callable[[], float]],
+    ratios: Callable[[dict[str, float]], dict[str, float]],
+    repeat: int,
+    only: str,
+) -> None:
+    """Runs all in turn, `repeat` times, shows what it finds, and writes `results/<name>.json`.
+
+    Args:
+        name: Of the benchmark.
+        contenders: What is measured, by name.
+        ratios: What is compared, from the medians.
+        repeat: How often.
+        only: Measures only what has this in its name, and writes no result.
+    """
+    from bench.machine import spread, write
+
+    runs = {label: run for label, run in contenders.items() if only in label}
+    found: dict[str, list[float]] = {label: [] for label in runs}
+    for _ in range(repeat):
+        for label, run in runs.items():
+            found[label].append(run())
+            print(f"{label:50} {found[label][-1]:12.2f}", flush=True)
+    ratio = ratios({label: statistics.median(values) for label, values in found.items()})
+    print(json.dumps(ratio, indent=2))
+    if not only:
+        figures = {label: spread(values) for label, values in found.items()}
+        print(write(name, f"python -m bench.{name} --repeat {repeat}", {"figures": figures, "ratios": ratio}))
