@@ -5,7 +5,8 @@ from rlhpc.embodied.intervention.base import (
     Gated,
     Intervention,
     find_intervention,
+    named_intervention,
     register_intervention,
 )
 
-__all__ = ["INTERVENTIONS", "Gated", "Intervention", "find_intervention", "register_intervention"]
+__all__ = ["INTERVENTIONS", "Gated", "Intervention", "find_intervention", "named_intervention", "register_intervention"]

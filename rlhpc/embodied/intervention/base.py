@@ -58,11 +58,14 @@ INTERVENTIONS: Registry[Any] = Registry(
 register_intervention = INTERVENTIONS.register
 
 
-def find_intervention(text: str) -> Intervention:
-    """Who takes over, from a name, or a mapping of it to settings, as in `{scripted: {expert: module:function}}`.
+def named_intervention(text: str) -> tuple[str, Any, dict[str, Any]]:
+    """What a name, or a mapping of it to settings, as in `{scripted: {expert: module:function}}`, is about.
+
+    Returns:
+        The name, what is called with the settings, and these.
 
     Raises:
-        ConfigError: It is unknown, or refuses its settings.
+        ConfigError: It is unknown.
     """
     try:
         given = read_yaml(text)
@@ -71,8 +74,18 @@ def find_intervention(text: str) -> Intervention:
             f"--intervene is {text!r}, which is no name and no mapping of one to settings: {error}"
         ) from None
     name, settings = entry(given, "--intervene")
+    return name, INTERVENTIONS.find(name), settings
+
+
+def find_intervention(text: str) -> Intervention:
+    """Who takes over, from what `named_intervention` takes; a person gets a window.
+
+    Raises:
+        ConfigError: It is unknown, or refuses its settings.
+    """
+    name, factory, settings = named_intervention(text)
     try:
-        found: Intervention = INTERVENTIONS.find(name)(**settings)
+        found: Intervention = factory(**settings)
     except TypeError as error:
         raise ConfigError(f"--intervene is {name!r}, which refuses {settings}: {error}") from None
     return found

@@ -18,6 +18,7 @@ from rlhpc.config.typed import typed
 from rlhpc.embodied.config import BcConfig
 from rlhpc.embodied.elsewhere import where_it_can
 from rlhpc.embodied.evaluate import record_episodes
+from rlhpc.embodied.intervention import named_intervention
 from rlhpc.embodied.kinds import BC
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.configuration import load_config
@@ -50,6 +51,8 @@ def dagger(
     Raises:
         ConfigError: The configuration is not one of behaviour cloning.
     """
+    if intervene is not None:
+        named_intervention(intervene)  # before the first round, which may take long
     # The workflow's expert records what a run trains on; here that is the data of the rounds.
     given_overrides, overrides = overrides, [*overrides, "workflow.demos_expert=null"]
     if kind_of(plain := load_config(config, given_overrides, check=False)) is not BC:

@@ -212,4 +212,6 @@ def test_what_somebody_does_who_takes_over_is_cloned(here: Path, capsys: pytest.
         assert len(actions) == 40 and 0 < (np.abs(actions) == 1).sum() < 40
     for wrong in (["--expert", "a:b", "--intervene", "keyboard"], []):
         assert run("dagger", "bc.yaml", *wrong) == 2 and "name who labels" in capsys.readouterr().err
+    assert run("dagger", "bc.yaml", "--intervene", "keybord", "runner.name=none") == 2
+    assert "did you mean 'keyboard'" in capsys.readouterr().err and not Path("runs/none-round0").exists()
     assert run(*record, "--intervene", "keyboard", "--teacher", "runs/bc-round0") == 2
