@@ -14,9 +14,16 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.registry import BACKENDS
 
 #: Policies that come with the package.
-MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "iql", "vla", "pi0", "openvla", "lerobot")
+MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "iql", "dsrl", "vla", "pi0", "openvla", "lerobot")
 #: Those that have critics of actions.
 _CRITICS = ("sac", "crossq", "td3", "iql", "dsrl")
+#: Of these, what behaviour cloning cannot clone into, and why.
+_NOT_CLONED = {
+    "crossq": "crossq normalises by off-policy learning's batches; clone into sac, td3 or iql",
+    "dsrl": "dsrl steers a policy that was cloned: clone into flow, and name that run then",
+}
+#: Those without `actor.model.kwargs`.
+_PLAIN = ("cnn", "sac", "crossq", "td3", "iql")
 #: Those that adapters can be attached to.
 _ADAPTED = ("vla", "pi0", "openvla")
 #: Estimators that compare the outcomes of a group.
@@ -190,7 +197,8 @@ def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
             "rollout.enable_offload", "weights are taken in on the host, which rollout.weight_sync broadcast does not"
         )
     if (name := model.model_type.lower()) in _CRITICS:
-        raise fail("actor.model.model_type", f"{name} has critics of actions: it is for off_policy")
+        before = "" if name in _NOT_CLONED else ", and for bc before that"
+        raise fail("actor.model.model_type", f"{name} has critics of actions: it is for off_policy{before}")
     check_adapters(cfg, fail)
     if cfg.actor.training_backend.lower() == "deepspeed" and algorithm.target_kl is not None:
         raise fail(
@@ -228,7 +236,7 @@ def _chunks(cfg: PpoConfig, fail: Fail) -> None:
 def check_options(model: PolicyConfig, fail: Fail) -> None:
     """`actor.model.kwargs` of the models that have none, or few; the others say it themselves when they are built."""
     name, options = model.model_type.lower(), model.kwargs
-    if name in ("cnn", *_CRITICS) and name != "dsrl" and options:
+    if name in _PLAIN and options:
         raise fail("actor.model.kwargs", f"the {name} takes none; they are for a model of your own")
     if name != "mlp":
         return
@@ -279,14 +287,8 @@ def check_bc(cfg: BcConfig, fail: Fail) -> None:
         ConfigError: Nowhere.
     """
     check_adapters(cfg, fail)
-    if cfg.actor.model.model_type.lower() == "dsrl":
-        raise fail(
-            "actor.model.model_type", "dsrl steers a policy that was cloned: clone into flow, and name that run then"
-        )
-    if cfg.actor.model.model_type.lower() == "crossq":
-        raise fail(
-            "actor.model.model_type", "crossq normalises by off-policy learning's batches; clone into sac, td3 or iql"
-        )
+    if why := _NOT_CLONED.get(cfg.actor.model.model_type.lower()):
+        raise fail("actor.model.model_type", why)
     check_demos_target(cfg, "demos.path", fail)
     if not cfg.demos.path:
         raise fail(

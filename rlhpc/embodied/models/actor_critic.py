@@ -80,6 +80,8 @@ class ActorCritic(Policy):
 
     head: BoundedHead  # type: ignore[assignment]
     has_head = False  # none of those that `Policy` builds
+    #: How the names of the weights begin that acting needs.
+    acts_with: tuple[str, ...] = ("actor.",)
 
     def __init__(self, cfg: SacModelConfig | BcModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
@@ -121,7 +123,7 @@ class ActorCritic(Policy):
 
     def acting(self) -> list[tuple[str, Tensor]]:
         """The weights that acting needs."""
-        return [(name, tensor) for name, tensor in self.state_dict().items() if name.startswith("actor.")]
+        return [(name, tensor) for name, tensor in self.state_dict().items() if name.startswith(self.acts_with)]
 
 
 class SACPolicy(ActorCritic):

@@ -5,7 +5,6 @@ whose action is the noise that a frozen flow begins with. The flow goes the dete
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +38,7 @@ class DSRLPolicy(SACPolicy):
     """
 
     base: FlowActing
+    acts_with = ("actor.", "base.")
 
     def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> SquashedGaussianHead:
         """A distribution of the flow's first state."""
@@ -57,7 +57,7 @@ class DSRLPolicy(SACPolicy):
         if _SPEC in options:
             base = policy_from_spec(options[_SPEC], origin=f"actor.model.kwargs.{_SPEC}")
         elif options.get(_BASE):
-            base = load_policy(Path(find_weights(str(options[_BASE]), _KEY)), Trust())
+            base = load_policy(find_weights(str(options[_BASE]), _KEY), Trust())
         else:
             raise ConfigError(f"model_type dsrl needs {_KEY}: a run, checkpoint or export folder of a flow policy")
         if not isinstance(base, FlowActing):
@@ -89,10 +89,6 @@ class DSRLPolicy(SACPolicy):
         """See `Policy.predict_action_batch`; the log-probabilities are those of the noise."""
         chosen, extras = super().predict_action_batch(obs, mode, noise)
         return self.executed(obs, chosen), extras
-
-    def acting(self) -> list[tuple[str, Tensor]]:
-        """The weights that acting needs."""
-        return [(name, tensor) for name, tensor in self.state_dict().items() if name.startswith(("actor.", "base."))]
 
     def spec(self) -> dict[str, Any]:
         """See `Policy.spec`; it describes the flow, too, whose folder may be gone by then."""

@@ -96,9 +96,8 @@ class Intake:
         message = early.pop(wanted, None)
         try:
             while message is None:
-                if any(
-                    number > wanted for number in early
-                ):  # from the rank that was started in place of one that has gone
+                # it is from the rank that was started in place of one that has gone
+                if any(number > wanted for number in early):
                     return None
                 found = self._next(key, peer, gone=rank in acted.gone)
                 if (number := found.pop("turn")) == wanted:

@@ -333,7 +333,7 @@ class Players:
         acting = self._generate(self._who_act(), turn)
         self._played.append(_Playing(turn, self.slots, acting, self._here("interact", turn)))
 
-    def play(self, step: int) -> bool:
+    def plays(self, step: int) -> bool:
         """Whether env and rollout ranks that the run started with play a step, or some of it."""
         return bool(self._turns_of(step))
 

@@ -167,7 +167,7 @@ class PlayingRunner(Runner[Cfg]):
         progress = self.step / max(self.folder.total, 1)
         receive = self.players.receive(step, parts)
         update = None if self.turns else self.actor.update(step, progress)
-        playing, ahead = self.players.play(step), self.cfg.algorithm.max_staleness > 0
+        playing, ahead = self.players.plays(step), self.cfg.algorithm.max_staleness > 0
         # Ahead of the actors, rollout ranks take weights in behind the steps that they play: these are what is waited for.
         for phase in ("rollout", "sync") if ahead else ("sync", "rollout"):
             with timers(phase):
