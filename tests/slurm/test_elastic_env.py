@@ -171,6 +171,17 @@ def test_ranks_come_and_go_at_random(slurm: SlurmCluster, tmp_path: Path) -> Non
     assert (follows[:, 1] == 1).all() and not follows[:, [0, 2]].any()
 
 
+def test_one_that_waits_for_play_gets_more_env_ranks(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """By rule: the environments are slow, so the actor waits."""
+    run = EnvRun(slurm, tmp_path, "runner.max_steps=100000")
+    process = run.submit()
+    until(lambda: run.at_work("env"), f"an env rank has joined by itself\n{run.account()}", 150)
+    assert "the actor waits for rollouts" in run.said()
+    slurm.run("scancel", "--batch", "--signal=TERM", run.job)
+    until(lambda: not run.queue(), f"no job of helpers is left\n{run.account()}", 120)
+    process.wait(60)
+
+
 def test_a_driver_that_comes_back_takes_its_helpers_back(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Its job is requeued: an env and a rollout rank wait, and join the next driver; no other job is submitted."""
     run = EnvRun(slurm, tmp_path, "runner.max_steps=100000", "runner.save_interval=20")
