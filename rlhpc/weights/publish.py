@@ -16,8 +16,8 @@ import ctypes
 import functools
 import pickle
 import uuid
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -286,7 +286,7 @@ class Publisher:
         self, bucket: _Bucket, *, kept: bool, readers: int, serial: int | None = None, fixed: bool = False
     ) -> tuple[Part, Callable[[], None] | None]:
         """A part, and what waits until it is all there; None if it is."""
-        cargo = None if kept or self._roads is None else self._roads.carry(bucket.tensors)
+        cargo = None if kept or self._roads is None or serial is not None else self._roads.carry(bucket.tensors)
         if cargo is not None:
             self._serial += 1
             path = cargo.path if isinstance(cargo, Crossing) else ""
@@ -300,7 +300,20 @@ class Publisher:
             span = spans[-1]
         if serial is None:
             self._serial += 1
-        return Part(self._stream, self._serial, path, span, kept, bucket.nbytes, fixed), landed
+        return Part(
+            self._stream, self._serial if serial is None else serial, path, span, kept, bucket.nbytes, fixed
+        ), landed
+
+    def again(self, announcement: Announcement, tensors: Sequence[torch.Tensor]) -> Announcement:
+        """Announces a part again that was in no segment, from what was sent: not all have got it."""
+        old, bucket = announcement.part, _Bucket()
+        assert old is not None and old.cargo is not None
+        for name, tensor in zip(old.cargo[1], tensors, strict=True):
+            bucket.add(name, self._gathered(tensor))
+        part, landed = self._write(bucket, kept=False, readers=self._readers, serial=old.serial)
+        if landed is not None:
+            landed()
+        return replace(announcement, part=part)
 
     # -- the log ----------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,9 @@ only when all receivers have begun with the version, which they then take to its
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rlhpc.runtime.comm import crossings
@@ -25,7 +26,7 @@ from rlhpc.runtime.comm.payload import Origin
 from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.registry import WEIGHTS
-from rlhpc.weights.group import Group
+from rlhpc.weights.group import Group, GroupLost, Who
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +36,6 @@ log = logging.getLogger(__name__)
 AUTO, HOST, IPC, NCCL, GLOO = "auto", "host", "ipc", "nccl", "gloo"
 #: As `AUTO`, for who has several streams: a rank's NCCL groups must not wait for each other.
 SEVERAL = "several"
-#: Group and rank.
-Who = tuple[str, int]
 
 
 class End(NamedTuple):
@@ -150,6 +149,7 @@ class Sending:
     Attributes:
         road: That of the present version.
         carried: Parts that were in no segment.
+        lost: The last bucket, and its memory, if not all have got it.
     """
 
     def __init__(self, me: Who, wanted: str) -> None:
@@ -159,7 +159,9 @@ class Sending:
         self.road, self._why, self.carried = HOST, "", 0
         self._group: Group | None = None
         self._ends: tuple[End, ...] = ()
-        self._flat: torch.Tensor | None = None
+        self._sent: tuple[Bucket, torch.Tensor] | None = None
+        self._waits = False
+        self.lost: tuple[Bucket, torch.Tensor] | None = None
 
     def open(self, receivers: Sequence[Who], begun: Callable[[], bool]) -> None:
         """Chooses the road of a version: receivers may have come, or be others.
@@ -189,37 +191,52 @@ class Sending:
             if device is not None and all(map(device.holds, tensors)):
                 found = current().service.lane.pool.write(tensors, len(self._receivers))
         elif self.road in (NCCL, GLOO) and self._begun():
-            found = self._bucket(tensors)
+            self.settle()  # one is on its way while the next is gathered, and no more
+            found = self._bucket(tensors) if self.road != HOST else None
         self.carried += found is not None
         return found
 
     def _bucket(self, tensors: Sequence[torch.Tensor]) -> Bucket:
-        self.settle()  # one is on its way while the next is gathered, and no more
         if self._group is None:
-            self._group = Group(self.road, (self._me, *self._receivers))
-        parts, size = crossings.layout([(_name(one), tuple(one.shape), one.element_size()) for one in tensors])
+            self._group = Group(self.road, (self._me, *self._receivers), self._me)
+        parts, size = crossings.layout([(_name(one.dtype), tuple(one.shape), one.element_size()) for one in tensors])
         bucket = Bucket(self._group.name, self.road, self._group.members, size, parts)
-        self._flat = self._group.memory(size)
-        for into, tensor in zip(bucket.tensors(self._flat), tensors, strict=True):
+        flat = self._group.memory(size)
+        for into, tensor in zip(bucket.tensors(flat), tensors, strict=True):
             into.copy_(tensor.detach())
+        self._sent, self._waits = (bucket, flat), True
         return bucket
 
     def depart(self) -> None:
         """Sends the bucket, of which all have been told."""
-        if self._flat is not None and self._group is not None:
-            flat, self._flat = self._flat, None
-            self._group.begin(flat)
+        if self._sent is not None and self._group is not None and self._waits:
+            self._waits = False
+            with self._or_lost():
+                self._group.broadcast(self._sent[1])
 
     def settle(self) -> None:
-        """Waits until all have the last bucket."""
-        if self._group is not None:
-            self._group.settle()
+        """Waits until all have the last bucket. Where somebody was lost, the rest of the version takes the host's road."""
+        if self._group is not None and self._sent is not None and not self._waits:
+            with self._or_lost():
+                self._group.settle()
+                self._group.confirm()
+                self._group.settle()
+                self._sent = None
 
-    def forget(self) -> None:
-        """Ends the group: its members may be others."""
-        group, self._group, self._flat = self._group, None, None
+    @contextlib.contextmanager
+    def _or_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except GroupLost as error:
+            log.warning("%s; what is left of this version goes through the host", error)
+            self.road, self._why, self._group = HOST, "the group has ended", None
+            self.lost, self._sent = self._sent, None
+
+    def forget(self, *, tell: bool = False) -> None:
+        """Ends the group: its members may be others, or, where they are told, are to give up what they are at."""
+        group, self._group, self._sent, self.lost = self._group, None, None, None
         if group is not None:
-            group.end()
+            group.end(tell=tell)
 
 
 class Receiving:
@@ -233,6 +250,7 @@ class Receiving:
     def __init__(self, me: Who, wanted: str) -> None:
         self._me, self._wanted, self._told = me, wanted, False
         self._group: Group | None = None
+        self._ended = ""  # the group that this process has left
 
     def tell(self) -> None:
         """Says where this process computes, once it does."""
@@ -243,22 +261,41 @@ class Receiving:
         self._told = True
 
     def take(self, cargo: Cargo, origin: Origin, reader: int) -> list[torch.Tensor]:
-        """The tensors of a part; they are this process's own."""
+        """The tensors of a part; they are this process's own.
+
+        Raises:
+            GroupLost: The part has not come. If others go on, it is announced again.
+        """
         if isinstance(cargo, Crossing):
             return current().service.lane.land(cargo, origin, reader)
+        if cargo.group == self._ended:
+            self.refuse(cargo)
+            raise GroupLost(f"{_named(self._me)} has left the group {cargo.group}")
         if self._group is None or self._group.name != cargo.group:
             self.forget()
             self._group = Group(cargo.kind, cargo.members, self._me, cargo.group)
         flat = self._group.memory(cargo.size)
-        self._group.begin(flat)
-        self._group.settle()
+        try:
+            self._group.broadcast(flat)
+            self._group.settle()
+        except GroupLost:
+            self._group, self._ended = None, cargo.group
+            raise
+        with contextlib.suppress(GroupLost):  # it has come here, and the sender announces it again for others
+            self._group.confirm()
         return cargo.tensors(flat)
 
+    def refuse(self, cargo: Cargo) -> None:
+        """Says that a part is not taken, of a version that this process has broken off."""
+        if isinstance(cargo, Bucket):
+            Group(cargo.kind, cargo.members, self._me, cargo.group).end(tell=True)
+
     def forget(self) -> None:
-        """Ends the group."""
+        """Ends the group. Who is in the middle of a version breaks it off."""
         group, self._group = self._group, None
         if group is not None:
-            group.end()
+            self._ended = group.name
+            group.end(tell=True)
 
 
 def _said(context: Context, who: Who) -> End | None:
@@ -273,5 +310,5 @@ def _named(who: Who) -> str:
     return f"{who[0]}-{who[1]}"
 
 
-def _name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

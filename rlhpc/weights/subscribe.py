@@ -19,6 +19,8 @@ from rlhpc.weights.strategy import NamedUpdates, Update
 #: `(part, late) -> memory of its segment`, which lives as long as a view of it, or the tensors of its cargo. The memory of a
 #: kept part may be written to. `late`: the part was announced to others with an earlier version.
 Open = Callable[[Part, bool], Any]
+#: Does without a part: of a version that was broken off, or one that has come already.
+Skip = Callable[[Part], None]
 #: An announcement, and the memory of its part.
 Piece = tuple[Announcement, Any]
 
@@ -47,6 +49,7 @@ class Subscriber:
         following: Callable[[], Announcement],
         read: Open,
         ahead: Callable[[Iterator[Piece]], Iterator[Piece]] = lambda pieces: pieces,
+        skip: Skip | None = None,
     ) -> Update:
         """Waits for the next version.
 
@@ -54,18 +57,20 @@ class Subscriber:
             following: Waits for the next announcement and returns it.
             read: Opens a part.
             ahead: Takes pieces while an earlier one is in use.
+            skip: Does without a part, which otherwise is opened and let go.
         """
+        skip = skip or (lambda part: read(part, False))
         first = following()
         while first.number:  # the rest of a version that this receiver did not take in to the end
             if first.part is not None:
-                read(first.part, False)
+                skip(first.part)
             first = following()
         known = self._serial if first.stream == self._stream else -1
         if known < 0:
             self.forget()
         complete = known < 0 or self._whole
         self._receipt = None
-        pieces = _pieces(first, following, read)
+        pieces = _pieces(first, following, read, skip)
         pieces = pieces if first.last else ahead(pieces)
         return Update(first.version, complete, self._tensors(first, known, pieces, read), lambda: self._receipt)
 
@@ -88,7 +93,7 @@ class Subscriber:
         self._stream, self._serial = first.stream, now.serial
 
 
-def _pieces(first: Announcement, following: Callable[[], Announcement], read: Open) -> Iterator[Piece]:
+def _pieces(first: Announcement, following: Callable[[], Announcement], read: Open, skip: Skip) -> Iterator[Piece]:
     """The pieces of a version, each opened as it is announced."""
     now = first
     while True:
@@ -96,6 +101,13 @@ def _pieces(first: Announcement, following: Callable[[], Announcement], read: Op
         if now.last:
             return
         before, now = now, following()
+        while now.part is not None and (now.stream, now.version, now.number) == (
+            before.stream,
+            before.version,
+            before.number,
+        ):  # again, for others who have not got it
+            skip(now.part)
+            now = following()
         if (now.stream, now.version, now.number) != (before.stream, before.version, before.number + 1):
             raise RlhpcError(f"weights of version {before.version} were followed by a part of {now.version}")
 
@@ -108,7 +120,7 @@ def _taken(part: Part, memory: Any, held: dict[str, torch.Tensor] | None) -> Nam
                 held.pop(name, None)
             yield name, tensor
         return
-    for name, what in _entries(memoryview(memory), part.table):
+    for name, what in entries_of(memoryview(memory), part.table):
         if held is None:
             yield name, what
         elif not part.kept:
@@ -120,7 +132,8 @@ def _taken(part: Part, memory: Any, held: dict[str, torch.Tensor] | None) -> Nam
             held[name] = what
 
 
-def _entries(memory: Any, table: tuple[int, int]) -> NamedUpdates:
+def entries_of(memory: Any, table: tuple[int, int]) -> NamedUpdates:
+    """What is in the memory of a segment, by its table."""
     offset, size = table
     entries: list[Entry] = pickle.loads(memory[offset : offset + size])
     spans = spans_of(size for entry in entries for size in entry[3])

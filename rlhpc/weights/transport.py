@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,10 +20,11 @@ from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.registry import MEMBERS
 from rlhpc.weights.ahead import Ahead
+from rlhpc.weights.group import GroupLost
 from rlhpc.weights.publish import PART_BYTES, Announcement, Part, Publisher
-from rlhpc.weights.roads import AUTO, Receiving, Sending
+from rlhpc.weights.roads import AUTO, Bucket, Receiving, Sending
 from rlhpc.weights.strategy import NamedTensors, Update
-from rlhpc.weights.subscribe import Piece, Subscriber
+from rlhpc.weights.subscribe import Piece, Subscriber, entries_of
 from rlhpc.weights.window import PARTS, Window
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ class WeightSender:
         reach_all: Callable[[], None] | None = None  # waits until every receiver has the last announcement
         loose: str | None = None  # a part that is written but not announced yet
         try:
-            for announcement in self._publisher.publish(version, tensors, frozen, window):
+            for announcement in self._with_lost(self._publisher.publish(version, tensors, frozen, window)):
                 part = announcement.part
                 loose = part.path or None if part is not None and not part.kept else None
                 if reach_all is not None:  # only now: it was in transit while the next part was written
@@ -117,15 +119,27 @@ class WeightSender:
             if reach_all is not None:
                 waited, reach_all = reach_all, None
                 waited()
-            self.roads.settle()
         except BaseException:
             if reach_all is not None:
                 with contextlib.suppress(RlhpcError):  # the first failure is the one to report
                     reach_all()
             for number in range(len(names) if loose else 0):
                 discard(str(loose), number)
+            self.roads.forget(tell=True)
             self.forget()  # the changes that were found did not reach every receiver
             raise
+
+    def _with_lost(self, announcements: Iterator[Announcement]) -> Iterator[Announcement]:
+        """Announcements, and once more that of a bucket which was lost on its way to some, before any that follow it."""
+        sent: Announcement | None = None
+        for announcement in itertools.chain(announcements, [None]):
+            self.roads.settle()
+            if sent is not None and self.roads.lost is not None and self._publisher is not None:
+                (bucket, flat), self.roads.lost = self.roads.lost, None
+                yield self._publisher.again(sent, bucket.tensors(flat))
+            if announcement is not None:
+                sent = announcement
+                yield announcement
 
 
 def _places(context: Context, names: list[tuple[str, int]]) -> tuple[dict[tuple[str, int], Place], int]:
@@ -205,7 +219,7 @@ class WeightReceiver:
         """Waits for the next version, and takes it in while its tensors are iterated."""
         self._giving_up = _never
         self._roads.tell()
-        return self._subscriber.receive(self._following, self._read, self._prefetched)
+        return self._subscriber.receive(self._following, self._read, self._prefetched, self._skip)
 
     def _prefetched(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
         """Has the next part fetched while one is in use; where the sender is on this host, there is nothing to fetch."""
@@ -223,11 +237,28 @@ class WeightReceiver:
             self._above = Above(self._place.above)
         return announcement
 
+    def _skip(self, part: Part) -> None:
+        if part.cargo is not None and isinstance(part.cargo[0], Bucket):
+            self._roads.refuse(part.cargo[0])
+        else:
+            self._read(part, False)
+
+    def _again(self, part: Part) -> list[Any]:
+        """The tensors of a part that was lost on its way, as its sender announces it again."""
+        found = self._following().part
+        if found is None or found.serial != part.serial:
+            raise RlhpcError("a part of the weights that was lost on its way was not sent again")
+        memory = memoryview(self._read(found, False))
+        return [what for _, what in entries_of(memory, found.table)]
+
     def _read(self, part: Part, late: bool) -> Any:
         """The memory of a part; `late` if the other receivers on this host have it already."""
         service, place = current().service, self._place
         if part.cargo is not None:
-            return self._roads.take(part.cargo[0], self._origin, place.reader)
+            try:
+                return self._roads.take(part.cargo[0], self._origin, place.reader)
+            except GroupLost:
+                return self._again(part)
         if self._origin.host != service.endpoint["host"]:
             together = place.of > 1 and not late
             share = Share(f"{part.name}-{place.reader - place.number}", place.number, place.of) if together else None

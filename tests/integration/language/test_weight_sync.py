@@ -110,17 +110,50 @@ def test_what_all_have_taken_is_freed(groups: Groups) -> None:
     wait_until(lambda: bytes_in_use(session.scratch.shm) <= before, timeout=10)
 
 
-def test_a_receiver_that_is_lost_in_the_middle_is_named(groups: Groups) -> None:
+@pytest.mark.parametrize("how", ["breaks off", "dies"])
+def test_who_is_lost_in_the_middle_costs_the_others_nothing(groups: Groups, how: str) -> None:
+    """They get the version that was under way, through the host; the next one goes over a group again."""
+    trainer, near, far = groups["trainer"], groups["near"], groups["far"]
+    session = Session.running()
+    assert session is not None
+    session.failures.elastic = {"near": 1}
+    for handle in [trainer.open("off", GROUP), *(group.open("off", False, GROUP) for group in (near, far))]:
+        handle.wait()
+    found, late = [], None
+    for version in range(5):
+        handles = [trainer.send(version, 0.5), far.take(), near.execute_on(0).take()]
+        if version == 2:
+            fallen = near.execute_on(1).fall(how)
+            if how == "breaks off":
+                late = near.execute_on(1).take()  # of the next version
+        else:
+            handles.append(late or near.execute_on(1).take())
+            late = None
+        (sent,), *taken = [handle.wait(30) for handle in handles]
+        assert [result for group in taken for result in group] == [(version, sent)] * len(handles)
+        if version == 2 and how == "dies":
+            fallen.wait(30)
+            near.restart()
+            wait_until(lambda: 1 in near.admit(), timeout=60)
+            near.took_in(1)
+            near.execute_on(1).open("off", False, GROUP).wait()
+        found += [carried for carried, _ in trainer.carried().wait()]
+    session.failures.elastic = {}
+    news = [after - before for before, after in zip([0, *found], found, strict=False)]
+    assert 0 < news[2] < 36, "of more than 40 parts"
+    assert news[4] > 0
+
+
+def test_who_does_not_come_is_named(groups: Groups) -> None:
     """The last test of these groups, which end with it."""
-    trainer, receivers = groups["trainer"], [groups["far"], groups["near"]]
-    for handle in [trainer.open("off", GROUP), *(group.open("off", False, GROUP) for group in receivers)]:
+    trainer, near, far = groups["trainer"], groups["near"], groups["far"]
+    for handle in [trainer.open("off", GROUP), *(group.open("off", False, GROUP) for group in (near, far))]:
         handle.wait()
-    for handle in [trainer.send(0, 0.5), *(group.take() for group in receivers)]:
-        handle.wait()
-    handles = [receivers[0].take(), receivers[1].hang_up(), trainer.send(1, 0.5)]
-    with pytest.raises(WorkerFailed, match=r"lost .*, in an update of weights by gloo"):
-        for handle in handles:
-            handle.wait()
+    trainer.has_patience(3.0).wait()
+    said = r"DeadlineExceeded: trainer-0 waited 3 s for near-0, near-1 in an update of weights by gloo"
+    handles = [far.take(), near.fall("stalls"), trainer.send(0, 0.5)]
+    with pytest.raises(WorkerFailed, match=said):
+        handles[-1].wait()
 
 
 LORA = (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,9 @@ class Trainer(Worker):
         self.sync.send(version, self.module.state_dict().items(), frozen=frozen_names(self.module))
         return digest(self.module.state_dict().items())
 
+    def has_patience(self, seconds: float) -> None:
+        current().wait_deadline = seconds
+
     def carried(self) -> tuple[int, int]:
         """Parts that were in no segment; bytes of the buffers on the card."""
         return self.sync._sender.roads.carried, current().service.lane.pool.bytes  # type: ignore[attr-defined]
@@ -102,11 +107,15 @@ class Actor(Worker):
         version = apply(self.sync, self.module.state_dict().items(), adopt=self.module if self.adopt else None)
         return version, digest(self.module.state_dict().items())
 
-    def hang_up(self) -> None:
-        """Begins with a version, and closes its connections in the middle of it, as the end of its process would."""
+    def fall(self, how: str) -> None:
+        """Begins with a version, and in the middle of it breaks off, dies, or does nothing more."""
+        if how == "stalls":
+            self.sync._receiver._roads.take = lambda *_: time.sleep(8)  # type: ignore[attr-defined]
         for number, _ in enumerate(self.sync.receive().tensors):
             if number == 0:  # the sender does not get far without it, and the others begin, too
                 time.sleep(1)
             if number == 30:
                 break
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
         self.sync.forget()
