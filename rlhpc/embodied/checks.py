@@ -289,6 +289,13 @@ def check_bc(cfg: BcConfig, fail: Fail) -> None:
     check_adapters(cfg, fail)
     if why := _NOT_CLONED.get(cfg.actor.model.model_type.lower()):
         raise fail("actor.model.model_type", why)
+    conditioned = cfg.actor.model.model_type.lower() == "conditioned"
+    if cfg.algorithm.value_model and not conditioned:
+        raise fail("actor.model.model_type", "algorithm.value_model conditions a policy that can be told: conditioned")
+    if conditioned and not cfg.algorithm.value_model:
+        raise fail("algorithm.value_model", "name a policy with a critic: it says which actions were improvements")
+    if conditioned and cfg.algorithm.bc_loss.lower() == "mse":
+        raise fail("algorithm.bc_loss", "a conditioned policy learns by nll")
     check_demos_target(cfg, "demos.path", fail)
     if not cfg.demos.path:
         raise fail(

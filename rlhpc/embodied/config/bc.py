@@ -30,7 +30,7 @@ class BcAlgorithmConfig:
     """The loss, and how often each demonstration is seen."""
 
     gamma: float = 0.99
-    """Discount of the returns that `bc_value_coef` is for."""
+    """Discount of the returns that `bc_value_coef` and `value_model` are for."""
     update_epochs: int = 4
     """Passes over the demonstrations in a step."""
     bc_loss: str = "nll"
@@ -38,6 +38,14 @@ class BcAlgorithmConfig:
     matching) or `mse` (squared error of the mean action)."""
     bc_value_coef: float = 0.0
     """Weight of a value loss on the demonstrations' discounted returns, so that PPO starts with a critic; 0 is off."""
+    value_model: str | None = None
+    """A policy whose critic says what was to be expected (a run, a checkpoint or an export folder), so that the policy is
+    told which actions turned out better than that, and is asked for such when it acts (advantage conditioning, RECAP);
+    with `actor.model.model_type: conditioned`."""
+    advantage_steps: int = 50
+    """`value_model`: rewards that are counted before the critic's value of what follows."""
+    improved_fraction: float = 0.3
+    """`value_model`: the part of all steps that counts as improvements: those with the largest advantages."""
     anneal_lr: bool = False
     """Lowers the learning rate linearly to 0 over the run."""
 
@@ -48,8 +56,9 @@ class BcModelConfig(ModelConfig):
 
     model_type: str = "mlp"
     """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), `flow` (chunks of continuous actions by flow
-    matching, from either), `sac`, `td3` and `iql` (numbers; for an off-policy run to start from), `vla` (Llava with action
-    tokens), `pi0`, `openvla`, a registered name, or `module:Class`."""
+    matching, from either), `conditioned` (one of these four, told what was an improvement: `algorithm.value_model`), `sac`,
+    `td3` and `iql` (numbers; for an off-policy run to start from), `vla` (Llava with action tokens), `pi0`, `openvla`, a
+    registered name, or `module:Class`."""
     critic_hidden_sizes: list[int] | None = None
     """`sac`, `td3` and `iql`: widths of the critics' hidden layers; null takes `hidden_sizes`."""
     critic_layer_norm: bool = False

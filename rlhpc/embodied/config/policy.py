@@ -14,7 +14,7 @@ class NetworkConfig:
 
     model_type: str = "mlp"
     """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), `flow` (chunks of continuous actions by flow
-    matching, from either), `vla` (Llava with action tokens),
+    matching, from either), `conditioned` (one of these four after advantage conditioning), `vla` (Llava with action tokens),
     `pi0`, `openvla` (OpenVLA and OpenVLA-OFT), `lerobot` (policies of LeRobot's library: ACT, Diffusion Policy, SmolVLA), a
     registered name, or `module:Class`."""
     hidden_sizes: list[int] = field(default_factory=lambda: [64, 64])
@@ -32,7 +32,8 @@ class NetworkConfig:
     (`tokens`, `parallel`, `l1`), `proprio`, `unnorm_key`, `statistics`, `normalisation` (`q99`, `bounds`), `gripper`
     (`rlds`) and `center_crop`; `lerobot` has `statistics`, of diffusion and smolvla `num_steps` and
     `noise_level`, of smolvla `vlm` and `task`; `dsrl` has `base` (the flow policy's folder)
-    and `noise_bound` (1.5); a model of your own has what it wants."""
+    and `noise_bound` (1.5); `conditioned` has `of` (mlp, cnn, resnet or flow), `unconditioned` (0.3, the share of training in
+    which it is not told) and the options of that; a model of your own has what it wants."""
 
 
 @dataclass

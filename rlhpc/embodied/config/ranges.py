@@ -32,6 +32,8 @@ RANGES: dict[str, Range] = {
     "algorithm.target_kl": POSITIVE,
     "algorithm.update_epochs": COUNT,
     "algorithm.bc_value_coef": NOT_NEGATIVE,
+    "algorithm.advantage_steps": COUNT,
+    "algorithm.improved_fraction": Range(0, 1, above=True, below=True),
     "algorithm.rollout_steps": COUNT,
     "algorithm.tis_cap": POSITIVE,
     "algorithm.max_staleness": NOT_NEGATIVE,

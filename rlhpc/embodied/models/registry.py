@@ -28,6 +28,7 @@ MODELS: Registry[Any] = Registry(
         "iql": "rlhpc.embodied.models.actor_critic:IQLPolicy",
         "dsrl": "rlhpc.embodied.models.dsrl:DSRLPolicy",
         "flow": "rlhpc.embodied.models.flow:FlowPolicy",
+        "conditioned": "rlhpc.embodied.models.conditioned:ConditionedPolicy",
         "vla": "rlhpc.embodied.models.vla:VLAPolicy",
         "pi0": "rlhpc.embodied.models.pi0:Pi0Policy",
         "openvla": "rlhpc.embodied.models.openvla:OpenVLAPolicy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,10 +23,12 @@ from rlhpc.embodied.data.trajectory import Trajectory, shapes
 from rlhpc.embodied.envs.observations import join, take
 from rlhpc.embodied.models import build_model, check_policy, policy_section
 from rlhpc.embodied.models.base import Policy
+from rlhpc.embodied.models.conditioned import IMPROVEMENT
 from rlhpc.embodied.play import evaluation_metrics
 from rlhpc.embodied.roles.env import check_env
 from rlhpc.embodied.roles.trainer import Trainer
 from rlhpc.embodied.update.blueprint import check_backend, passed
+from rlhpc.embodied.update.conditioning import KEY, label, value_model
 from rlhpc.embodied.update.minibatches import local_minibatches, passes, permutation
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError
@@ -50,9 +53,14 @@ def read_demos(cfg: BcConfig, left_out: list[str] | None = None) -> Iterator[Tra
     return read_trajectories(
         path if isinstance(path, str) else [str(one) for one in path],
         only_success=cfg.demos.only_success, limit=cfg.demos.limit, key="demos.path",
-        require=("obs", "actions", "rewards") if cfg.algorithm.bc_value_coef else ("obs", "actions"),
+        require=("obs", "actions", "rewards") if _pays(cfg) else ("obs", "actions"),
         left_out=left_out,
     )  # fmt: skip
+
+
+def _pays(cfg: BcConfig) -> bool:
+    """Whether rewards are looked at."""
+    return bool(cfg.algorithm.bc_value_coef or cfg.algorithm.value_model)
 
 
 def spaces_of(cfg: BcConfig) -> tuple[Any, Any]:
@@ -86,6 +94,8 @@ def check_bc(cfg: BcConfig, ranks: dict[str, int], python: str | None = None) ->
     check_start(cfg, check_policy(cfg.actor, (observation_space, action_space), [python]))
     if cfg.algorithm.bc_loss == "mse" and not isinstance(action_space, spaces.Box):
         raise ConfigError(f"algorithm.bc_loss is 'mse', and the actions are {action_space}; choose nll")
+    if cfg.algorithm.value_model:
+        value_model(cfg, observation_space)
     check_fit(next(iter(read_demos(cfg, [] if skips(cfg) else None))), observation_space, action_space)
 
 
@@ -129,7 +139,13 @@ def chunks_of(actions: np.ndarray, chunk: range) -> tuple[np.ndarray, np.ndarray
 
 
 class BcActor(Trainer[BcConfig]):
-    """Trains the policy on demonstrations; each rank holds an equal share of their steps."""
+    """Trains the policy on demonstrations; each rank holds an equal share of their steps.
+
+    Attributes:
+        labels: Checksum of what counts as an improvement.
+    """
+
+    labels = 0
 
     def init_worker(self) -> dict[str, float]:
         """Builds policy and optimizer, and reads the demonstrations.
@@ -150,6 +166,8 @@ class BcActor(Trainer[BcConfig]):
             self.log.warning("left out: %s", fault)
         for trajectory in trajectories:
             check_fit(trajectory, observation_space, action_space)
+        if cfg.algorithm.value_model:
+            self._condition(trajectories, observation_space)
         self._keep(trajectories)
         parameters = float(self.backend.parameters_trained)
         self.log.info(
@@ -158,6 +176,28 @@ class BcActor(Trainer[BcConfig]):
         )  # fmt: skip
         facts = {"parameters": parameters, "episodes": float(self.episodes), "transitions": float(self.total)}
         return {**facts, "left_out": float(len(faults or ()))}
+
+    def _condition(self, trajectories: Sequence[Trajectory], observation_space: Any) -> None:
+        """Tells each step of the episodes whether it was an improvement."""
+        labels = label(self.cfg, trajectories, value_model(self.cfg, observation_space), self.device)
+        for trajectory, found in zip(trajectories, labels, strict=True):
+            trajectory[IMPROVEMENT] = found
+        self.labels = zlib.crc32(np.concatenate(labels).tobytes())
+        self.counters = (*self.counters, "labels")
+
+    def load(self, folder: str) -> None:
+        """See `Trainer.load`.
+
+        Raises:
+            ConfigError: What counts as an improvement has changed.
+        """
+        before = self.labels
+        super().load(folder)
+        if self.labels != before:
+            raise ConfigError(
+                f"{KEY} or demos.path: what is there now makes other steps improvements than what {folder} was trained "
+                "on; name what the run began with (a checkpoint in place of a run that goes on)"
+            )
 
     def _keep(self, trajectories: Sequence[Trajectory]) -> None:
         """Lays the episodes out as transitions, this rank's share on its device."""
@@ -185,6 +225,8 @@ class BcActor(Trainer[BcConfig]):
         batch = {"obs": joined([take(each["obs"], slice(-1)) for each in trajectories])}
         actions, beyond = zip(*(chunks_of(each["actions"], self.policy.imitated) for each in trajectories), strict=True)
         batch["actions"], batch["is_pad"] = joined(list(actions)), joined(list(beyond))
+        if IMPROVEMENT in trajectories[0]:
+            batch[IMPROVEMENT] = joined([each[IMPROVEMENT] for each in trajectories])
         if self.value_coef:
             scale, gamma = self.cfg.env.train.reward_scale, self.cfg.algorithm.gamma
             batch["returns"] = joined([scale * returns_to_go(each["rewards"], gamma) for each in trajectories])
@@ -265,6 +307,8 @@ class BcActor(Trainer[BcConfig]):
         batch, indices, count = given
         obs, actions, values = take(batch["obs"], indices), batch["actions"][indices], "returns" in batch
         inputs = {"obs": obs, "actions": actions, "is_pad": batch["is_pad"][indices]}
+        if IMPROVEMENT in batch:
+            inputs[IMPROVEMENT] = batch[IMPROVEMENT][indices]
 
         def work(policy: Policy) -> list[torch.Tensor]:
             out = policy.default_forward(inputs, compute_logprobs=False, compute_values=True) if values else {}

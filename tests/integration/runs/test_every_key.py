@@ -149,6 +149,10 @@ ANOTHER: dict[str, list[list[str]]] = {
             "runner.name=cloned", "actor.model.model_type=td3", "runner.val_check_interval=-1", "algorithm.bc_value_coef=0",
             "actor.training_backend=local",
         ],
+        [
+            "runner.name=told", "actor.model.model_type=conditioned", "actor.model.kwargs.of=mlp",
+            "algorithm.value_model=runs/cloned",
+        ],
     ],
 }  # fmt: skip
 

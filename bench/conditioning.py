@@ -1,0 +1,75 @@
+"""Advantage conditioning beside behaviour cloning, from the same episodes: some demonstrations, and a clone's own attempts.
+
+    python -m bench.conditioning --seeds 3
+
+PushCube-v1. A clone of `--demonstrations` episodes of the scripted expert plays `--episodes` of its own, with the noise that
+it learned, and a critic learns the returns of all of them. From these episodes three policies are cloned in as many updates:
+all alike, those that succeeded only, and all, told which steps were improvements. Success (once in an episode) is measured
+by `rlhpc eval` over 100 episodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.machine import write
+from bench.robot import BC, rlhpc, success, train
+
+CRITIC = ("algorithm.bc_value_coef=0.5", "algorithm.gamma=0.8")
+
+
+def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One seed."""
+    demos, own = folder / "demos.h5", folder / "own.h5"
+    words = (
+        f"runner.seed={seed}", f"runner.max_steps={options.steps}", "runner.save_interval=-1", "workflow.demos_expert=null",
+        "actor.model.log_std_init=-0.5",
+    )  # fmt: skip
+    rlhpc("record", "--expert", "rlhpc.embodied.envs.experts:push_cube", "--config", BC, "--episodes",
+          str(options.demonstrations), "--only-success", "--output", str(demos), f"runner.seed={seed}")  # fmt: skip
+    first = train(folder, BC, "first", f"demos.path={demos}", *words)
+    rlhpc("record", "--run", str(first), "--episodes", str(options.episodes), "--sample", "--output", str(own))
+    all_of_them = f"demos.path=[{demos},{own}]"
+    alike = train(folder, BC, "alike", all_of_them, *words, *CRITIC)
+    good = train(folder, BC, "good", all_of_them, "demos.only_success=true", *words, *CRITIC)
+    told = train(
+        folder, BC, "told", all_of_them, *words, "algorithm.gamma=0.8", f"algorithm.value_model={alike}",
+        "actor.model.model_type=conditioned", "actor.model.kwargs.of=mlp",
+        f"algorithm.improved_fraction={options.improved}", f"algorithm.advantage_steps={options.advantage_steps}",
+    )  # fmt: skip
+    attempts = json.loads(own.with_suffix(".json").read_text())["episodes"]
+    return {
+        "seed": seed, "clone of the demonstrations": success(first),
+        "its own episodes that succeeded": sum(bool(each.get("success")) for each in attempts) / len(attempts),
+        "all alike": success(alike), "successes only": success(good), "conditioned": success(told),
+    }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs all seeds, and writes `results/conditioning.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--demonstrations", type=int, default=10)
+    parser.add_argument("--episodes", type=int, default=200, help="of the clone's own")
+    parser.add_argument("--steps", type=int, default=40, help="training steps, of five passes each")
+    parser.add_argument("--improved", type=float, default=0.3)
+    parser.add_argument("--advantage-steps", type=int, default=10)
+    options = parser.parse_args(argv)
+    rows = []
+    for seed in range(1, options.seeds + 1):
+        with tempfile.TemporaryDirectory() as made:
+            rows.append(measure(Path(made), seed, options))
+            print(rows[-1], flush=True)
+    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0] if name != "seed"}
+    command = f"python -m bench.conditioning --seeds {options.seeds}"
+    print(write("conditioning", command, {"rows": rows, "medians": medians}))
+
+
+if __name__ == "__main__":
+    main()
