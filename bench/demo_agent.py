@@ -6,8 +6,9 @@ Questions are held out of both. Half of the demonstrations answer without a look
 out. Beside it, from the same start and for as many steps: GRPO whose rewards are dealt out anew within each group, and GRPO
 whose searches find nothing.
 
-Prints a line a seed, writes bench/results/demo_agent.json, and fails where the agent did not come 20 points above SFT, 15
-above what can be had without the tool, or where shuffled rewards brought it more than 5.
+Prints a line a seed, writes bench/results/demo_agent.json and a drawing of the training curves beside it, and fails where the
+agent did not come 20 points above SFT, 15 above what can be had without the tool, or where shuffled rewards brought it more
+than 5.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from bench.machine import write
+from bench.machine import RESULTS, write
+from rlhpc.metrics.svg import Line, line_chart, standalone
 
 ROOT = Path(__file__).resolve().parents[1]
 SFT, GRPO = "configs/agents/search_sft.yaml", "configs/agents/search.yaml"
@@ -30,6 +33,8 @@ CONTROLS = {
     "shuffled": ("algorithm.name=bench.shuffled:ShuffledRewards",),
     "no_tool": ("agent.kwargs.closed=true",),
 }
+#: What the drawing calls them.
+NAMES = {"grpo": "GRPO", "shuffled": "shuffled rewards", "no_tool": "no tool"}
 
 
 def rlhpc(*words: str) -> None:
@@ -81,6 +86,24 @@ def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
     return {**row, "seconds": time.perf_counter() - begun}
 
 
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Training curves: the mean of every five steps and over the seeds, and a band from the lowest seed to the highest."""
+    lines = []
+    for color, (kind, name) in enumerate(NAMES.items()):
+        curves = [list(map(statistics.mean, batched(row["curves"][kind], 5))) for row in rows]
+        columns = list(zip(*curves, strict=False))
+        x = [5.0 * (i + 1) for i in range(len(columns))]
+        mean, low, high = ([float(of(column)) for column in columns] for of in (statistics.mean, min, max))
+        lines.append(Line(name, x, mean, low, high, color=color, band=True))
+    chart = line_chart(f"Answered in training, {len(rows)} seeds", "GRPO step", "share of questions", lines)
+    path.write_text(standalone(chart))
+
+
+def batched(values: list[float], size: int) -> list[list[float]]:
+    """Neighbours together, the last ones fewer."""
+    return [values[at : at + size] for at in range(0, len(values), size)]
+
+
 def fell_short(row: dict[str, Any]) -> str:
     """What a seed did not reach; "" if it reached all."""
     grpo, sft = row["grpo"]["accuracy"], row["sft"]["accuracy"]
@@ -106,6 +129,7 @@ def main() -> int:
         rows.append(row)
         told = ", ".join(f"{kind} {row[kind]['accuracy']:.1%}" for kind in ("sft", "grpo", *CONTROLS))
         print(f"seed {seed}: {told} of {row['sft']['n']} held-out questions; {row['seconds']:.0f} s", flush=True)
+    draw(rows, RESULTS / "demo_agent.svg")
     write("demo_agent", f"python -m bench.demo_agent --seeds {args.seeds}", {"rows": rows})
     short = {row["seed"]: why for row in rows if (why := fell_short(row))}
     for seed, why in short.items():
