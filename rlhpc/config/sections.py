@@ -153,8 +153,8 @@ class WeightSyncConfig:
 
     weight_sync: str = "auto"
     """What carries weights from the actor: `auto`, `broadcast`, `shards` (language models: each rank sends what it holds to
-    the ranks that want it, and nobody gathers), as `auto` but always by one road (`host`, `ipc`, `nccl`, `gloo`), a
-    registered name, or `module:Class`."""
+    the ranks that want it, and nobody gathers; through the host, or by NCCL where each has an accelerator of its own), as
+    `auto` but always by one road (`host`, `ipc`, `nccl`, `gloo`), a registered name, or `module:Class`."""
     weight_delta: str = "frozen"
     """What an update leaves out: `frozen` (weights that are not trained travel once a rollout rank), `elements` (also whatever
     has not changed, element by element; costs the actor a copy of the weights), or `off` (nothing)."""

@@ -37,10 +37,44 @@ _LOOK_S = 0.5
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 #: Group and rank.
 Who = tuple[str, int]
+#: A rank of the group, and what goes to it or comes from it: flat, uint8.
+Parcel = tuple[int, torch.Tensor]
 
 
 class GroupLost(ChannelError):
     """The group ended before all had what was sent."""
+
+
+class Presence:
+    """Which of some ranks are still the processes that they were when this was made.
+
+    Args:
+        members: Groups and ranks.
+        me: Which of them this is.
+    """
+
+    def __init__(self, members: tuple[Who, ...], me: Who) -> None:
+        self._members = members
+        self._known = {rank: self._version(rank) for rank, who in enumerate(members) if who != me}
+        #: All but this one.
+        self.others = sorted(self._known)
+
+    def gone(self) -> list[int]:
+        """Those whose process is another, or whose group goes on without them."""
+        left = current().has_left
+        return [rank for rank, was in self._known.items() if self._version(rank) != was or left(*self._members[rank])]
+
+    def name(self, rank: int) -> str:
+        """What a rank is called."""
+        return "{}-{}".format(*self._members[rank])
+
+    def names(self, ranks: Sequence[int]) -> str:
+        """What some are called."""
+        return ", ".join(map(self.name, ranks))
+
+    def _version(self, rank: int) -> int:
+        current().member(*self._members[rank])
+        return current().registry.version(MEMBERS, self.name(rank))
 
 
 class Group:
@@ -56,7 +90,7 @@ class Group:
     def __init__(self, kind: str, members: tuple[Who, ...], me: Who, name: str = "") -> None:
         self.kind, self.members, self.name = kind, members, name or f"weights-{uuid.uuid4().hex}"
         self._rank = members.index(me)
-        self._known = {rank: self._version(rank) for rank in range(len(members)) if rank != self._rank}
+        self._presence = Presence(members, me)
         self._made: Any = None
         self._work: Future[None] | _Works | None = None
         self._peers: Sequence[int] = ()
@@ -71,12 +105,25 @@ class Group:
         """Begins to send a bucket from the first to all, or to take it."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        peers = [0] if self._rank else sorted(self._known)
+        peers = [0] if self._rank else self._presence.others
         self._begin(lambda made: [made.broadcast([flat], options)], [flat], peers)
 
     def confirm(self) -> None:
         """Begins to hear from all that they have what came before: who passes it on may be lost when the first has sent it."""
-        self._begin(lambda made: [made.allreduce([self.memory(1).zero_()])], [], sorted(self._known))
+        self._begin(lambda made: [made.allreduce([self.memory(1).zero_()])], [], self._presence.others)
+
+    def exchange(self, sends: Sequence[Parcel], takes: Sequence[Parcel]) -> None:
+        """Begins to send to some, and to take from others, all at a time."""
+
+        def begin(made: Any) -> list[Any]:
+            if self.kind == "nccl":
+                made._start_coalescing()
+            works = [made.send([flat], rank, 0) for rank, flat in sends]
+            works += [made.recv([flat], rank, 0) for rank, flat in takes]
+            return [made._end_coalescing()] if self.kind == "nccl" else works
+
+        parcels = [*sends, *takes]
+        self._begin(begin, [flat for _, flat in parcels], sorted({rank for rank, _ in parcels}))
 
     def settle(self) -> None:
         """Waits until what was begun is done.
@@ -108,47 +155,33 @@ class Group:
                 made.abort()
         elif work is not None:  # gloo cannot be aborted: what nobody waits for ends when a peer does, or in time
             threading.Thread(target=_outlive, args=(made, work, kept), daemon=True).start()
-        for rank in self._known if tell else ():
-            if not self._gone(rank):
-                in_background(f"over-{self._name(rank)}", lambda rank=rank: self._tell(rank))  # type: ignore[misc]
+        for rank in {*self._presence.others} - {*self._presence.gone()} if tell else ():
+            in_background(f"over-{self._presence.name(rank)}", functools.partial(self._tell, rank))
 
     # -- who is there -----------------------------------------------------------------------------------------------
 
     def _tell(self, rank: int) -> None:
         with contextlib.suppress(RlhpcError):
-            p2p.post(self._name(self._rank), self._key, *self.members[rank])
+            p2p.post(self._presence.name(self._rank), self._key, *self.members[rank])
 
     @property
     def _key(self) -> str:
         return f"over/{self.name}"
-
-    def _name(self, rank: int) -> str:
-        return "{}-{}".format(*self.members[rank])
-
-    def _version(self, rank: int) -> int:
-        current().member(*self.members[rank])
-        return current().registry.version(MEMBERS, self._name(rank))
-
-    def _gone(self, rank: int) -> bool:
-        """Whether a member's process is no longer the one that the group was made with."""
-        context = current()
-        return context.registry.version(MEMBERS, self._name(rank)) != self._known[rank] or context.has_left(
-            *self.members[rank]
-        )
 
     def _look(self) -> None:
         """
         Raises:
             GroupLost: Somebody has gone, or broken off.
         """
-        if gone := [rank for rank in self._known if self._gone(rank)]:
-            raise self._lost(gone, "its process has ended")
+        if gone := self._presence.gone():
+            raise self._lost(gone, "its process has ended", known=True)
         with contextlib.suppress(queue.Empty):
-            raise self._lost([], f"{p2p.poll(self._key)} has given it up")
+            raise self._lost([], f"{p2p.poll(self._key)} has given it up", known=True)
 
-    def _lost(self, ranks: Sequence[int], why: str) -> GroupLost:
-        self.end(tell=True)
-        whom = ", ".join(map(self._name, ranks)) or "others"
+    def _lost(self, ranks: Sequence[int], why: str, *, known: bool = False) -> GroupLost:
+        """Ends it; tells the others, unless they know."""
+        self.end(tell=not known)
+        whom = self._presence.names(ranks) or "others"
         more = ", or one of these," if len(ranks) > 1 else ""
         return GroupLost(f"{current().name} lost {whom}{more} in an update of weights by {self.kind}: {why}")
 
@@ -165,7 +198,7 @@ class Group:
             if now - start > context.wait_deadline:
                 self.end(tell=True)
                 raise DeadlineExceeded(
-                    f"{context.name} waited {context.wait_deadline:.0f} s for {', '.join(map(self._name, ranks))} in an "
+                    f"{context.name} waited {context.wait_deadline:.0f} s for {self._presence.names(ranks)} in an "
                     f"update of weights by {self.kind}"
                 )
             time.sleep(pause)
@@ -190,7 +223,7 @@ class Group:
             store = ServiceStore(context, self.members[0][0], self.name, limit, self.members[0][1])
             # Torch waits for all without looking who is there: it is asked once all are at it.
             store.set(f"at-it-{self._rank}", b"1")
-            self._wait(functools.partial(_not_at_it, store, sorted(self._known)))
+            self._wait(functools.partial(_not_at_it, store, [*self._presence.others]))
             timeout = datetime.timedelta(seconds=limit)
             if self.kind == "nccl":
                 options = dist.ProcessGroupNCCL.Options()

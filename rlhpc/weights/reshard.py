@@ -9,6 +9,9 @@ the engine's loader and drops it.
 Receivers that want the same (ranks of several engines with the same place in theirs) are served by one stream of each
 trainer rank, all streams at the same time. All parts come in one order, and everybody waits for the first that it lacks
 alone: so nobody waits for somebody who waits for him.
+
+Where each computes on an accelerator of its own, what is not kept for those who come later goes over a process group of them
+all (`together`); the streams carry what is, each first version, and whatever the group could not.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import uuid
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -27,20 +32,22 @@ from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import RlhpcError
+from rlhpc.weights.group import Who
 from rlhpc.weights.proof import Proof
 from rlhpc.weights.publish import PART_BYTES
-from rlhpc.weights.roads import SEVERAL
-from rlhpc.weights.routes import Held, Piece, Routes, route
+from rlhpc.weights.roads import AUTO, GLOO, HOST, NCCL, SEVERAL, End, Receiving, choose, said
+from rlhpc.weights.rounds import Line
+from rlhpc.weights.routes import Held, Piece, Routes
 from rlhpc.weights.strategy import NamedTensors, NamedUpdates, Update
+from rlhpc.weights.tables import Header, Tables, Wanted
+from rlhpc.weights.together import Together, give, take
 from rlhpc.weights.transport import WeightReceiver, WeightSender
 
 if TYPE_CHECKING:
     from rlhpc.runtime.worker import Worker
 
-#: Engine tensor → the boxes that a rank wants of it; None: all of everything.
-Wanted = Mapping[str, Sequence[Box]] | None
-#: A receiving rank.
-Who = tuple[str, int]
+log = logging.getLogger(__name__)
+
 _WANTS = "wants"
 #: The smallest part that a stream is cut into.
 _LEAST_PART = 8 << 20
@@ -69,7 +76,9 @@ class Shard:
     @property
     def entry(self) -> Held:
         """What others need to know of it."""
-        return Held(self.name, self.shape, self.dtype.itemsize, self.box, self.frozen)
+
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Held(self.name, self.shape, self.dtype.itemsize, self.box, self.frozen, dtype)
 
 
 @runtime_checkable
@@ -88,50 +97,21 @@ class SendsShards(Protocol):
         """Says what this rank of an engine wants, once, before the first version comes."""
 
 
-@dataclass(frozen=True)
-class _Tables:
-    """What routes follow from.
+@dataclass
+class _Stream:
+    """What this rank of a trainer sends to those who want the same.
 
     Attributes:
-        held: What each rank of the trainer has.
-        wanted: Different tables of what is wanted.
-        of: Which of them each receiver's is.
-        delta: `rollout.weight_delta`.
+        sender: Sends it.
+        pieces: All that goes to them.
+        kept: What of that is kept for those who come later.
+        still: Labels of what never changes and has been sent.
     """
 
-    held: list[list[Held]]
-    wanted: list[Wanted]
-    of: Mapping[Who, int]
-    delta: str
-
-    def routes(self) -> list[Routes]:
-        """Those to each table's receivers; a rank that has much to send to some has less for the next."""
-        found, load = list[Routes](), dict[int, int]()
-        for table in self.wanted:
-            found.append(route(self.held, table, load))
-            for rank, nbytes in found[-1].sent().items():
-                load[rank] = load.get(rank, 0) + nbytes
-        return found
-
-    def in_order(self, routes: Routes) -> list[Piece]:
-        """Pieces as receivers get them: what is kept for those who come later comes last."""
-        kept = (lambda name: True) if self.delta == "elements" else routes.frozen.__contains__
-        if self.delta == "off":
-            return list(routes.pieces)
-        return sorted(routes.pieces, key=lambda piece: kept(piece.name))
-
-
-@dataclass(frozen=True)
-class _Header:
-    """What comes before a version.
-
-    Attributes:
-        version: Of the weights.
-        tables: New ones; None if the last ones still hold.
-    """
-
-    version: int
-    tables: _Tables | None
+    sender: WeightSender
+    pieces: list[Piece]
+    kept: list[Piece]
+    still: set[str] = field(default_factory=set)
 
 
 class ShardSync:
@@ -143,7 +123,13 @@ class ShardSync:
         receivers: Groups and ranks that receive.
         delta: `rollout.weight_delta`.
         whole: Not needed: a version always comes complete.
+
+    Attributes:
+        road: What `roads.choose` is asked for.
+        sent: Bytes of weights that this rank sent, or passed on over a group, in the last version.
     """
+
+    road = AUTO
 
     def __init__(
         self,
@@ -154,38 +140,39 @@ class ShardSync:
         whole: bool = False,
     ) -> None:
         self._worker, self._src, self._delta = worker, (src[0], src[1]), delta
-        self._receivers = receivers
-        self._senders: list[tuple[WeightSender, list[tuple[Piece, int]]]] = []
-        self._tables: _Tables | None = None
+        self._me, self._receivers = (worker.group_name, worker.rank), receivers
+        self._tables: Tables | None = None
+        self._together: Together | None = None
+        self.sent = 0
+        # of a trainer's rank
+        self._streams: list[_Stream] = []
+        self._holding: dict[str, int] = {}
+        self._lines: list[Line] = []
+        # of an engine's rank
         self._sources: dict[int, WeightReceiver] = {}
         self._order: list[Piece] = []
-        self._shapes: Mapping[str, tuple[int, ...]] = {}
+        self._kept: list[Piece] = []
+        self._moving: list[Piece] = []
+        self._routes = Routes((), {})
         self._told = False
         self._wanted: Wanted = None
-        #: What never changes and has been sent.
-        self._still: set[tuple[int, str]] = set()
-        #: Bytes of weights that this rank sent in the last version.
-        self.sent = 0
 
     # -- the trainer's ranks --------------------------------------------------------------------------------------------
 
     def send_shards(self, version: int, shards: Sequence[Shard]) -> None:
         """See `SendsShards.send_shards`."""
-        tables = None
-        if self._tables is None:
-            tables = self._tables = self._agreed(shards)
-        if self._worker.rank == self._src[1]:
-            group, rank = self._src
-            p2p.begin_broadcast(_Header(version, tables), group, rank, self._receivers)()
-        self.sent = sum(
-            piece.nbytes
-            for sender, pieces in self._senders
-            for piece, _ in pieces
-            if (id(sender), piece.label) not in self._still
-        )
+        if new := self._tables is None:
+            self._tables = self._agreed(shards)
+        if self._me == self._src:
+            p2p.begin_broadcast(Header(version, self._tables if new else None), *self._src, self._receivers)()
+        self.sent = 0
+        went = not new and self._goes_over_group(version, shards)
+        streams = [(stream, stream.kept if went else stream.pieces) for stream in self._streams]
+        self.sent += sum(p.nbytes for stream, pieces in streams for p in pieces if p.label not in stream.still)
         works = [
             in_background(f"shards-{number}", functools.partial(self._send, *stream, version, shards))
-            for number, stream in enumerate(self._senders)
+            for number, stream in enumerate(streams)
+            if stream[1]
         ]
         failed = None
         for work in works:
@@ -196,48 +183,51 @@ class ShardSync:
         if failed is not None:
             raise failed
 
-    def _send(
-        self, sender: WeightSender, pieces: list[tuple[Piece, int]], version: int, shards: Sequence[Shard]
-    ) -> None:
+    def _goes_over_group(self, version: int, shards: Sequence[Shard]) -> bool:
+        """Sends what is not kept over a group; says whether all have got it."""
+        if self._together is None:
+            return False
+        me, values = self._worker.rank, functools.partial(self._value, shards)
+        for _ in self._together.run(version, lambda group: give(group, self._lines, me, values, version)):
+            pass
+        mine = (piece for line in self._lines for load in line.loads for piece, _ in load.of(me))
+        self.sent += sum(piece.nbytes for piece in mine) if self._together.went else 0
+        return self._together.went
+
+    def _send(self, stream: _Stream, pieces: list[Piece], version: int, shards: Sequence[Shard]) -> None:
         """Sends a stream's part of a version."""
-        frozen = {piece.label for piece, number in pieces if shards[number].frozen}
-        sender.send(version, self._values(sender, pieces, shards), frozen=frozen)
+        frozen = {piece.label for piece in pieces if shards[self._holding[piece.label]].frozen}
+        left = (piece for piece in pieces if piece.label not in stream.still)
+        stream.sender.send(version, ((piece.label, self._value(shards, piece)) for piece in left), frozen=frozen)
         if self._delta != "off":
-            self._still |= {(id(sender), label) for label in frozen}
+            stream.still |= frozen
 
-    def _values(
-        self, sender: WeightSender, pieces: Iterable[tuple[Piece, int]], shards: Sequence[Shard]
-    ) -> NamedTensors:
-        for piece, number in pieces:
-            if (id(sender), piece.label) in self._still:
-                continue
-            shard = shards[number]
-            values = cut(shard.values(), piece.box.within(shard.box)).detach()
-            yield piece.label, values.to(shard.dtype) if values.is_floating_point() else values
+    def _value(self, shards: Sequence[Shard], piece: Piece) -> torch.Tensor:
+        """A piece, as it is sent."""
+        shard = shards[self._holding[piece.label]]
+        values = cut(shard.values(), piece.box.within(shard.box)).detach()
+        return values.to(shard.dtype) if values.is_floating_point() else values
 
-    def _agreed(self, shards: Sequence[Shard]) -> _Tables:
+    def _agreed(self, shards: Sequence[Shard]) -> Tables:
         """Has the trainer's ranks agree on who sends what; only the first hears what is wanted."""
         worker, first = self._worker, self._src[1]
-        held = worker.all_gather_object([shard.entry for shard in shards])
-        made = self._heard(held) if worker.rank == first else None
+        said = worker.all_gather_object(([shard.entry for shard in shards], End.of(current(), self._me)))
+        made = self._heard(*zip(*said, strict=True)) if worker.rank == first else None
         ranks = [(worker.group_name, list(range(worker.world_size)))]
-        tables: _Tables = worker.broadcast(made, ranks, (self._src[0], first))
-        mine: list[list[tuple[Piece, int]]] = []
-        for routes in tables.routes():
-            mine.append([(p, _holding(shards, p)) for p in routes.pieces if p.source == worker.rank])
-        part = max(_LEAST_PART, PART_BYTES // worker.world_size)
-        to = [_by_group([who for who, of in tables.of.items() if of == number]) for number in range(len(mine))]
-        self._senders = [
-            (
-                WeightSender(worker, to[number], self._delta, part, SEVERAL),
-                pieces,
-            )
-            for number, pieces in enumerate(mine)
-            if pieces
-        ]
+        tables: Tables = worker.broadcast(made, ranks, (self._src[0], first))
+        part, to = max(_LEAST_PART, PART_BYTES // worker.world_size), len(tables.wanted)
+        self._streams, self._holding, routes = [], {}, tables.routes()
+        for number in range(to):
+            mine = [piece for piece in routes[number].pieces if piece.source == worker.rank]
+            self._holding |= {piece.label: _holding(shards, piece) for piece in mine}
+            receivers = _by_group([who for who, of in tables.of.items() if of == number])
+            sender = WeightSender(worker, receivers, self._delta, part, SEVERAL)
+            self._streams.append(_Stream(sender, mine, [p for p in mine if tables.keeps(routes[number], p)]))
+        self._together = tables.together(self._src[0], self._me)
+        self._lines = [tables.line(number, routes[number], _load()) for number in range(to if self._together else 0)]
         return tables
 
-    def _heard(self, held: list[list[Held]]) -> _Tables:
+    def _heard(self, held: Sequence[list[Held]], ends: Sequence[End]) -> Tables:
         """What receivers have said that they want, and which of them are served together."""
         context = current()
         known: dict[Who, tuple[str, Wanted]] = _known(self._worker)
@@ -251,7 +241,11 @@ class ShardSync:
                 if table not in wanted:
                     wanted.append(table)
                 of[group, rank] = wanted.index(table)
-        return _Tables(held, wanted, of, self._delta)
+        road, why = choose(ends[0], [*ends[1:], *(said(context, who) for who in of)], self.road)
+        if road not in (NCCL, GLOO) or self._delta == "elements":  # of which all is kept
+            road = HOST
+        log.info("shards take the road %s: %s", road, why)
+        return Tables([*held], wanted, of, self._delta, road, uuid.uuid4().hex)
 
     # -- an engine's ranks ----------------------------------------------------------------------------------------------
 
@@ -261,52 +255,83 @@ class ShardSync:
         self._told, self._wanted = True, wanted
         table = None if wanted is None else {name: tuple(boxes) for name, boxes in wanted.items()}
         group, rank = self._src
+        Receiving(self._me, self.road).tell()
         p2p.send((me["incarnation"], table), self._worker.group_name, self._worker.rank, group, rank, tag=_WANTS)
 
     def receive(self) -> Update:
         """Waits for the next version (`WeightSync.receive`). Each tensor comes in full shape, and only what this rank wants of
         it has been written."""
-        header: _Header = p2p.follow_broadcast(self._src, lambda: None)
+        header: Header = p2p.follow_broadcast(self._src, lambda: None)
         if header.tables is not None:
             self._route(header.tables)
-        updates = {rank: self._sources[rank].receive() for rank in sorted({piece.source for piece in self._order})}
-        other = {update.version for update in updates.values()} - {header.version}
-        if other:
-            raise RlhpcError(f"parts of version {header.version} of the weights came with parts of {sorted(other)}")
-        proofs = {rank: Proof(update, f"{self._src[0]}-{rank}") for rank, update in updates.items()}
-        return Update(header.version, True, self._put_together(proofs), proven=True)
+        return Update(header.version, True, self._arriving(header.version, header.tables is not None), proven=True)
 
-    def _route(self, tables: _Tables) -> None:
-        routes = tables.routes()[tables.of[self._worker.group_name, self._worker.rank]]
-        self._order, self._shapes = tables.in_order(routes), routes.shapes
+    def _route(self, tables: Tables) -> None:
+        number = tables.of[self._me]
+        self._routes = routes = tables.routes()[number]
+        self._order = tables.in_order(routes)
+        self._kept = [piece for piece in self._order if tables.keeps(routes, piece)]
+        self._moving = self._order[: len(self._order) - len(self._kept)]
         for rank in {piece.source for piece in self._order}:
             if rank not in self._sources:
                 self._sources[rank] = WeightReceiver(self._worker, (self._src[0], rank), whole=True, road=SEVERAL)
+        if self._together is not None:
+            self._together.end()
+        self._together = tables.together(self._src[0], self._me)
+        self._lines = [tables.line(number, routes, _load())] if self._together else []
 
-    def _put_together(self, proofs: Mapping[int, Proof]) -> NamedUpdates:
+    def _arriving(self, version: int, new: bool) -> NamedUpdates:
         """Whole tensors, each as soon as it has all its parts."""
+        given = set[str]()
+        if together := None if new else self._together:
+            line, dtypes = self._lines[0], self._routes.dtypes
+            rounds = functools.partial(take, line=line, me=together.rank, dtypes=dtypes, version=version)
+            for name, tensor in self._put_together(self._moving, together.run(version, rounds)):
+                given.add(name)
+                yield name, tensor
+        went = together is not None and together.went
+        last = together is None or self._lines[0].ranks[-1] == together.rank
+        self.sent = sum(piece.nbytes for piece in self._moving) if went and not last else 0
+        order = self._kept if went else self._order
+        for name, tensor in self._put_together(order, self._streamed(version, order)):
+            if name not in given:
+                yield name, tensor
+
+    def _streamed(self, version: int, order: Sequence[Piece]) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Pieces, from the streams of those who hold them."""
+        updates = {rank: self._sources[rank].receive() for rank in sorted({piece.source for piece in order})}
+        other = {update.version for update in updates.values()} - {version}
+        if other:
+            raise RlhpcError(f"parts of version {version} of the weights came with parts of {sorted(other)}")
+        proofs = {rank: Proof(update, f"{self._src[0]}-{rank}") for rank, update in updates.items()}
         streams = {rank: proof.whole() for rank, proof in proofs.items()}
-        missing = collections.Counter(piece.name for piece in self._order)
-        whole, early = dict[str, torch.Tensor](), {rank: dict(itertools.islice(s, 1)) for rank, s in streams.items()}
-        for piece in self._order:
-            name, box = piece.name, piece.box
-            values = _next(streams[piece.source], early[piece.source], piece)
-            missing[name] -= 1
-            if box.sizes == self._shapes[name]:
-                yield name, values
-            else:
-                if name not in whole:
-                    # Pages of it that are not written to are not there.
-                    whole[name] = torch.empty(self._shapes[name], dtype=values.dtype, device=values.device)
-                cut(whole[name], box).copy_(values)
-                if not missing[name]:
-                    yield name, whole.pop(name)
-            del values
+        early = {rank: dict(itertools.islice(stream, 1)) for rank, stream in streams.items()}
+        for piece in order:
+            yield piece, _next(streams[piece.source], early[piece.source], piece)
         for rank, stream in streams.items():
             for label, _ in stream:
                 raise RlhpcError(f"{label} of the weights came from rank {rank}, and is not wanted")
         for proof in proofs.values():
             proof.check()
+
+    def _put_together(
+        self, order: Sequence[Piece], pieces: Iterator[tuple[Piece, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors, each as soon as it has all its pieces."""
+        missing, shapes = collections.Counter(piece.name for piece in order), self._routes.shapes
+        whole = dict[str, torch.Tensor]()
+        for (name, box, *_), values in pieces:
+            missing[name] -= 1
+            if box.sizes == shapes[name]:
+                yield name, values
+                continue
+            if name not in whole:
+                # Pages of it that are not written to are not there.
+                whole[name] = torch.empty(shapes[name], dtype=values.dtype, device=values.device)
+            cut(whole[name], box).copy_(values)
+            del values
+            if not missing[name]:
+                yield name, whole.pop(name)
 
     # -- both -----------------------------------------------------------------------------------------------------------
 
@@ -317,9 +342,10 @@ class ShardSync:
     def forget(self) -> None:
         """Makes the next version a complete one (`WeightSync.forget`), by new routes: receivers may be others."""
         self._tables = None
-        self._still.clear()
-        for sender, _ in self._senders:
-            sender.forget()
+        if self._together is not None:
+            self._together.end()
+        for stream in self._streams:
+            stream.sender.forget()
         for receiver in self._sources.values():
             receiver.forget()
         if self._told:
@@ -334,6 +360,11 @@ def _next(stream: Iterator[tuple[str, torch.Tensor]], early: dict[str, torch.Ten
             raise RlhpcError(f"{piece.label} of the weights did not come from rank {piece.source} of the trainer")
         early[found[0]] = found[1]
     return early.pop(piece.label)
+
+
+def _load() -> int:
+    """Bytes that go at a time over a group to those who want the same, from all ranks of the trainer."""
+    return max(_LEAST_PART, PART_BYTES // 4)
 
 
 def _holding(shards: Sequence[Shard], piece: Piece) -> int:

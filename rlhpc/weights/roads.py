@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AUTO, HOST, IPC, NCCL, GLOO = "auto", "host", "ipc", "nccl", "gloo"
-#: As `AUTO`, for who has several streams: a rank's NCCL groups must not wait for each other.
+#: As `AUTO`, for one of several streams: a rank's NCCL groups must not wait for each other.
 SEVERAL = "several"
 
 
@@ -174,7 +174,7 @@ class Sending:
         self._receivers, self._begun = tuple(receivers), begun
         if self._wanted == HOST or (own() is None and self._wanted in (AUTO, SEVERAL)):
             return
-        me, ends = End.of(context, self._me), [_said(context, who) for who in self._receivers]
+        me, ends = End.of(context, self._me), [said(context, who) for who in self._receivers]
         road, why = choose(me, ends, self._wanted)
         if (road, why) != (self.road, self._why):
             log.info("weights of %s-%d take the road %s: %s", *self._me, road, why)
@@ -208,7 +208,7 @@ class Sending:
         return bucket
 
     def depart(self) -> None:
-        """Sends the bucket, of which all have been told."""
+        """Sends the bucket, once all have been told of it: they meet there."""
         if self._sent is not None and self._group is not None and self._waits:
             self._waits = False
             with self._or_lost():
@@ -272,7 +272,7 @@ class Receiving:
             self.refuse(cargo)
             raise GroupLost(f"{_named(self._me)} has left the group {cargo.group}")
         if self._group is None or self._group.name != cargo.group:
-            self.forget()
+            self._leave()
             self._group = Group(cargo.kind, cargo.members, self._me, cargo.group)
         flat = self._group.memory(cargo.size)
         try:
@@ -292,13 +292,16 @@ class Receiving:
 
     def forget(self) -> None:
         """Ends the group. Who is in the middle of a version breaks it off."""
+        self._leave(tell=True)
+
+    def _leave(self, *, tell: bool = False) -> None:
         group, self._group = self._group, None
         if group is not None:
             self._ended = group.name
-            group.end(tell=True)
+            group.end(tell=tell)
 
 
-def _said(context: Context, who: Who) -> End | None:
+def said(context: Context, who: Who) -> End | None:
     """What a receiver has said, unless it has been started again since."""
     record = context.registry.get(WEIGHTS, _named(who))
     if record is None or record["incarnation"] != context.member(*who)["incarnation"]:

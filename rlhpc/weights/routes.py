@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rlhpc.checkpoint.boxes import Box, uncovered, whole
@@ -28,6 +28,7 @@ class Held(NamedTuple):
         itemsize: Bytes of an element, as it is sent.
         box: The part.
         frozen: Whether it never changes.
+        dtype: As it is sent, without "torch.".
     """
 
     name: str
@@ -35,6 +36,7 @@ class Held(NamedTuple):
     itemsize: int
     box: Box
     frozen: bool = False
+    dtype: str = ""
 
 
 class Piece(NamedTuple):
@@ -66,11 +68,13 @@ class Routes:
         pieces: In the order in which they are sent: layer by layer.
         shapes: Of the whole tensors.
         frozen: Tensors that never change.
+        dtypes: Of the tensors, as they are sent.
     """
 
     pieces: tuple[Piece, ...]
     shapes: Mapping[str, tuple[int, ...]]
     frozen: frozenset[str] = frozenset()
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def sent(self) -> dict[int, int]:
         """Bytes that each rank sends in a complete update."""
@@ -97,12 +101,13 @@ def route(
     """
     holders = dict[str, list[tuple[int, Box]]]()
     shapes, sizes, frozen = dict[str, tuple[int, ...]](), dict[str, int](), set[str]()
+    dtypes = dict[str, str]()
     for rank, entries in enumerate(held):
-        for name, shape, itemsize, box, still in entries:
+        for name, shape, itemsize, box, still, dtype in entries:
             holders.setdefault(name, []).append((rank, box))
             if shapes.setdefault(name, shape) != shape:
                 raise RlhpcError(f"ranks of the trainer have {name} of shape {shapes[name]} and of {shape}")
-            sizes[name] = itemsize
+            sizes[name], dtypes[name] = itemsize, dtype
             if still:
                 frozen.add(name)
     atoms = _atoms(shapes, wanted)
@@ -117,7 +122,8 @@ def route(
             for part in _rows(atom, max(1, rows)) if _many(holders[name], atom) else [atom]:
                 found = _from(name, part, holders[name], sizes[name], loads)
                 pieces += found
-    return Routes(tuple(_joined(pieces, sizes)), {name: shapes[name] for name in atoms}, frozenset(frozen))
+    shapes = {name: shapes[name] for name in atoms}
+    return Routes(tuple(_joined(pieces, sizes)), shapes, frozenset(frozen), dtypes)
 
 
 def _atoms(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Sequence[Box]] | None) -> dict[str, list[Box]]:

@@ -115,7 +115,8 @@ class WeightSender:
                 message = (announcement, tuple(context.service.origin), places if announcement.number == 0 else None)
                 announced, loose = loose, None
                 reach_all = p2p.begin_broadcast(message, *self._src, self._receivers, segment=announced)
-                self.roads.depart()
+                if part is not None and part.cargo is not None:
+                    self.roads.depart()
             if reach_all is not None:
                 waited, reach_all = reach_all, None
                 waited()

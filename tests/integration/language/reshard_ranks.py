@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from rlhpc import Worker
 from rlhpc.checkpoint.boxes import Box, cut
 from rlhpc.training.regions import boxes
-from rlhpc.weights import make_sync, reshard, transport
+from rlhpc.weights import make_sync, reshard, together, transport
 from rlhpc.weights.reshard import Shard as Part
 from rlhpc.weights.reshard import ShardSync
+from rlhpc.weights.roads import GLOO
 from rlhpc.weights.window import Window
 
 EXPERTS = 4
@@ -81,9 +84,20 @@ class Begun(Window):
         self._begun = set(range(len(readers)))
 
 
-def small_parts() -> None:
-    reshard.PART_BYTES = reshard._LEAST_PART = PART
+def small_parts(part: int = PART) -> None:
+    reshard.PART_BYTES = reshard._LEAST_PART = part
     transport.Window = Begun  # type: ignore[misc]
+
+
+class ByGroup(ShardSync):
+    """Over a process group, as between accelerators, and in many loads."""
+
+    road = GLOO
+
+    def __init__(self, *args: Any) -> None:  # what `make_sync` gives
+        super().__init__(*args)
+        small_parts(64 << 10)
+        together.READY_S = 60.0
 
 
 class Resident:
@@ -108,13 +122,13 @@ class Resident:
 class Trainer(Worker):
     """Holds its shards of tensors that the whole group could make, and sends them."""
 
-    def open(self, layout: str, delta: str, experts: bool) -> None:
+    def open(self, layout: str, delta: str, experts: bool, sync: str) -> None:
         self.init_process_group()
         sizes, self.rows, self.columns = LAYOUTS[layout]
         self.mesh = init_device_mesh("cpu", sizes)
         self.line = init_device_mesh("cpu", (self.world_size,))
         self.experts = experts
-        self.sync = make_sync("shards", self, (self.group_name, 0), RECEIVERS, delta)
+        self.sync = make_sync(sync, self, (self.group_name, 0), RECEIVERS, delta)
 
     def _shards(self, version: int) -> Iterator[Part]:
         fused = dict[str, DTensor]()
@@ -148,15 +162,15 @@ class Trainer(Worker):
     def forget(self) -> None:
         self.sync.forget()
 
-    def open_large(self) -> None:
-        small_parts()
+    def open_large(self, sync: str) -> None:
         self.init_process_group()
         line = init_device_mesh("cpu", (self.world_size,))
         self.large = {
             name: distribute_tensor(torch.ones(shape), line, [Shard(0)], src_data_rank=None)
             for name, shape in LARGE.items()
         }
-        self.sync = make_sync("shards", self, (self.group_name, 0), RECEIVERS[:1], "off")
+        self.sync = make_sync(sync, self, (self.group_name, 0), RECEIVERS[:1], "off")
+        small_parts()
 
     def send_large(self, version: int) -> int:
         """The most memory that it took."""
@@ -174,15 +188,15 @@ class Trainer(Worker):
 class Engine(Worker):
     """One rank of an engine of two."""
 
-    def open(self, everything: bool = False) -> None:
+    def open(self, everything: bool = False, sync: str = "shards") -> None:
         self.wanted = None if everything else wanted(self.rank)
-        self.sync = make_sync("shards", self, ("trainer", 0), RECEIVERS, whole=True)
+        self.sync = make_sync(sync, self, ("trainer", 0), RECEIVERS, whole=True)
         assert isinstance(self.sync, ShardSync)
         self.sync.want(self.wanted)
 
-    def open_large(self) -> None:
+    def open_large(self, sync: str) -> None:
+        self.sync = make_sync(sync, self, ("trainer", 0), RECEIVERS[:1], whole=True)
         small_parts()
-        self.sync = make_sync("shards", self, ("trainer", 0), RECEIVERS[:1], whole=True)
         assert isinstance(self.sync, ShardSync)
         self.sync.want({name: (Box((512 * self.rank, 0), (512, columns)),) for name, (_, columns) in LARGE.items()})
 
@@ -194,8 +208,14 @@ class Engine(Worker):
             total += float(tensor[512 * self.rank : 512 * self.rank + 512].sum(dtype=torch.float64))
         return memory.peak(), total
 
-    def take(self) -> tuple[int, list[str], list[str]]:
-        """The version, names in the order in which they came, and those that are not as they were sent."""
+    def die(self) -> None:
+        """Begins with a version, and ends in the middle of it."""
+        for number, _ in enumerate(self.sync.receive().tensors):
+            if number == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def take(self) -> tuple[int, list[str], list[str], int]:
+        """The version, names in the order in which they came, those that are not as they were sent, and bytes passed on."""
         update = self.sync.receive()
         names, wrong = [], []
         for name, tensor in update.tensors:
@@ -206,4 +226,5 @@ class Engine(Worker):
             ):
                 if not torch.equal(cut(tensor, box), cut(expected, box)):
                     wrong.append(name)
-        return update.version, names, wrong
+        assert isinstance(self.sync, ShardSync)
+        return update.version, names, wrong, self.sync.sent

@@ -3,6 +3,7 @@ share, and what never changes is sent once."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from reshard_ranks import FROZEN, LARGE, PART, SHAPES, Engine, Trainer, wanted
 
 from rlhpc import Cluster, NodePlacementStrategy, Session, WorkerGroup
+from rlhpc.checkpoint.boxes import whole
 
 Groups = dict[str, WorkerGroup]
 
@@ -38,52 +40,73 @@ def wait_all(*handles: object) -> list[list[object]]:
     return [handle.wait(120) for handle in handles]  # type: ignore[attr-defined]
 
 
+GROUP = "reshard_ranks:ByGroup"
+
+
+def passed_on(everything: bool, delta: str) -> list[int]:
+    """Bytes that each rank of the engines sends over a group, to the next one that wants the same."""
+    if everything:
+        return [sum(4 * math.prod(shape) for shape in SHAPES.values())] * 3 + [0]
+    trained = [{n: b for n, b in wanted(rank).items() if delta == "off" or not FROZEN.match(n)} for rank in (0, 1)]
+    return [*(sum(4 * box.numel for boxes in named.values() for box in boxes) for named in trained), 0, 0]
+
+
 @pytest.mark.parametrize(
-    ("layout", "delta", "experts", "everything"),
+    ("layout", "delta", "experts", "everything", "sync"),
     [
-        ("4", "off", False, False),
-        ("2x2", "frozen", True, False),
-        ("copies", "elements", False, False),
-        ("whole", "frozen", False, True),  # engines that do not say what they want get all of it
+        ("4", "off", False, False, "shards"),
+        ("2x2", "frozen", True, False, "shards"),
+        ("copies", "elements", False, False, "shards"),
+        ("2x2", "frozen", True, False, GROUP),
+        ("copies", "off", False, False, GROUP),
+        ("4", "off", False, True, GROUP),  # engines that do not say what they want get all of it
+        ("whole", "frozen", False, True, "shards"),
     ],
 )
-def test_each_box_arrives_bit_for_bit(groups: Groups, layout: str, delta: str, experts: bool, everything: bool) -> None:
+def test_each_box_arrives_bit_for_bit(
+    groups: Groups, layout: str, delta: str, experts: bool, everything: bool, sync: str
+) -> None:
     trainer, near, far = groups["trainer"], groups["near"], groups["far"]
-    if everything:  # they have said otherwise, and a rank says so once
+    if everything and sync == GROUP:  # they have said otherwise, and a rank says so once
         for group in (near, far):
             group.shutdown()
             group.relaunch().wait_ready()
-    wait_all(trainer.open(layout, delta, experts), near.open(everything), far.open(everything))
-    parts = [(name, box) for rank in (0, 1) for name, boxes in wanted(rank).items() for box in boxes]
+    wait_all(trainer.open(layout, delta, experts, sync), near.open(everything, sync), far.open(everything, sync))
+    each = [{name: (whole(shape),) for name, shape in SHAPES.items()}] if everything else [wanted(0), wanted(1)]
+    parts = [(name, box) for want in each for name, boxes in want.items() for box in boxes]
     total = sum(4 * box.numel for _, box in parts)
     fixed = sum(4 * box.numel for name, box in parts if FROZEN.match(name))
     for version in range(5):
         if version == 3:  # an engine that is started anew; the trainer is told that it may be another
             far.shutdown()
             far.relaunch().wait_ready()
-            wait_all(far.open(everything))
+            wait_all(far.open(everything, sync))
             wait_all(trainer.forget())
         sent, *taken = wait_all(trainer.send(version), near.take(), far.take())
-        for rank, (came, names, wrong) in enumerate([found for group in taken for found in group]):  # type: ignore[misc]
+        passed = []
+        for rank, (came, names, wrong, nbytes) in enumerate([found for group in taken for found in group]):  # type: ignore[misc]
             assert came == version and not wrong
+            passed.append(nbytes)
             assert sorted(names) == sorted(SHAPES if everything else wanted(rank % 2))
             if delta == "off":
                 layers = [name.split(".")[1] for name in names if name.startswith("layers")]
                 assert layers == sorted(layers, key=int), "an engine's loader wants a layer at a time"
-        if not everything:
-            news = total - (fixed if delta != "off" and version not in (0, 3) else 0)
-            if delta == "elements":
-                continue  # what changes is found out when it is written
-            assert sum(sent) == news  # type: ignore[arg-type]
-            assert max(sent) <= 1.1 * news / len(sent), sent  # type: ignore[operator,type-var]
+        news = total - (fixed if delta != "off" and version not in (0, 3) else 0)
+        if delta == "elements":
+            continue  # what changes is found out when it is written
+        assert sum(sent) == news  # type: ignore[arg-type]
+        assert max(sent) <= 1.1 * news / len(sent), sent  # type: ignore[operator,type-var]
+        over_group = sync == GROUP and version not in (0, 3)
+        assert passed == (passed_on(everything, delta) if over_group else [0] * 4)
 
 
-def test_nobody_holds_more_than_a_layer_beside_its_share(groups: Groups) -> None:
+@pytest.mark.parametrize("sync", ["shards", GROUP])
+def test_nobody_holds_more_than_a_layer_beside_its_share(groups: Groups, sync: str) -> None:
     """Of 192 MB, each rank of a trainer has 48, and each rank of an engine wants 96."""
     trainer, engine = groups["trainer"], groups["near"]
     engine.shutdown()
     engine.relaunch().wait_ready()
-    wait_all(trainer.open_large(), engine.open_large())
+    wait_all(trainer.open_large(sync), engine.open_large(sync))
     layer = 8 << 20
     for version in range(3):
         gave, took = wait_all(trainer.send_large(version), engine.take_large())
@@ -92,3 +115,24 @@ def test_nobody_holds_more_than_a_layer_beside_its_share(groups: Groups) -> None
             assert max(gave) < 3 * PART + layer  # type: ignore[operator,type-var]
             assert max(peak for peak, _ in took) < 4 * 3 * PART + layer  # type: ignore[misc]
     assert sum(rows * columns * 4 for rows, columns in LARGE.values()) == 192 << 20
+
+
+def test_who_is_lost_in_the_middle_costs_the_others_nothing(groups: Groups) -> None:
+    """The last test of these groups: one rank is not started again."""
+    trainer, near, far = groups["trainer"], groups["near"], groups["far"]
+    session = Session.running()
+    assert session is not None
+    for group in (near, far):
+        group.shutdown()
+        group.relaunch().wait_ready()
+    wait_all(trainer.open("4", "off", False, GROUP), near.open(False, GROUP), far.open(False, GROUP))
+    session.failures.elastic = {"near": 1}
+    for version in range(4):
+        handles = [trainer.send(version), far.take(), near.execute_on(0).take()]
+        if version < 3:
+            handles.append(near.execute_on(1).take() if version < 2 else near.execute_on(1).die())
+        _, *taken = wait_all(*handles)
+        found = [result for group in taken[: 2 + (version < 2)] for result in group]
+        assert [(came, wrong) for came, _, wrong, _ in found] == [(version, [])] * (3 + (version < 2))  # type: ignore[misc]
+        assert any(nbytes for *_, nbytes in found) == (version == 1), "else it goes through the host"  # type: ignore[misc]
+    session.failures.elastic = {}

@@ -1,0 +1,250 @@
+"""Shards over a process group of all who send them and all who take them in (`rounds`).
+
+The first rank of the trainer asks who is at it. Only where all are, a version goes over the group: its ranks wait for each
+other, and a receiver may be busy with something that waits for the trainer. When the rounds are through, or somebody is lost,
+each says what it has got; the first says to all whether that was everything, or the version goes by another road.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from rlhpc.runtime.comm import p2p
+from rlhpc.runtime.context import current
+from rlhpc.runtime.errors import DeadlineExceeded
+from rlhpc.weights.cost import COST
+from rlhpc.weights.group import Group, GroupLost, Presence, Who
+from rlhpc.weights.proof import WeightsDiffer
+from rlhpc.weights.receipt import digests
+from rlhpc.weights.rounds import DIGEST, Line, Load
+from rlhpc.weights.routes import Piece
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+#: How long receivers have to be at it, or else the version takes another road.
+READY_S = 2.0
+_PAUSE_S, _LOOK_S = 0.001, 0.5
+_READY, _DONE = "ready", "done"
+
+
+class Together:
+    """This process's part, for as long as the same ranks take part.
+
+    Args:
+        kind: `nccl` or `gloo`.
+        members: The trainer's ranks, then those who receive.
+        senders: How many of them are the trainer's.
+        me: Which of them this is.
+        name: Of what all of them share.
+
+    Attributes:
+        rank: This rank's number in the group.
+        went: Whether all have got the last version.
+    """
+
+    def __init__(self, kind: str, members: tuple[Who, ...], senders: int, me: Who, name: str) -> None:
+        self._kind, self._members, self._senders, self._me, self._key = kind, members, senders, me, f"shards/{name}"
+        self.rank = members.index(me)
+        self._presence = Presence(members, me)
+        self._group: Group | None = None
+        self.went = False
+
+    def run(self, version: int, rounds: Callable[[Group], Iterator[T]]) -> Iterator[T]:
+        """What the rounds of a version give. Afterwards `went` says whether all have got all."""
+        self.went = False
+        if not (name := self._begun(version)):
+            return
+        if self._group is None or self._group.name != name:
+            self.end()
+            self._group = Group(self._kind, self._members, self._me, name)
+        try:
+            yield from rounds(self._group)
+            mine = True
+        except GroupLost as error:
+            log.warning("%s; version %d goes through the host", error, version)
+            mine = False
+        except GeneratorExit:
+            self.end(tell=True)
+            self._say(_DONE, version, False)
+            raise
+        self.went = self._agreed(version, mine)
+        if not self.went:
+            self.end()
+
+    def end(self, *, tell: bool = False) -> None:
+        """Ends the group; others are told where they may be in the middle of something."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.end(tell=tell)
+
+    def _begun(self, version: int) -> str:
+        """The group that a version goes over; empty where not all are at it."""
+        mine = "" if self._group is None else self._group.name
+        if self.rank:
+            if self.rank >= self._senders:
+                self._say(_READY, version, mine)
+            return str(p2p.follow_broadcast(self._members[0], lambda: None))
+        there = self._heard(_READY, version, range(self._senders, len(self._members)), READY_S)
+        if missing := [rank for rank in range(self._senders, len(self._members)) if rank not in there]:
+            log.info("version %d goes through the host: %s not at it", version, self._presence.names(missing))
+            return self._tell("")
+        same = mine and {*there.values()} == {mine}
+        return self._tell(mine if same else f"shards-{uuid.uuid4().hex}")
+
+    def _agreed(self, version: int, mine: bool) -> bool:
+        """Whether all have got a version."""
+        if self.rank:
+            self._say(_DONE, version, mine)
+            return bool(p2p.follow_broadcast(self._members[0], lambda: None))
+        others = range(1, len(self._members))
+        context = current()
+        done = self._heard(_DONE, version, others, context.wait_deadline)
+        missing = [rank for rank in others if rank not in done]
+        if late := [rank for rank in missing if rank not in self._presence.gone()]:
+            raise DeadlineExceeded(
+                f"{context.name} waited {context.wait_deadline:.0f} s for {self._presence.names(late)} to have version "
+                f"{version} of the weights"
+            )
+        return bool(self._tell(mine and not missing and all(done.values())))
+
+    # -- what the first hears and says ------------------------------------------------------------------------------
+
+    def _say(self, what: str, version: int, value: Any) -> None:
+        p2p.post((what, version, self.rank, value), self._key, *self._members[0])
+
+    def _tell(self, value: T) -> T:
+        groups: dict[str, list[int]] = {}
+        for group, rank in self._members[1:]:
+            groups.setdefault(group, []).append(rank)
+        p2p.begin_broadcast(value, *self._members[0], list(groups.items()))()
+        return value
+
+    def _heard(self, what: str, version: int, whom: Sequence[int], patience: float) -> dict[int, Any]:
+        """What others say, by rank; without those who have gone, or have said nothing in time."""
+        found, context, start = dict[int, Any](), current(), time.monotonic()
+        look, gone = start, set[int]()
+        while {*whom} - found.keys() - gone and (now := time.monotonic()) - start < patience:
+            context.check()
+            if now >= look:
+                gone, look = {*self._presence.gone()}, now + _LOOK_S
+            try:
+                said, of, rank, value = p2p.poll(self._key)
+            except queue.Empty:
+                time.sleep(_PAUSE_S)
+                continue
+            if (said, of) == (what, version):
+                found[rank] = value
+        return found
+
+
+def give(
+    group: Group, lines: Sequence[Line], me: int, values: Callable[[Piece], torch.Tensor], version: int
+) -> Iterator[None]:
+    """A version's rounds on a rank of the trainer.
+
+    Args:
+        group: With the trainer's ranks first.
+        lines: Of all who receive.
+        me: This rank.
+        values: Those of a piece, as they are sent.
+        version: Of the weights.
+    """
+    for now in range(max((len(line.loads) for line in lines), default=0)):
+        sends = [
+            (line.ranks[0], packed(line.loads[now], me, values, version, group.memory))
+            for line in lines
+            if now < len(line.loads) and me in line.loads[now].spans
+        ]
+        if sends:
+            group.exchange(sends, [])
+    group.settle()
+    yield from ()
+
+
+def take(
+    group: Group, line: Line, me: int, dtypes: Mapping[str, str], version: int
+) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """A version's rounds on a rank that receives: pieces, which nobody writes to any more.
+
+    Args:
+        group: See `give`.
+        line: Of this rank, and those who want the same.
+        me: This rank's number in the group.
+        dtypes: Of the tensors.
+        version: Of the weights.
+
+    Raises:
+        WeightsDiffer: Something is not what was handed over.
+    """
+    place = line.ranks.index(me)
+    below = line.ranks[place + 1 : place + 2]
+    before: tuple[Load, torch.Tensor] | None = None
+    for load in (*line.loads, None):
+        sends = [(rank, before[1]) for rank in below] if before is not None else []
+        takes, coming = [], None
+        if load is not None:
+            flat = group.memory(load.size)
+            coming = load, flat
+            above = {line.ranks[place - 1]: (0, load.size)} if place else load.spans
+            takes = [(rank, flat[start:end]) for rank, (start, end) in above.items()]
+        if sends or takes:
+            group.exchange(sends, takes)
+        if before is not None:
+            yield from opened(*before, dtypes, version)
+        group.settle()
+        before = coming
+
+
+def packed(
+    load: Load,
+    me: int,
+    values: Callable[[Piece], torch.Tensor],
+    version: int,
+    memory: Callable[[int], torch.Tensor],
+) -> torch.Tensor:
+    """What a rank of the trainer sends of a load, with a digest of each piece; `give` has the arguments."""
+    start, end = load.spans[me]
+    flat, given = memory(end - start), list[tuple[str, torch.Tensor]]()
+    for piece, at in load.of(me):
+        tensor = values(piece)
+        flat[at - start :][: piece.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        given.append((piece.label, tensor))
+    found = _digests(given, version)
+    proofs = np.array([found[label] for label, _ in given], np.uint64).view(np.uint8)
+    flat[: len(proofs)].copy_(torch.from_numpy(proofs))
+    return flat
+
+
+def opened(
+    load: Load, flat: torch.Tensor, dtypes: Mapping[str, str], version: int
+) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """The pieces of a load; see `take`."""
+    tensors = [
+        (piece, flat[at:][: piece.nbytes].view(getattr(torch, dtypes[piece.name])).view(piece.box.sizes))
+        for piece, at in zip(load.pieces, load.at, strict=True)
+    ]
+    found = _digests([(piece.label, tensor) for piece, tensor in tensors], version)
+    for source, (start, _) in load.spans.items():
+        mine = load.of(source)
+        proofs = flat[start:][: DIGEST * len(mine)].cpu().numpy().view(np.uint64)
+        for (piece, _), proof in zip(mine, proofs, strict=True):
+            if found[piece.label] != int(proof):
+                raise WeightsDiffer(
+                    f"weights of version {version}: {piece.label} is another than that which rank {source} of the trainer "
+                    "handed over: nobody acts with it"
+                )
+    yield from tensors
+
+
+@COST.proving()
+def _digests(tensors: Sequence[tuple[str, torch.Tensor]], version: int) -> dict[str, int]:
+    return digests(tensors, version)
