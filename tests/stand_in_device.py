@@ -77,14 +77,15 @@ class StandIn:
         budget: See `Device.budget`.
         lags: Nothing happens before `run`.
         exports, opens: Whether it can.
+        peers: Addresses of others whose memory it can open.
     """
 
     def __init__(
         self, folder: Path, address: str = "stand-in", budget: int = 64 << 20, *, lags: bool = False,
-        exports: bool = True, opens: bool = True,
+        exports: bool = True, opens: bool = True, peers: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         self._folder, self.address, self.budget, self.lags = folder, address, budget, lags
-        self.exports, self.opens = exports, opens
+        self.exports, self.opens, self.reads = exports, opens, (address, *peers)
         self._asked: list[Callable[[], Any]] = []
         self._memory: dict[int, tuple[int, Path]] = {}
 

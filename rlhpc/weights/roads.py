@@ -1,7 +1,8 @@
 """By which road a part of a version gets from its sender to those who take it in.
 
     host    shared memory on one host, TCP to others (`transport`): whatever is kept, and whoever is not at it yet
-    ipc     all compute on the sender's accelerator: a buffer there, which they open and copy from (`comm.device_pool`)
+    ipc     all compute on the sender's accelerator, or on peers of it: a buffer there, which they open and copy from
+            (`comm.device_pool`)
     nccl    each computes on an accelerator of its own: buckets, over a process group of sender and receivers
     gloo    the same through the host's memory; taken only if it is asked for
 
@@ -46,19 +47,21 @@ class End(NamedTuple):
         host: Its host.
         card: Which accelerator of that host's; empty for the CPU.
         nccl: Whether it has NCCL.
+        reads: Accelerators of that host whose memory it can open.
     """
 
     incarnation: str
     host: str
     card: str
     nccl: bool
+    reads: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, context: Context, who: Who) -> End:
         """This process's."""
         device = own()
-        card = "" if device is None else device.address
-        return cls(context.member(*who)["incarnation"], context.host, card, bool(card) and _has_nccl())
+        card, reads = ("", ()) if device is None else (device.address, device.reads)
+        return cls(context.member(*who)["incarnation"], context.host, card, bool(card) and _has_nccl(), reads)
 
 
 def _has_nccl() -> bool:
@@ -126,6 +129,8 @@ def choose(sender: End, receivers: Sequence[End | None], wanted: str = AUTO) -> 
         road, why = HOST, "not all compute on an accelerator"
     elif len({*cards}) == 1:
         road, why = IPC, "all compute on one accelerator"
+    elif all(one.host == sender.host and sender.card in (one.card, *one.reads) for one in known):
+        road, why = IPC, "all can read the sender's accelerator"
     elif len({*cards}) < len(cards):
         road, why = HOST, "some share an accelerator, and others do not"
     elif wanted == SEVERAL:

@@ -46,16 +46,26 @@ class CudaEvent:
         return bool(self._event.query())
 
 
+def _address(number: int) -> str:
+    """Of the device of a number in this process."""
+    about: Any = torch.cuda.get_device_properties(number)
+    where = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}"
+    # Parts of one card differ in the second. Leases tell processes by their ids, which differ between namespaces.
+    return f"{where} {about.uuid} {os.readlink('/proc/self/ns/pid')}"
+
+
 class CudaDevice:
     """The device that is current when this is made; see `devices.Device`."""
 
     def __init__(self) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device())
-        about: Any = torch.cuda.get_device_properties(self._device)
-        self.budget = int(about.total_memory) // _SHARE
-        where = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}"
-        # Parts of one card differ in the second. Leases tell processes by their ids, which differ between namespaces.
-        self.address = f"{where} {about.uuid} {os.readlink('/proc/self/ns/pid')}"
+        self.budget = int(torch.cuda.get_device_properties(self._device).total_memory) // _SHARE
+        own = self._device.index
+        self.address = _address(own)
+        # Torch opens memory in the address space of this device, and has the driver make the other its peer. It is asked of
+        # those alone that this process sees.
+        peers = [one for one in range(torch.cuda.device_count()) if one != own]
+        self.reads = (self.address, *(_address(o) for o in peers if torch.cuda.can_device_access_peer(own, o)))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """See `Device.holds`."""

@@ -25,7 +25,7 @@ _PID = re.compile(r"-(\d+)-\d+$")
 
 
 class Elsewhere(Exception):
-    """This process cannot read the buffer: it computes on another accelerator, or, where something is said, cannot open it."""
+    """This process cannot read the buffer: its accelerator is no peer, or, where something is said, cannot open it."""
 
 
 class _Opened:
@@ -63,7 +63,7 @@ class DeviceMappings:
         import torch
 
         device = own()
-        if device is None or device.address != crossing.address:
+        if device is None or crossing.address not in device.reads:
             raise Elsewhere
         self.settle()
         with self._lock:

@@ -35,10 +35,12 @@ class Device(Protocol):
     Attributes:
         address: Which one of the host's it is, whatever its number is in this process.
         budget: Bytes that messages on their way may take of it, for each process that sends.
+        reads: Addresses of those whose memory can be opened here: its own, and its peers'.
     """
 
     address: str
     budget: int
+    reads: tuple[str, ...]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in its memory."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_reasoning import LanguageRun
 from tiny_run import wait_until
-from weight_ranks import RECEIVERS, Actor, Trainer
+from weight_ranks import CARD, RECEIVERS, Actor, Trainer
 
 from rlhpc import FlexiblePlacementStrategy, Session, WorkerGroup
 from rlhpc.runtime.comm.segments import bytes_in_use
@@ -75,9 +75,13 @@ def test_versions_go_over_a_process_group(groups: Groups, delta: str) -> None:
     assert 0 < before < carried, "the first parts of a version go by the host's road, but not all"
 
 
-def test_versions_stay_on_the_card_that_all_compute_on(groups: Groups, tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", [CARD, "its peer"])
+def test_versions_stay_on_the_card_that_all_can_read(groups: Groups, tmp_path: Path, address: str) -> None:
     trainer, near, card = groups["trainer"], groups["near"], str(tmp_path)
-    for handle in [trainer.open("frozen", "auto", card, RECEIVERS[:1]), near.open("frozen", False, "auto", card)]:
+    for handle in [
+        trainer.open("frozen", "auto", card, RECEIVERS[:1]),
+        near.open("frozen", False, "auto", card, address),
+    ]:
         handle.wait()
     found = []
     for version in range(8):

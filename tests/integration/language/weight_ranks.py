@@ -20,6 +20,8 @@ from rlhpc.weights.broadcast import BroadcastSync, GlooSync
 from rlhpc.weights.target import apply
 from tests.stand_in_device import StandIn
 
+#: The trainer's accelerator.
+CARD = "stand-in"
 RECEIVERS: list[tuple[str, list[int]]] = [("near", [0, 1]), ("far", [0, 1])]
 
 
@@ -43,9 +45,12 @@ def network(seed: int, sync: str) -> torch.nn.Module:
     return made
 
 
-def on_card(folder: str) -> Any:
-    """Has this process compute on a stand-in for an accelerator, whose memory is in a folder; or on none again."""
-    device = StandIn(Path(folder)) if folder else None
+def on_card(folder: str, address: str = CARD) -> Any:
+    """Has this process compute on a stand-in for an accelerator, whose memory is in a folder; or on none again.
+
+    Another than the trainer's can read that one's memory.
+    """
+    device = StandIn(Path(folder), address, peers=(CARD,)) if folder else None
     devices.use(device)
     return device
 
@@ -94,8 +99,8 @@ class Trainer(Worker):
 class Actor(Worker):
     """Follows a trainer; rank 1 as an engine does that takes in all weights at once."""
 
-    def open(self, delta: str, adopt: bool, sync: str = "auto", card: str = "") -> None:
-        on_card(card)
+    def open(self, delta: str, adopt: bool, sync: str = "auto", card: str = "", address: str = CARD) -> None:
+        on_card(card, address)
         self.module, self.adopt = network(1 + self.rank, sync).requires_grad_(False).to(own_device(self)), adopt
         self.whole = self.rank == 1
         self.sync = make_sync(sync, self, ("trainer", 0), RECEIVERS, delta, whole=self.whole)

@@ -8,12 +8,21 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.weights.roads import AUTO, GLOO, HOST, IPC, NCCL, SEVERAL, End, choose
 
 
-def end(host: str = "a", card: str = "0", nccl: bool = True) -> End:
-    return End("1", host, card, nccl)
+def end(host: str = "a", card: str = "0", nccl: bool = True, peers: str = "") -> End:
+    return End("1", host, card, nccl, (card, *peers))
 
 
 CASES = [
     ("all on the sender's card", [end(), end()], AUTO, IPC),
+    (
+        "the sender's card is a peer of all others",
+        [end(), end(card="1", peers="02"), end(card="2", peers="0")],
+        AUTO,
+        IPC,
+    ),
+    ("it is a peer of some", [end(card="1", peers="0"), end(card="2", peers="1")], AUTO, NCCL),
+    ("the same number on another host is none", [end("b", "1", peers="0")], AUTO, NCCL),
+    ("several streams to a peer", [end(card="1", peers="0")], SEVERAL, IPC),
     ("each on its own, of one host or two", [end(card="1"), end("b")], AUTO, NCCL),
     ("two on one card, which NCCL does not take", [end("b"), end("b")], AUTO, HOST),
     ("one on the sender's card, one on another", [end(), end(card="1")], AUTO, HOST),

@@ -234,6 +234,14 @@ def test_a_reader_elsewhere_gets_a_copy_on_the_host(pool, device, scratch, addre
     )
 
 
+def test_a_peer_reads_it_where_it_lies(pool, device, scratch):
+    crossing = sent(pool, device, numbers(1000))
+    peer = StandIn(scratch.shm, "another", peers=("stand-in",))
+    devices.use(peer)
+    (arrived,) = DeviceMappings().take(crossing, 0)
+    assert torch.equal(arrived, numbers(1000)) and peer.holds(arrived)
+
+
 def test_a_lane_that_cannot_be_opened_is_given_up(pool, device, caplog):
     crossing = sent(pool, device, numbers(1000))
     device.opens = False
