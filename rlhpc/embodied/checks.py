@@ -199,6 +199,10 @@ def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
     if (name := model.model_type.lower()) in _CRITICS:
         before = "" if name in _NOT_CLONED else ", and for bc before that"
         raise fail("actor.model.model_type", f"{name} has critics of actions: it is for off_policy{before}")
+    if name == "success":
+        raise fail(
+            "actor.model.model_type", "a model of success does not act: bc trains it, env.train.reward_model uses it"
+        )
     check_adapters(cfg, fail)
     if cfg.actor.training_backend.lower() == "deepspeed" and algorithm.target_kl is not None:
         raise fail(
@@ -296,6 +300,13 @@ def check_bc(cfg: BcConfig, fail: Fail) -> None:
         raise fail("algorithm.value_model", "name a policy with a critic: it says which actions were improvements")
     if conditioned and cfg.algorithm.bc_loss.lower() == "mse":
         raise fail("algorithm.bc_loss", "a conditioned policy learns by nll")
+    if cfg.actor.model.model_type.lower() == "success":
+        if cfg.runner.val_check_interval > 0:
+            raise fail(
+                "runner.val_check_interval", "a model of success does not play; train/holdout_loss says what it learns"
+            )
+        if cfg.algorithm.bc_loss.lower() == "mse":
+            raise fail("algorithm.bc_loss", "a model of success learns by nll")
     check_demos_target(cfg, "demos.path", fail)
     if not cfg.demos.path:
         raise fail(

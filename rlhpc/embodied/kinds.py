@@ -214,13 +214,13 @@ class PpoKind(PlayingKind[PpoConfig]):
         """Refuses counts that do not divide, and environments and models that cannot be built."""
         from rlhpc.checkpoint.start import check_start
         from rlhpc.embodied.models import check_policy
-        from rlhpc.embodied.roles.env import check_env
+        from rlhpc.embodied.roles.env import check_env, check_played
         from rlhpc.embodied.roles.ppo import check_batches
         from rlhpc.embodied.roles.slots import SlotMap
 
         SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
         check_batches(cfg)
-        spaces = check_env(cfg.env.train, _python_of(cfg, "env"))
+        spaces = check_played(cfg.env.train, _python_of(cfg, "env"))
         if cfg.runner.val_check_interval > 0:
             check_env(cfg.env.eval)
         check_start(cfg, check_policy(cfg.actor, spaces, [_python_of(cfg, name) for name in ("actor", "rollout")]))
@@ -283,6 +283,23 @@ class BcKind(EmbodiedKind[BcConfig]):
         from rlhpc.embodied.roles.bc import check_bc
 
         check_bc(cfg, dict(ranks), _python_of(cfg, "actor"))
+
+    def evaluate(
+        self,
+        cfg: BcConfig,
+        checkpoint: Path,
+        *,
+        suite: str,
+        episodes: int | None,
+        output: Path | None,
+        trust_code: bool,
+    ) -> str:
+        """Plays episodes; of a model of success, judges the recorded ones that it was not trained on."""
+        if cfg.actor.model.model_type.lower() == "success":
+            from rlhpc.embodied.judging import evaluate_judge
+
+            return evaluate_judge(cfg, checkpoint, suite, episodes, output)
+        return super().evaluate(cfg, checkpoint, suite=suite, episodes=episodes, output=output, trust_code=trust_code)
 
     def preparation(self, cfg: BcConfig) -> Preparation:
         """The expert's episodes to record first, if any."""

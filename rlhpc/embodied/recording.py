@@ -86,7 +86,8 @@ class EpisodeRecorder(Watch):
         steps, self._open[slot] = self._open[slot], []
         self.played += 1
         episode = infos.get("episode", {})
-        success = np.array([step["success"] for step in steps]) if "success" in steps[0] else None
+        said = [step.get("success") for step in steps]  # some say it at the end only
+        success = None if said[-1] is None else np.array([bool(each) for each in said])
         at_end = next((episode[name] for name in ("success_at_end", "success") if name in episode), None)
         if success is None and at_end is not None:
             success = np.zeros(len(steps), bool)

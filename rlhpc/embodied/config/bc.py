@@ -56,9 +56,9 @@ class BcModelConfig(ModelConfig):
 
     model_type: str = "mlp"
     """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), `flow` (chunks of continuous actions by flow
-    matching, from either), `conditioned` (one of these four, told what was an improvement: `algorithm.value_model`), `sac`,
-    `td3` and `iql` (numbers; for an off-policy run to start from), `vla` (Llava with action tokens), `pi0`, `openvla`, a
-    registered name, or `module:Class`."""
+    matching, from either), `success` (from either, whether the task is done), `conditioned` (one of these four, told what
+    was an improvement: `algorithm.value_model`), `sac`, `td3` and `iql` (numbers; for an off-policy run to start from),
+    `vla` (Llava with action tokens), `pi0`, `openvla`, a registered name, or `module:Class`."""
     critic_hidden_sizes: list[int] | None = None
     """`sac`, `td3` and `iql`: widths of the critics' hidden layers; null takes `hidden_sizes`."""
     critic_layer_norm: bool = False

@@ -99,7 +99,17 @@ class EnvSideConfig(TaskConfig):
 
 
 @dataclass
-class RolloutEnvConfig(EnvSideConfig):
+class PlayedEnvConfig(EnvSideConfig):
+    """Environments of training."""
+
+    reward_model: str | None = None
+    """A model of success (a run, a checkpoint or an export folder of `model_type: success`): the learner then sees the
+    probability that the task is done after each step in the place of the simulator's rewards; returns are reported from
+    those all the same."""
+
+
+@dataclass
+class RolloutEnvConfig(PlayedEnvConfig):
     """Environments of training, where each rollout is learned from as a whole."""
 
     auto_reset: bool = True
@@ -146,7 +156,7 @@ class EvalEnvConfig(EnvSideConfig):
 class EnvConfig:
     """The env group."""
 
-    train: EnvSideConfig = field(default_factory=EnvSideConfig)
+    train: PlayedEnvConfig = field(default_factory=PlayedEnvConfig)
     """Training environments."""
     eval: EvalEnvConfig = field(default_factory=EvalEnvConfig)
     """Evaluation environments."""

@@ -261,8 +261,9 @@ class GymnasiumVectorEnv(VectorEnv):
             rewards[i] = reward
             if self._relative:
                 rewards[i], self._before[i] = float(reward) - self._before[i], float(reward)
-            if info and (info.get("success") or info.get("is_success")):
-                self._once[i] = True
+            if info and (said := info.get("success", info.get("is_success"))) is not None:
+                infos.setdefault("success", np.zeros(n, bool))[i] = bool(said)
+                self._once[i] |= bool(said)
             if terminated and self._ignore_terminations:
                 terminated = False
             if limit and elapsed[i] >= limit:

@@ -87,9 +87,9 @@ class SlotwiseVectorEnv(VectorEnv):
             terminations |= ends
             truncations |= cut
         done = terminations | truncations
-        infos: dict[str, Any] = {}
+        infos: dict[str, Any] = {"success": self._succeeded} if chunk == 1 else {}
         if done.any():
-            infos = {"final_obs": _stack(self._seen), "episode": self.episodes.report(done)}
+            infos |= {"final_obs": _stack(self._seen), "episode": self.episodes.report(done)}
             self._begin(np.flatnonzero(done))
         if chunk > 1:
             infos["chunk"] = {"rewards": brought, "mask": executed}
@@ -102,6 +102,7 @@ class SlotwiseVectorEnv(VectorEnv):
             self._history[slot].append(actions[slot].copy())
             moved = self.step_slot(slot, actions[slot])
             self._seen[slot], rewards[slot], success[slot], failed[slot] = moved
+        self._succeeded = success
         return self.episodes.add(rewards, failed, success, active)
 
     def state_dict(self) -> dict[str, Any]:

@@ -50,6 +50,8 @@ class Policy(nn.Module):
     mixed_precision = False
     #: Whether the actions are a distribution of `rlhpc.embodied.models.heads`.
     has_head = True
+    #: Whether it judges what a step led to (`bc_loss` gets `success [B]`, at observations after steps), and acts on nothing.
+    judges = False
 
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__()

@@ -29,6 +29,7 @@ MODELS: Registry[Any] = Registry(
         "dsrl": "rlhpc.embodied.models.dsrl:DSRLPolicy",
         "flow": "rlhpc.embodied.models.flow:FlowPolicy",
         "conditioned": "rlhpc.embodied.models.conditioned:ConditionedPolicy",
+        "success": "rlhpc.embodied.models.success:SuccessModel",
         "vla": "rlhpc.embodied.models.vla:VLAPolicy",
         "pi0": "rlhpc.embodied.models.pi0:Pi0Policy",
         "openvla": "rlhpc.embodied.models.openvla:OpenVLAPolicy",

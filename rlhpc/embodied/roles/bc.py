@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,14 +53,15 @@ def read_demos(cfg: BcConfig, left_out: list[str] | None = None) -> Iterator[Tra
     return read_trajectories(
         path if isinstance(path, str) else [str(one) for one in path],
         only_success=cfg.demos.only_success, limit=cfg.demos.limit, key="demos.path",
-        require=("obs", "actions", "rewards") if _pays(cfg) else ("obs", "actions"),
+        require=("obs", "actions", *_wanted(cfg)),
         left_out=left_out,
     )  # fmt: skip
 
 
-def _pays(cfg: BcConfig) -> bool:
-    """Whether rewards are looked at."""
-    return bool(cfg.algorithm.bc_value_coef or cfg.algorithm.value_model)
+def _wanted(cfg: BcConfig) -> list[str]:
+    """What an episode must have besides observations and actions."""
+    rewards = ["rewards"] if cfg.algorithm.bc_value_coef or cfg.algorithm.value_model else []
+    return [*rewards, *(["success"] if cfg.actor.model.model_type.lower() == "success" else [])]
 
 
 def spaces_of(cfg: BcConfig) -> tuple[Any, Any]:
@@ -120,6 +121,12 @@ def check_fit(trajectory: Trajectory, observation_space: Any, action_space: Any)
             f"demos.path: {trajectory['source']} has {shapes(trajectory)} ({actions.dtype}); env.train has {wanted} and "
             f"actions {action_space}"
         )
+
+
+def held_out_of(episodes: int, cfg: BcConfig) -> set[int]:
+    """Which episodes are not trained on."""
+    order = permutation(episodes, cfg.runner.seed).tolist()
+    return set(order[: int(episodes * cfg.demos.holdout)])
 
 
 def returns_to_go(rewards: np.ndarray, gamma: float) -> np.ndarray:
@@ -201,9 +208,7 @@ class BcActor(Trainer[BcConfig]):
 
     def _keep(self, trajectories: Sequence[Trajectory]) -> None:
         """Lays the episodes out as transitions, this rank's share on its device."""
-        order = permutation(len(trajectories), self.seed).tolist()
-        aside = int(len(trajectories) * self.cfg.demos.holdout)
-        held_out = {order[i] for i in range(aside)}
+        held_out = held_out_of(len(trajectories), self.cfg)
         train = [each for i, each in enumerate(trajectories) if i not in held_out]
         self.episodes, self.total = len(train), sum(len(each["actions"]) for each in train)
         self.held = range(self.total * self.rank // self.world_size, self.total * (self.rank + 1) // self.world_size)
@@ -222,15 +227,21 @@ class BcActor(Trainer[BcConfig]):
         def joined(columns: list[Any]) -> Any:
             return to_tensors(take(join(columns), mine), self.device)
 
-        batch = {"obs": joined([take(each["obs"], slice(-1)) for each in trajectories])}
+        # What judges sees what a step led to, what acts what it began with.
+        seen = slice(1, None) if self.policy.judges else slice(-1)
+        batch = {"obs": joined([take(each["obs"], seen) for each in trajectories])}
         actions, beyond = zip(*(chunks_of(each["actions"], self.policy.imitated) for each in trajectories), strict=True)
         batch["actions"], batch["is_pad"] = joined(list(actions)), joined(list(beyond))
-        if IMPROVEMENT in trajectories[0]:
-            batch[IMPROVEMENT] = joined([each[IMPROVEMENT] for each in trajectories])
+        for name in self._told(trajectories[0]):
+            batch[name] = joined([np.asarray(each[name], np.float32) for each in trajectories])
         if self.value_coef:
             scale, gamma = self.cfg.env.train.reward_scale, self.cfg.algorithm.gamma
             batch["returns"] = joined([scale * returns_to_go(each["rewards"], gamma) for each in trajectories])
         return batch
+
+    def _told(self, known: Container[str]) -> list[str]:
+        """What `Policy.bc_loss` is told besides observations and actions."""
+        return [name for name in (IMPROVEMENT, *(["success"] if self.policy.judges else [])) if name in known]
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -307,8 +318,7 @@ class BcActor(Trainer[BcConfig]):
         batch, indices, count = given
         obs, actions, values = take(batch["obs"], indices), batch["actions"][indices], "returns" in batch
         inputs = {"obs": obs, "actions": actions, "is_pad": batch["is_pad"][indices]}
-        if IMPROVEMENT in batch:
-            inputs[IMPROVEMENT] = batch[IMPROVEMENT][indices]
+        inputs |= {name: batch[name][indices] for name in self._told(batch)}
 
         def work(policy: Policy) -> list[torch.Tensor]:
             out = policy.default_forward(inputs, compute_logprobs=False, compute_values=True) if values else {}

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
 
 from rlhpc.algorithms.finite import nonfinite, skips
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.config.typed import changed
-from rlhpc.embodied.config import EnvSideConfig, PlayingConfig, PpoConfig
+from rlhpc.embodied.config import EnvSideConfig, PlayedEnvConfig, PlayingConfig, PpoConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.observations import Obs, as_arrays, as_given, join, take
@@ -66,12 +67,11 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         cfg = self.cfg.env.train
         self.slots, self.steps = slots, self.cfg.algorithm.rollout_steps
         self.seed = self.given_seed if seed is None else seed
-        own_device(self)  # simulators ask torch for an accelerator, and silently take the CPU if there is none
+        # Simulators ask torch for an accelerator, and silently take the CPU if there is none.
+        device = own_device(self)
         seed_process(self.seed, "env", self.rank)
         self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.stages)]
-        self.envs = [
-            make_env(cfg, len(share), slot_offset=share.start, seed=self.seed, stage="train") for share in self.shares
-        ]
+        self.envs = [self._made(len(share), share.start, device) for share in self.shares]
         self.obs: list[Obs] = [as_arrays(env.reset()[0]) for env in self.envs]
         #: Slots of each stage whose episode was acted on by nobody for a while.
         self._mixed = [np.zeros(len(share), bool) for share in self.shares]
@@ -83,6 +83,16 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             "action_space": first.action_space,
             "supports_state": all(env.supports_state for env in self.envs),
         }
+
+    def _made(self, count: int, first: int, device: torch.device) -> VectorEnv:
+        """Environments of `count` slots from `first` on."""
+        cfg = self.cfg.env.train
+        env = make_env(cfg, count, slot_offset=first, seed=self.seed, stage="train")
+        if cfg.reward_model is None:
+            return env
+        from rlhpc.embodied.envs.judged import JudgedEnv
+
+        return JudgedEnv(env, cfg, device)
 
     def connect(self, slots: SlotMap) -> None:
         """Connects to the channels, once the driver has created them; again, with a new map, as others come and go."""
@@ -309,6 +319,20 @@ class EnvWorker(SimulatingWorker[PpoConfig]):
 
 def _slot_state(env: VectorEnv, unit: dict[str, Any], index: int) -> Any:
     return env.slot_state(unit["state"], index)
+
+
+def check_played(cfg: PlayedEnvConfig, python: str | None = None) -> tuple[Any, Any]:
+    """`check_env` of section `env.train`, with the model that rewards, if there is one.
+
+    Raises:
+        ConfigError: One of them cannot be built.
+    """
+    spaces = check_env(cfg, python)
+    if cfg.reward_model is not None:
+        from rlhpc.embodied.envs.judged import reward_model
+
+        reward_model(cfg.reward_model, spaces[0])
+    return spaces
 
 
 def check_env(cfg: EnvSideConfig, python: str | None = None) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from rlhpc.embodied.data.replay import ReplayBuffer
 from rlhpc.embodied.envs.observations import as_arrays, columns_of, rows_of
 from rlhpc.embodied.models import Policy, build_model
 from rlhpc.embodied.models.actor_critic import ActorCritic
-from rlhpc.embodied.roles.env import SimulatingWorker, check_env
+from rlhpc.embodied.roles.env import SimulatingWorker, check_env, check_played
 from rlhpc.embodied.roles.incomplete import Incomplete
 from rlhpc.embodied.roles.intake import Intake
 from rlhpc.embodied.roles.outcomes import Shape
@@ -45,7 +45,7 @@ def check_off_policy(cfg: SacConfig, ranks: dict[str, int], python: str | None =
         ConfigError: Names the key and the numbers.
     """
     SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
-    spaces = check_env(cfg.env.train, python)
+    spaces = check_played(cfg.env.train, python)
     if cfg.runner.val_check_interval > 0:
         check_env(cfg.env.eval)
     policy = build_model(cfg.actor.model, *spaces)

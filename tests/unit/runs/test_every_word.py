@@ -17,7 +17,7 @@ FREE = (
     "env.eval.simulator_python", "actor.model.model_path", "critic.model.model_path", "teacher.model.model_path",
     # Names of vLLM's parsers, and which it has is known where it is imported: on the ranks, which refuse others.
     "agent.python", "agent.tool_parser", "agent.reasoning_parser",
-    "reward.model.model_path", "judge.model.model_path", "judge.rubric", "judge.reply_start", "algorithm.demo_buffer.load_path", "algorithm.value_model",
+    "reward.model.model_path", "judge.model.model_path", "judge.rubric", "judge.reply_start", "algorithm.demo_buffer.load_path", "algorithm.value_model", "env.train.reward_model",
     "data.train.",
 )  # fmt: skip
 #: Keys of those sections that do name something, and which lists have words that do.
