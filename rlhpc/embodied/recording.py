@@ -212,10 +212,11 @@ def record(
     successes: list[float] = []
     steps = 0
     try:
-        with TrajectoryWriter(
+        with torch.random.fork_rng(devices=[]), TrajectoryWriter(
             output, env_id=env_cfg.env_id, env_kwargs=kwargs, max_episode_steps=limit, source_type=source_type,
             source_desc=source_desc, extra=extra,
         ) as writer:  # fmt: skip
+            torch.manual_seed(seed)  # what is sampled is the same each time
             if intervention is not None:
                 actor = Gated(actor, intervention, env)
             recorder = EpisodeRecorder(writer, env, only_success=only_success, wanted=episodes, teacher=teacher)

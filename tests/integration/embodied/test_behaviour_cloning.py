@@ -104,6 +104,19 @@ def test_ppo_starts_from_the_clone(here: Path, capsys: pytest.CaptureFixture[str
     assert not Path("runs/wrong").exists()
 
 
+def test_sampled_episodes_are_the_seeds(here: Path) -> None:
+    """A recording with noise can be made again."""
+    assert run("train", "bc.yaml", "runner.max_steps=1") == 0
+
+    def recorded(output: str, *words: str) -> np.ndarray:
+        assert run("record", "--run", "runs/bc", "--sample", "--episodes", "1", "--output", output, *words) == 0
+        return next(iter(read_trajectories(output)))["actions"]
+
+    first = recorded("first.h5")
+    np.testing.assert_array_equal(recorded("again.h5"), first)
+    assert not np.array_equal(recorded("other.h5", "--config", "bc.yaml", "runner.seed=5"), first)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
