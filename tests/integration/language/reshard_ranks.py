@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from rlhpc import Worker
 from rlhpc.checkpoint.boxes import Box, cut
+from rlhpc.runs.device import own_device
 from rlhpc.training.regions import boxes
 from rlhpc.weights import make_sync, reshard, together, transport
 from rlhpc.weights.reshard import Shard as Part
@@ -156,7 +158,9 @@ class Trainer(Worker):
     def send(self, version: int) -> int:
         """The bytes that this rank sent."""
         assert isinstance(self.sync, ShardSync)
-        self.sync.send_shards(version, list(self._shards(version)))
+        device = own_device(self)
+        shards = [replace(part, values=lambda part=part: part.values().to(device)) for part in self._shards(version)]  # type: ignore[misc]
+        self.sync.send_shards(version, shards)
         return self.sync.sent
 
     def forget(self) -> None:

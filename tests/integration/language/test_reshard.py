@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from reshard_ranks import FROZEN, LARGE, PART, SHAPES, Engine, Trainer, wanted
 
-from rlhpc import Cluster, NodePlacementStrategy, Session, WorkerGroup
+from rlhpc import FlexiblePlacementStrategy, NodePlacementStrategy, Session, WorkerGroup
 from rlhpc.checkpoint.boxes import whole
+from tests.accelerators import OTHERS_ON_CARD, cluster_of
 
 Groups = dict[str, WorkerGroup]
 
@@ -24,12 +25,13 @@ Groups = dict[str, WorkerGroup]
 def groups() -> Iterator[Groups]:
     """Four ranks that train; an engine of two ranks on their host, and one on another."""
     session = Session.start(tcp_address="127.0.0.1")
-    cluster = Cluster.local(1, 0)
-    made = {"trainer": Trainer.create_group().launch(cluster, NodePlacementStrategy([0] * 4), "trainer", wait=False)}
+    cluster = cluster_of(1, OTHERS_ON_CARD)
+    four, two = (
+        FlexiblePlacementStrategy([[0]] * n) if OTHERS_ON_CARD else NodePlacementStrategy([0] * n) for n in (4, 2)
+    )
+    made = {"trainer": Trainer.create_group().launch(cluster, four, "trainer", wait=False)}
     for name, env in (("near", {}), ("far", {"RLHPC_HOST_ID": "elsewhere"})):
-        made[name] = Engine.create_group().launch(
-            cluster, NodePlacementStrategy([0] * 2), name, env_vars=env, wait=False
-        )
+        made[name] = Engine.create_group().launch(cluster, two, name, env_vars=env, wait=False)
     for group in made.values():
         group.wait_ready()
     yield made
