@@ -115,7 +115,7 @@ def test_nobody_holds_more_than_a_layer_beside_its_share(groups: Groups, sync: s
         assert [total for _, total in took] == [24 * 512 * 2048] * 2  # type: ignore[misc]
         if version:  # what is imported, allocated and mapped once is there
             assert max(gave) < 3 * PART + layer  # type: ignore[operator,type-var]
-            assert max(peak for peak, _ in took) < 4 * 3 * PART + layer  # type: ignore[misc]
+            assert max(peak for peak, _ in took) < (6 if sync == GROUP else 4 * 3) * PART + layer  # type: ignore[misc]
     assert sum(rows * columns * 4 for rows, columns in LARGE.values()) == 192 << 20
 
 
