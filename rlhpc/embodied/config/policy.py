@@ -16,8 +16,8 @@ class NetworkConfig:
     """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), `flow` (chunks of continuous actions by flow
     matching, from either), `success` (from either, whether the task is done: behaviour cloning only), `conditioned` (one
     of these four after advantage conditioning), `vla` (Llava with action tokens), `pi0`, `openvla` (OpenVLA and
-    OpenVLA-OFT), `lerobot` (policies of LeRobot's library: ACT, Diffusion Policy, SmolVLA), a registered name, or
-    `module:Class`."""
+    OpenVLA-OFT), `lerobot` (policies of LeRobot's library: ACT, Diffusion Policy, SmolVLA, π0, π0.5), a registered
+    name, or `module:Class`."""
     hidden_sizes: list[int] = field(default_factory=lambda: [64, 64])
     """Widths of the hidden layers; cnn and resnet take the last for what comes after the convolutions."""
     activation: str = "tanh"
@@ -31,8 +31,8 @@ class NetworkConfig:
     `resnet` has `channels` (default `[16, 32, 32]`), `flow` has `num_steps` (4), `noise_level` (0.5) and `encoder` (of
     images: cnn or resnet); `pi0` has these two; `vla`, `pi0` and `openvla` have `prompt`, with `{instruction}`; `openvla`
     has `head` (`tokens`, `parallel`, `l1`), `proprio`, `unnorm_key`, `statistics`, `normalisation` (`q99`, `bounds`),
-    `gripper` (`rlds`) and `center_crop`; `lerobot` has `statistics`, of diffusion and smolvla `num_steps` and
-    `noise_level`, of smolvla `vlm` and `task`; `dsrl` has `base` (the flow policy's folder) and `noise_bound` (1.5);
+    `gripper` (`rlds`) and `center_crop`; `lerobot` has `statistics`, of all but act `num_steps` and `noise_level`,
+    of smolvla, pi0 and pi05 `vlm` and `task`; `dsrl` has `base` (the flow policy's folder) and `noise_bound` (1.5);
     `success` has `encoder` and `channels`; `conditioned` has `of` (mlp, cnn, resnet or flow), `unconditioned` (0.3, the
     share of training in which it is not told) and the options of that; a model of your own has what it wants."""
 

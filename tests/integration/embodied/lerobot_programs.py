@@ -22,7 +22,13 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset  # noqa: E402
 from lerobot.policies.act.configuration_act import ACTConfig  # noqa: E402
 from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig  # noqa: E402
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors  # noqa: E402
+from lerobot.policies.pi0 import processor_pi0  # noqa: E402
+from lerobot.policies.pi0.configuration_pi0 import PI0Config  # noqa: E402
+from lerobot.policies.pi05 import processor_pi05  # noqa: E402
+from lerobot.policies.pi05.configuration_pi05 import PI05Config  # noqa: E402
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig  # noqa: E402
+from lerobot.processor import TokenizerProcessorStep  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 from transformers import (  # noqa: E402
     PreTrainedTokenizerFast,
@@ -34,9 +40,14 @@ from transformers import (  # noqa: E402
 
 from rlhpc.embodied.envs.observations import encode_text  # noqa: E402
 from rlhpc.embodied.export import load_exported  # noqa: E402
+from rlhpc.embodied.models.lerobot import openpi  # noqa: E402
 
-#: What stands in SmolVLA's folder as its vision-language model, and the folder that is taken for it.
-HUB, VLM = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct", "vlm"
+#: What stands in a folder as its vision-language model, or tokenizer, and the folder that is taken for it.
+HUB = {
+    "smolvla": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct",
+    **dict.fromkeys(("pi0", "pi05"), "google/paligemma-3b-pt-224"),
+}
+VLM = "vlm"
 STATE, PICTURE = "observation.state", "observation.image"
 INPUTS = {
     "input_features": {
@@ -46,6 +57,10 @@ INPUTS = {
     "output_features": {"action": PolicyFeature(FeatureType.ACTION, (2,))},
     "device": "cpu",
 }
+PI: dict[str, Any] = {
+    **INPUTS, "chunk_size": 4, "n_action_steps": 2, "max_state_dim": 4, "max_action_dim": 4, "image_resolution": (32, 32),
+    "tokenizer_max_length": 64, "num_inference_steps": 3,
+}  # fmt: skip
 TINY: dict[str, Any] = {
     "act": lambda: ACTConfig(
         **INPUTS, chunk_size=4, n_action_steps=2, pretrained_backbone_weights=None, dim_model=32, n_heads=2,
@@ -60,7 +75,11 @@ TINY: dict[str, Any] = {
         **INPUTS, chunk_size=4, n_action_steps=2, max_state_dim=4, max_action_dim=4, resize_imgs_with_padding=(32, 32),
         tokenizer_max_length=24, num_steps=3, vlm_model_name=VLM, num_vlm_layers=2, expert_width_multiplier=0.5,
     ),
+    "pi0": lambda: PI0Config(**PI),
+    "pi05": lambda: PI05Config(**PI),
 }  # fmt: skip
+#: The sum of a chunk, a loss, and the norm of its gradient, by openpi's own files over transformers 4.53.2 (`hold_openpi`).
+OPENPI = {"pi0": (18.823841, 1.7717788, 38.069221), "pi05": (17.550941, 2.6783085, 16.031805)}
 
 
 def make_vlm(folder: Path) -> None:
@@ -101,14 +120,18 @@ def make(folder: Path) -> None:
         data.save_episode()
     data.finalize()
     make_vlm(folder / VLM)
+    openpi.provide()
+    for module in (processor_pi0, processor_pi05):  # whose tokenizer is the hub's, whatever the configuration
+        module.TokenizerProcessorStep = lambda **said: TokenizerProcessorStep(**said | {"tokenizer_name": VLM})
     for family, config in TINY.items():
         torch.manual_seed(0)
         get_policy_class(family)(config()).save_pretrained(folder / family)
         for processor in make_pre_post_processors(config(), dataset_stats=data.meta.stats):
             processor.save_pretrained(folder / family)
-    for name in ("config.json", "policy_preprocessor.json"):
-        file = folder / "smolvla" / name
-        file.write_text(file.read_text().replace(f'"{VLM}"', f'"{HUB}"'))
+    for family, hub in HUB.items():
+        for name in ("config.json", "policy_preprocessor.json"):
+            file = folder / family / name
+            file.write_text(file.read_text().replace(f'"{VLM}"', f'"{hub}"'))
 
 
 TASKS = [f"go to the {colour} square" for colour in ("red", "blue", "red", "blue")]
@@ -139,6 +162,34 @@ def hold_steps(policy: Any) -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+def assert_loaded(policy: Any, folder: Path) -> None:
+    """LeRobot goes on with random weights where it cannot load them."""
+    for name, value in load_file(folder / "model.safetensors").items():
+        assert torch.equal(policy.state_dict()[name], value), name
+
+
+def hold_openpi(family: str) -> None:
+    """Acts and learns as LeRobot does over openpi's own files, whose answers are kept here."""
+    policy = get_policy_class(family)(TINY[family]())
+    with torch.no_grad():
+        for i, (_, value) in enumerate(sorted(policy.named_parameters())):
+            value.copy_((torch.arange(value.numel()) * (0.37 + 0.01 * i)).sin().view_as(value) * 0.3)
+    wave = (torch.arange(48) * 0.7).sin()
+    batch = {
+        STATE: wave[:4].view(2, 2), PICTURE: (torch.arange(1536) * 0.3).sin().view(2, 3, 16, 16) ** 2,
+        "observation.language.tokens": torch.arange(12).view(2, 6) * 7, "action": wave[:16].view(2, 4, 2),
+        "observation.language.attention_mask": torch.tensor([[True] * 6, [True] * 4 + [False] * 2]),
+    }  # fmt: skip
+    played = policy.predict_action_chunk(batch, noise=wave[:32].view(2, 4, 4))
+    noise, time = wave[:32].view(2, 4, 4), torch.tensor([0.2, 0.7])
+    policy.model.sample_noise, policy.model.sample_time = lambda *_: noise, lambda *_: time
+    loss = policy.train()(batch)[0]
+    loss.backward()
+    slopes = [value.grad.norm() for value in policy.parameters() if value.grad is not None]
+    found = (float(played.abs().sum()), loss.item(), float(torch.stack(slopes).norm()))
+    np.testing.assert_allclose(found, OPENPI[family], rtol=1e-4)
+
+
 def hold(released: Path, checkpoint: Path) -> None:
     """Holds what was released, as LeRobot loads and plays it, against the checkpoint: actions and loss."""
     mine, obs = load_exported(checkpoint), observations()
@@ -147,17 +198,19 @@ def hold(released: Path, checkpoint: Path) -> None:
         mine.release(released, 2)
     config = PreTrainedConfig.from_pretrained(released)
     changes: dict[str, Any] = {}
-    if config.type == "smolvla":
+    if config.type in HUB:
         before = json.loads((released / "policy_preprocessor.json").read_text())["steps"]
         names = [step["config"]["tokenizer_name"] for step in before if "tokenizer_name" in step["config"]]
-        assert names == [HUB] == [config.vlm_model_name]
-        config.vlm_model_name, changes = VLM, {"tokenizer_processor": {"tokenizer_name": VLM}}
+        assert names == [HUB[config.type]] == [getattr(config, "vlm_model_name", *names)]
+        changes = {"tokenizer_processor": {"tokenizer_name": VLM}}
+    if config.type == "smolvla":
+        config.vlm_model_name = VLM
     theirs = get_policy_class(config.type).from_pretrained(released, config=config, strict=True)
     before, after = make_pre_post_processors(config, pretrained_path=str(released), preprocessor_overrides=changes)
     seen = {STATE: obs["state"], PICTURE: (obs["rgb"].permute(0, 3, 1, 2).float() / 255).contiguous(), "task": TASKS}
     if config.type == "act":
         played = after(theirs.predict_action_chunk(before(seen)))[:, :2]
-    elif config.type == "smolvla":
+    elif config.type in HUB:
         noise = torch.zeros(4, 4, 4)
         played = after(theirs.predict_action_chunk(before(seen), noise=noise))[:, :2]
     else:
@@ -168,6 +221,9 @@ def hold(released: Path, checkpoint: Path) -> None:
         actions, _ = mine.predict_action_batch(obs, mode="eval")
     if config.type == "diffusion":
         hold_steps(mine.eval())
+    elif config.type in OPENPI:
+        assert_loaded(theirs, released)
+        hold_openpi(config.type)
     assert played.shape == (4, 2, 2) and played.std() > 0
     torch.testing.assert_close(actions, played, rtol=0, atol=0)
 

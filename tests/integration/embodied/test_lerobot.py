@@ -34,6 +34,8 @@ CONFIG: dict[str, Any] = {
         "model": {"model_type": "lerobot", "num_action_chunks": 2, "log_std_init": -1.0},
     },
 }  # fmt: skip
+#: Families that read an instruction.
+WORDS = ("smolvla", "pi0", "pi05")
 CLONING = {
     **CONFIG,
     "cluster": {**CONFIG["cluster"], "component_placement": {"actor": {"node_group": "lerobot", "placement": 0}}},
@@ -50,9 +52,13 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         root = HERE.parents[2]
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(root), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv(
+            "PYTHONPATH",
+            os.pathsep.join([str(HERE), str(HERE / "tiny_pi"), str(root), os.environ.get("PYTHONPATH", "")]),
+        )
         patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.syspath_prepend(str(HERE))
+        for path in (HERE, HERE / "tiny_pi"):
+            patch.syspath_prepend(str(path))
         Path("ppo.yaml").write_text(yaml.safe_dump(CONFIG))
         Path("bc.yaml").write_text(yaml.safe_dump(CLONING))
         program("make", ".")
@@ -73,15 +79,15 @@ def train(name: str, config: str, *overrides: str) -> list[dict[str, Any]]:
 
 
 @lerobot
-@pytest.mark.parametrize("family", ["act", "diffusion", "smolvla"])
+@pytest.mark.parametrize("family", ["act", "diffusion", "smolvla", "pi0", "pi05"])
 def test_from_a_folder_to_a_folder(here: Path, family: str) -> None:
     """Cloned, reinforced, resumed bit for bit, evaluated, released, and loaded by LeRobot: nothing of it is imported here."""
     model, cloning = [f"actor.model.model_path={family}"], "statistics: data"
-    if family == "smolvla":  # whose words are the environment's; LeRobot's dataset is shown without
+    if family in WORDS:  # whose words are the environment's; LeRobot's dataset is shown without
         model += ["actor.model.kwargs={vlm: vlm}", "env.train.wrappers=[]"]
         cloning += ", vlm: vlm, task: go to the square"
     cloned = [f"actor.model.model_path={family}", f"actor.model.kwargs={{{cloning}}}"]
-    if family == "smolvla":  # small, and its loss is noisy
+    if family in WORDS:  # small, and its loss is noisy
         cloned += ["actor.optim.lr=3e-3", "algorithm.update_epochs=20"]
     rows = train(f"{family}_bc", "bc.yaml", *cloned, "runner.max_steps=3")
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]

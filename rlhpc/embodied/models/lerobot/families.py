@@ -9,9 +9,12 @@ from rlhpc.embodied.models.lerobot.act import ActPolicy
 from rlhpc.embodied.models.lerobot.base import LerobotPolicy
 from rlhpc.embodied.models.lerobot.diffusion import DiffusionPolicy
 from rlhpc.embodied.models.lerobot.folder import describe
+from rlhpc.embodied.models.lerobot.pi import PiPolicy
 from rlhpc.embodied.models.lerobot.smolvla import SmolVlaPolicy
 
-_KINDS: dict[str, type[LerobotPolicy]] = {"act": ActPolicy, "diffusion": DiffusionPolicy, "smolvla": SmolVlaPolicy}
+_KINDS: dict[str, type[LerobotPolicy]] = {
+    "act": ActPolicy, "diffusion": DiffusionPolicy, "smolvla": SmolVlaPolicy, "pi0": PiPolicy, "pi05": PiPolicy,
+}  # fmt: skip
 
 
 def lerobot_policy(cfg: ModelConfig, observation_space: Any, action_space: Any) -> LerobotPolicy:

@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     from rlhpc.embodied.config import ModelConfig
 
 #: Families that are here, and the key of how many actions their networks predict at once.
-FAMILIES = {"act": "chunk_size", "diffusion": "horizon", "smolvla": "chunk_size"}
+FAMILIES = {
+    "act": "chunk_size", "diffusion": "horizon", "smolvla": "chunk_size", "pi0": "chunk_size", "pi05": "chunk_size",
+}  # fmt: skip
+_FLOW = ("statistics", "noise_level", "num_steps", "vlm", "task")
 #: Keys of `actor.model.kwargs`, by family.
 OPTIONS = {
     "act": ("statistics",),
     "diffusion": ("statistics", "noise_level", "num_steps"),
-    "smolvla": ("statistics", "noise_level", "num_steps", "vlm", "task"),
+    **dict.fromkeys(("smolvla", "pi0", "pi05"), _FLOW),
 }
 STATE, PLACE = "observation.state", "observation.environment_state"
 _KEY = "actor.model.model_path"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhpc.embodied.elsewhere import importable, needs_lerobot
 from rlhpc.embodied.models.lerobot.folder import Described
+from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.shown import first_line
@@ -60,10 +61,19 @@ def load(described: Described, vlm: str | None = None) -> Any:
         # The folder has the weights: none are downloaded.
         here = {"device": "cpu", "pretrained_backbone_weights": None, "load_vlm_weights": False}
         here |= {"vlm_model_name": vlm} if vlm else {}
+        pi = described.family in ("pi0", "pi05")
+        if pi:  # small steps are lost in bfloat16
+            here |= {"dtype": "float32", "compile_model": False}
         said = {name: getattr(config, name) for name in here if hasattr(config, name)}
         for name in said:
             setattr(config, name, here[name])
-        policy = get_policy_class(described.family).from_pretrained(described.path, config=config, strict=True)
+        if pi:
+            from rlhpc.embodied.models.lerobot import openpi
+
+            openpi.provide()
+            policy = openpi.load(get_policy_class(described.family), config, described.path / MODEL)
+        else:
+            policy = get_policy_class(described.family).from_pretrained(described.path, config=config, strict=True)
     except Exception as error:  # whatever its parsers and networks raise
         raise ConfigError(
             f"actor.model.model_path: lerobot cannot load {described.path}: {type(error).__name__}: {first_line(error)}"
@@ -94,6 +104,7 @@ class Processors:
                 f"actor.model.model_path: {described.path} has no policy_preprocessor.json; name the dataset whose "
                 "statistics scale its actions: actor.model.kwargs.statistics"
             )
+        self._named = _tokenizer_of(described.path)
         self._made: dict[str, tuple[Any, Any]] = {}
         self.on(torch.device("cpu"))
 
@@ -118,7 +129,7 @@ class Processors:
         for processor in self.on(torch.device("cpu")):
             for step in processor.steps:
                 if self._vlm and hasattr(step, "tokenizer_name"):
-                    step.tokenizer_name = self._config.vlm_model_name
+                    step.tokenizer_name = self._named or getattr(self._config, "vlm_model_name", None)
             processor.save_pretrained(folder)
 
     def _make(self, device: str) -> tuple[Any, Any]:
@@ -146,6 +157,15 @@ class Processors:
             ) from error
 
         return before, after
+
+
+def _tokenizer_of(folder: Path) -> str | None:
+    """The name that a folder's own processors have for their tokenizer."""
+    try:
+        steps = read_json((folder / "policy_preprocessor.json").read_bytes())["steps"]
+        return next((step["config"]["tokenizer_name"] for step in steps if "tokenizer_name" in step["config"]), None)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _device_of(batch: dict[str, Any]) -> torch.device:

@@ -44,7 +44,7 @@ def test_inputs_are_parts_of_the_observation(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "family": ({"type": "tdmpc"}, {}, "of type 'tdmpc'; here are: act, diffusion, smolvla"),
+    "family": ({"type": "tdmpc"}, {}, "of type 'tdmpc'; here are: act, diffusion, smolvla, pi0, pi05"),
     "chunk": ({}, {"num_action_chunks": 9}, "num_action_chunks is 9; .* has chunk_size 8"),
     "option": ({}, {"kwargs": {"noise_level": 1}}, "act has noise_level; allowed: statistics"),
     "history": ({"n_obs_steps": 2}, {}, "n_obs_steps 2"),

@@ -1,0 +1,177 @@
+"""PaliGemma and Gemma as openpi's PyTorch models have them, for LeRobot's π0 and π0.5.
+
+LeRobot 0.4.4 wants a transformers some of whose files were replaced by openpi's (`transformers_replace`), and refuses any
+other. What they change is small, and is said here once more over the transformers that is installed, for LeRobot's two
+modules alone:
+
+- Gemma's norm may be adapted to a condition c (adaRMS, π0.5's expert): x / rms(x) · (1 + scale(c)) + shift(c), and a gate(c)
+  on what the block adds; it answers with the gate, which is None without a condition.
+- Gemma does not scale its inputs by √width, nor PaliGemma its pictures by 1/√width: LeRobot scales the words itself.
+- Keys and values that were read once are not extended where `use_cache` is false.
+
+Its conversions for bfloat16 are left out: weights are float32 here (`library.load`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.gemma import modeling_gemma
+from transformers.models.gemma.modeling_gemma import GemmaDecoderLayer, GemmaForCausalLM, GemmaModel, GemmaRMSNorm
+from transformers.models.paligemma.modeling_paligemma import PaliGemmaForConditionalGeneration, PaliGemmaModel
+
+_CHECK = "transformers.models.siglip.check"
+
+
+class AdaptedNorm(nn.Module):
+    """Gemma's norm, adapted to a condition if it has one.
+
+    Args:
+        norm: What it stands in for.
+        width: Of what it normalises, and of the condition.
+        std: Of the initial weights for the condition; None is a plain norm.
+    """
+
+    def __init__(self, norm: GemmaRMSNorm, width: int, std: float | None) -> None:
+        super().__init__()
+        self.eps = norm.eps
+        self.dense: nn.Linear | None = None
+        if std is None:
+            self.weight = norm.weight
+            return
+        self.dense = nn.Linear(width, 3 * width)
+        nn.init.normal_(self.dense.weight, std=std)
+        nn.init.zeros_(self.dense.bias)
+
+    def forward(self, x: Tensor, cond: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Normalises `[B, S, width]`, by a condition `[B, width]`; and the gate `[B, 1, width]`."""
+        normed = x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        if cond is None or self.dense is None:
+            return (normed * (1 + self.weight.float())).to(x.dtype), None
+        scale, shift, gate = self.dense(cond)[:, None].chunk(3, -1)
+        return (normed * (1 + scale.float()) + shift.float()).to(x.dtype), gate.to(x.dtype)
+
+
+def gated_residual(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
+    """x and what a block adds to it."""
+    return x + y if gate is None else x + y * gate
+
+
+class _Layer(GemmaDecoderLayer):
+    def forward(self, *given: Any, **attention: Any) -> Tensor:
+        x, cond = given  # positional: hidden states, and what adapts the norms
+        normed, gate = self.input_layernorm(x, cond)
+        x = gated_residual(x, self.self_attn(hidden_states=normed, **attention)[0], gate)
+        normed, gate = self.post_attention_layernorm(x, cond)
+        return gated_residual(x, self.mlp(normed), gate)
+
+
+class _Read:
+    """Keys and values that are read, never written."""
+
+    def __init__(self, cache: Any) -> None:
+        self._layers = cache.layers
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, given: Any = None) -> tuple[Tensor, Tensor]:
+        there = self._layers[layer]
+        return torch.cat([there.keys, keys], 2), torch.cat([there.values, values], 2)
+
+
+class _Gemma(GemmaModel):
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        adarms_cond: Tensor | None = None,
+    ) -> BaseModelOutputWithPast:
+        if use_cache:
+            past_key_values = modeling_gemma.DynamicCache(config=self.config)
+        cache = past_key_values if use_cache or past_key_values is None else _Read(past_key_values)
+        turned = self.rotary_emb(inputs_embeds, position_ids)
+        x = inputs_embeds
+        for layer in self.layers:
+            x = layer(x, adarms_cond, attention_mask=attention_mask, past_key_values=cache, position_embeddings=turned)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x, adarms_cond)[0], past_key_values=past_key_values)
+
+
+class _PaliGemma(PaliGemmaModel):
+    def get_image_features(self, pixel_values: Tensor) -> Tensor:
+        found: Tensor = self.multi_modal_projector(self.vision_tower(pixel_values).last_hidden_state)
+        return found
+
+
+def _adapt(gemma: Any) -> None:
+    config = gemma.config
+    std = float(config.initializer_range) if getattr(config, "use_adarms", False) else None
+    gemma.__class__ = _Gemma
+    gemma.norm = AdaptedNorm(gemma.norm, config.hidden_size, std)
+    for layer in gemma.layers:
+        layer.__class__ = _Layer
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            setattr(layer, name, AdaptedNorm(getattr(layer, name), config.hidden_size, std))
+
+
+def gemma(config: Any) -> GemmaForCausalLM:
+    """The expert, as openpi has it."""
+    found = GemmaForCausalLM(config)
+    _adapt(found.model)
+    return found
+
+
+def paligemma(config: Any) -> PaliGemmaForConditionalGeneration:
+    """PaliGemma, as openpi has it."""
+    found = PaliGemmaForConditionalGeneration(config)
+    found.model.__class__ = _PaliGemma
+    _adapt(found.model.language_model)
+    return found
+
+
+def provide() -> None:
+    """Gives them to LeRobot's π0 and π0.5, and answers their question for them; a transformers with openpi's own files is
+    left as it is."""
+    if _CHECK in sys.modules or importlib.util.find_spec(_CHECK) is not None:
+        return
+    vars(modeling_gemma)["_gated_residual"] = gated_residual
+    for name in ("pi0", "pi05"):
+        module: Any = importlib.import_module(f"lerobot.policies.{name}.modeling_{name}")
+        module.GemmaForCausalLM, module.PaliGemmaForConditionalGeneration = gemma, paligemma
+    check: Any = ModuleType(_CHECK)
+    check.check_whether_transformers_replace_is_installed_correctly = lambda: True
+    sys.modules[_CHECK] = check
+
+
+def load(kind: Any, config: Any, weights: Path) -> Any:
+    """A π0 or π0.5 with the weights of a file; LeRobot's own `from_pretrained` goes on with random ones where they do not fit.
+
+    Args:
+        kind: LeRobot's class of policies.
+        config: Of the policy.
+        weights: Its safetensors, whose names may lack `model.`.
+
+    Raises:
+        ValueError: Some are missing, or are of something else.
+    """
+    policy = kind(config)
+    found = policy._fix_pytorch_state_dict_keys(load_file(weights), config)
+    found = {name if name.startswith("model.") else f"model.{name}": value for name, value in found.items()}
+    missing, unexpected = policy.load_state_dict(found, strict=False)
+    own = policy.state_dict()
+    there = {own[name].data_ptr() for name in found.keys() & own.keys()}
+    # Words' embeddings and the head are one: a file has either.
+    wrong = [*unexpected, *(name for name in missing if own[name].data_ptr() not in there)]
+    if wrong:
+        raise ValueError(
+            f"{weights.name} and its configuration do not fit: {', '.join(wrong[:3])} ({len(wrong)} in all)"
+        )
+    return policy.eval()
