@@ -20,7 +20,7 @@ from rlhpc.config.typed import plain, typed
 from rlhpc.embodied.config import BcConfig, EnvSideConfig
 from rlhpc.embodied.data.trajectories import read_trajectories
 from rlhpc.embodied.data.trajectory import Trajectory, shapes
-from rlhpc.embodied.envs.observations import join, take
+from rlhpc.embodied.envs.observations import boxes_of, join, take
 from rlhpc.embodied.models import build_model, check_policy, policy_section
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.models.conditioned import IMPROVEMENT
@@ -106,7 +106,7 @@ def check_fit(trajectory: Trajectory, observation_space: Any, action_space: Any)
     Raises:
         ConfigError: Shows both shapes.
     """
-    obs, actions = trajectory["obs"], trajectory["actions"]
+    obs, actions = windows_of(trajectory["obs"], observation_space), trajectory["actions"]
     if isinstance(observation_space, spaces.Dict):
         boxes = observation_space.spaces
         fits = isinstance(obs, dict) and all(name in obs and obs[name].shape[1:] == boxes[name].shape for name in boxes)
@@ -139,10 +139,23 @@ def returns_to_go(rewards: np.ndarray, gamma: float) -> np.ndarray:
 
 
 def chunks_of(actions: np.ndarray, chunk: range) -> tuple[np.ndarray, np.ndarray]:
-    """For each step of an episode `[T, dim]` the actions from there on, `[T, chunk, dim]`, and which lie beyond its end,
-    where the last one is repeated, `[T, chunk]`."""
+    """For each step of an episode `[T, dim]` the actions from there on, `[T, chunk, dim]`, and which lie outside of it,
+    where its first or last one is repeated, `[T, chunk]`."""
     steps, last = np.arange(len(actions))[:, None] + np.asarray(chunk), len(actions) - 1
-    return actions[np.minimum(steps, last)], steps > last
+    return actions[steps.clip(0, last)], (steps < 0) | (steps > last)
+
+
+def windows_of(obs: Any, space: Any) -> Any:
+    """Observations of an episode `[T, ...]` as the environment shows them: where its boxes have an axis of time more, the last
+    few of each, `[T, n, ...]`, and before the episode its first, as `frame_stack` has it."""
+    boxes, parts = boxes_of(space), obs if isinstance(obs, dict) else {"": obs}
+    found = {}
+    for name, part in parts.items():
+        found[name] = part
+        if name in boxes and 1 < part.ndim == len(boxes[name].shape) and boxes[name].shape[1:] == part.shape[1:]:
+            steps = np.arange(len(part))[:, None] + np.arange(1 - boxes[name].shape[0], 1)
+            found[name] = part[steps.clip(0)]
+    return found if isinstance(obs, dict) else found[""]
 
 
 class BcActor(Trainer[BcConfig]):
@@ -173,6 +186,7 @@ class BcActor(Trainer[BcConfig]):
             self.log.warning("left out: %s", fault)
         for trajectory in trajectories:
             check_fit(trajectory, observation_space, action_space)
+            trajectory["obs"] = windows_of(trajectory["obs"], observation_space)
         if cfg.algorithm.value_model:
             self._condition(trajectories, observation_space)
         self._keep(trajectories)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ mend_torchvision()
 
 import square  # noqa: E402
 from diffusers import DDPMScheduler  # noqa: E402
+from gymnasium.spaces import Box, Dict  # noqa: E402
 from lerobot.configs.policies import PreTrainedConfig  # noqa: E402
 from lerobot.configs.types import FeatureType, PolicyFeature  # noqa: E402
 from lerobot.datasets.lerobot_dataset import LeRobotDataset  # noqa: E402
@@ -38,8 +40,10 @@ from transformers import (  # noqa: E402
     SmolVLMVideoProcessor,
 )
 
+from rlhpc.embodied.config import ModelConfig  # noqa: E402
 from rlhpc.embodied.envs.observations import encode_text  # noqa: E402
 from rlhpc.embodied.export import load_exported  # noqa: E402
+from rlhpc.embodied.models import build_model  # noqa: E402
 from rlhpc.embodied.models.lerobot import openpi  # noqa: E402
 
 #: What stands in a folder as its vision-language model, or tokenizer, and the folder that is taken for it.
@@ -67,7 +71,7 @@ TINY: dict[str, Any] = {
         dim_feedforward=64, n_encoder_layers=1, n_vae_encoder_layers=1, latent_dim=8,
     ),
     "diffusion": lambda: DiffusionConfig(
-        **INPUTS, n_obs_steps=1, horizon=4, n_action_steps=2, down_dims=(32, 64), n_groups=4, crop_shape=None,
+        **INPUTS, n_obs_steps=2, horizon=4, n_action_steps=2, down_dims=(32, 64), n_groups=4, crop_shape=None,
         spatial_softmax_num_keypoints=4, diffusion_step_embed_dim=16, num_train_timesteps=10,
         noise_scheduler_type="DDIM", num_inference_steps=5,
     ),
@@ -162,6 +166,47 @@ def hold_steps(policy: Any) -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+def hold_history(mine: Any, theirs: Any, before: Any, after: Any) -> None:
+    """What LeRobot keeps of observations in its queue, step by step, is shown here at once: actions and loss."""
+    obs, noise, looks = observations(), torch.zeros(4, 4, 2), mine.described.looks
+    steps = [{key: obs[key].roll(i, 0) for key in ("rgb", "state")} for i in range(3)]
+    theirs.reset()
+    played = []
+    for each in steps:
+        picture = (each["rgb"].permute(0, 3, 1, 2).float() / 255).contiguous()
+        played.append(after(theirs.select_action(before({STATE: each["state"], PICTURE: picture}), noise=noise)))
+    for last, theirs_now in ((0, played[:2]), (2, played[2:])):  # before an episode is its first
+        seen = [steps[max(0, last - i)] for i in reversed(range(looks))]
+        stacked = {key: torch.stack([each[key] for each in seen], 1) for key in seen[0]}
+        shown = stacked if looks > 1 else seen[0]
+        with torch.no_grad():
+            actions, _ = mine.eval().predict_action_batch(shown, mode="eval")
+        torch.testing.assert_close(actions[:, : len(theirs_now)], torch.stack(theirs_now, 1), rtol=0, atol=0)
+    assert actions.std() > 0
+    chunk = torch.rand(4, 4, 2, generator=torch.Generator().manual_seed(1))
+    outside = torch.tensor([[True, False, False, True]] * 4)
+    torch.manual_seed(2)
+    loss = mine.bc_loss({"obs": shown, "actions": chunk, "is_pad": outside}).mean()
+    torch.manual_seed(2)
+    pictures = stacked["rgb"].permute(0, 1, 4, 2, 3).float() / 255
+    batch = {STATE: stacked["state"], PICTURE: pictures, "action": chunk, "action_is_pad": outside}
+    assert loss > 0
+    torch.testing.assert_close(loss, theirs.train()(before(batch))[0], rtol=0, atol=0)
+
+
+def hold_one(mine: Any, released: Path) -> None:
+    """The same where the network sees one observation."""
+    config, folder = PreTrainedConfig.from_pretrained(released), Path("diffusion_one")
+    shutil.copytree(released, folder)
+    config.n_obs_steps = 1
+    theirs = get_policy_class("diffusion")(config)
+    theirs.save_pretrained(folder)
+    parts = {key: Box(box.low[0], box.high[0], dtype=box.dtype) for key, box in mine.observation_space.spaces.items()}
+    section = ModelConfig(model_type="lerobot", model_path=str(folder), num_action_chunks=2)
+    one = build_model(section, Dict(parts), mine.action_space)
+    hold_history(one, theirs.eval(), *make_pre_post_processors(config, pretrained_path=str(folder)))
+
+
 def assert_loaded(policy: Any, folder: Path) -> None:
     """LeRobot goes on with random weights where it cannot load them."""
     for name, value in load_file(folder / "model.safetensors").items():
@@ -214,14 +259,14 @@ def hold(released: Path, checkpoint: Path) -> None:
         noise = torch.zeros(4, 4, 4)
         played = after(theirs.predict_action_chunk(before(seen), noise=noise))[:, :2]
     else:
-        theirs.reset()
-        noise = torch.zeros(4, 4, 2)
-        played = torch.stack([after(theirs.select_action(before(seen), noise=noise)) for _ in range(2)], 1)
+        hold_history(mine, theirs, before, after)
+        hold_steps(mine.eval())
+        hold_one(mine, released)
+        print("equal")
+        return
     with torch.no_grad():
         actions, _ = mine.predict_action_batch(obs, mode="eval")
-    if config.type == "diffusion":
-        hold_steps(mine.eval())
-    elif config.type in OPENPI:
+    if config.type in OPENPI:
         assert_loaded(theirs, released)
         hold_openpi(config.type)
     assert played.shape == (4, 2, 2) and played.std() > 0
@@ -235,10 +280,7 @@ def hold(released: Path, checkpoint: Path) -> None:
         if compute == "mine":
             losses.append(mine.bc_loss({"obs": obs, "actions": shown, "is_pad": beyond}).mean())
             continue
-        batch = before({**seen, "action": shown, "action_is_pad": beyond})
-        if config.type == "diffusion":
-            batch[STATE] = batch[STATE][:, None]  # the axis of time
-        losses.append(theirs.train()(batch)[0])
+        losses.append(theirs.train()(before({**seen, "action": shown, "action_is_pad": beyond}))[0])
     assert losses[0] > 0
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
     print("equal")

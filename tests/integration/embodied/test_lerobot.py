@@ -87,6 +87,9 @@ def test_from_a_folder_to_a_folder(here: Path, family: str) -> None:
         model += ["actor.model.kwargs={vlm: vlm}", "env.train.wrappers=[]"]
         cloning += ", vlm: vlm, task: go to the square"
     cloned = [f"actor.model.model_path={family}", f"actor.model.kwargs={{{cloning}}}"]
+    if family == "diffusion":  # which sees two observations; LeRobot's dataset has one a step
+        stacked = "env.train.wrappers=['square:Silent', {frame_stack: {stack_size: 2}}]"
+        model, cloned = [*model, stacked], [*cloned, stacked]
     if family in WORDS:  # small, and its loss is noisy
         cloned += ["actor.optim.lr=3e-3", "algorithm.update_epochs=20"]
     rows = train(f"{family}_bc", "bc.yaml", *cloned, "runner.max_steps=3")

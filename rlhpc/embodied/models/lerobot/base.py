@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.embodied.config import ModelConfig
-from rlhpc.embodied.envs.observations import boxes_of, count_rows, decode_text
+from rlhpc.embodied.envs.observations import count_rows, decode_text
 from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.lerobot import folder, library
 from rlhpc.embodied.models.lerobot.folder import FAMILIES
@@ -42,7 +42,7 @@ class LerobotPolicy(Policy):
             self.described, self.inner.config, cfg.kwargs.get("statistics"), cfg.kwargs.get("vlm")
         )
         self._task = str(cfg.kwargs.get("task") or "")
-        self._pictures = [key for key, box in boxes_of(observation_space).items() if len(box.shape) == 3]
+        self._pictures = list(folder.pictures_of(observation_space, self.described.looks))
         self.value_head = ValueHead(self.value_inputs(), self.value_width) if cfg.add_value_head else None
 
     def value_inputs(self) -> int:
@@ -51,8 +51,13 @@ class LerobotPolicy(Policy):
 
     @property
     def imitated(self) -> range:
-        """See `Policy.imitated`: as many as the network predicts."""
-        return range(int(getattr(self.inner.config, FAMILIES[self.described.family])))
+        """See `Policy.imitated`: as many as the network predicts, from the first observation on that it sees."""
+        return range(self.before, self.before + int(getattr(self.inner.config, FAMILIES[self.described.family])))
+
+    @property
+    def before(self) -> int:
+        """When the first observation is that it sees, 0 or less: the present one is 0."""
+        return 1 - self.described.looks
 
     # -- inputs ---------------------------------------------------------------------------------------------------
 
@@ -60,7 +65,7 @@ class LerobotPolicy(Policy):
         """Observations, and actions if given, as LeRobot's networks take them: named, scaled, pictures by camera.
 
         Args:
-            obs: As the environment shows them.
+            obs: As the environment shows them; where the network sees several, they have an axis of time, `[B, looks, ...]`.
             actions: `[B, imitated, dim]`, as the environment takes them.
             is_pad: `[B, imitated]`, which of them lie outside of the episode; none by default.
         """
@@ -68,7 +73,7 @@ class LerobotPolicy(Policy):
         cameras = iter(self._cameras(parts))
         found: dict[str, Any] = {}
         for name, source in self.described.sources.items():
-            found[name] = next(cameras) if source is None else parts[source].flatten(1).float()
+            found[name] = next(cameras) if source is None else self._numbers(parts[source])
         found["task"] = self._tasks(parts, count_rows(obs))
         if actions is not None:
             found["action"] = actions.reshape(len(actions), -1, self.dim).float()
@@ -81,15 +86,19 @@ class LerobotPolicy(Policy):
         """The batch, with an axis of time for observations where the network wants one."""
         return batch
 
+    def _numbers(self, part: Tensor) -> Tensor:
+        return part.flatten(1 if self.described.looks == 1 else 2).float()
+
     def _cameras(self, parts: dict[str, Tensor]) -> Iterator[Tensor]:
         for key in self._pictures:
-            pictures = parts[key].permute(0, 3, 1, 2).float() / 255
-            yield from (each.contiguous() for each in pictures.split(3, 1))
+            pictures = parts[key].movedim(-1, -3).float() / 255
+            yield from (each.contiguous() for each in pictures.split(3, -3))
 
     def _tasks(self, parts: dict[str, Tensor], rows: int) -> list[str]:
         if "instruction" not in parts:
             return [self._task] * rows
-        return [decode_text(bytes(row)) for row in parts["instruction"].cpu().numpy()]
+        words = parts["instruction"] if self.described.looks == 1 else parts["instruction"][:, -1]
+        return [decode_text(bytes(row)) for row in words.cpu().numpy()]
 
     @contextmanager
     def settled(self) -> Iterator[Any]:

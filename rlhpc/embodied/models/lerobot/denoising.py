@@ -97,7 +97,11 @@ class DenoisingPolicy(LerobotPolicy):
         return values_of(self.value_head, hidden, self.value_width)
 
     def _used(self, actions: Tensor) -> Tensor:
-        return self.processors.after(actions[:, : self.chunk, : self.dim])
+        return self.processors.after(self._played(actions))
 
     def _leveled(self, each: Tensor) -> Tensor:
-        return at_level(each[:, : self.chunk, : self.dim], self.logprob_type, self.chunk)
+        return at_level(self._played(each), self.logprob_type, self.chunk)
+
+    def _played(self, each: Tensor) -> Tensor:
+        """Of all that is predicted, from the first observation on, what is played from the present one on."""
+        return each[:, -self.before : self.chunk - self.before, : self.dim]

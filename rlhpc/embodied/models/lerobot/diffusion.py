@@ -87,6 +87,8 @@ class DiffusionPolicy(DenoisingPolicy):
 
     def framed(self, batch: dict[str, Any]) -> dict[str, Any]:
         """See `LerobotPolicy.framed`."""
+        if self.before:
+            return batch
         return {name: each[:, None] if name.startswith("observation.") else each for name, each in batch.items()}
 
     # -- acting and learning --------------------------------------------------------------------------------------

@@ -47,12 +47,14 @@ class Described:
         path: The folder.
         family: One of `FAMILIES`.
         sources: The part of our observations that each of its inputs is; pictures are None.
+        looks: How many observations it sees, the last of which is the present one (`n_obs_steps`).
         config: All of it.
     """
 
     path: Path
     family: str
     sources: dict[str, str | None]
+    looks: int
     config: dict[str, Any]
 
 
@@ -70,10 +72,9 @@ def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Des
         raise ConfigError(
             f"actor.model.kwargs of lerobot's {family} has {', '.join(unknown)}; allowed: {', '.join(OPTIONS[family])}"
         )
-    if int(config.get("n_obs_steps") or 1) != 1:
-        raise ConfigError(
-            f"{_KEY}: {path}/config.json has n_obs_steps {config['n_obs_steps']}; policies see one observation here: 1"
-        )
+    looks = int(config.get("n_obs_steps") or 1)
+    if looks != 1 and family != "diffusion":
+        raise ConfigError(f"{_KEY}: {path}/config.json has n_obs_steps {looks}; {family} sees one observation: 1")
     if config.get("adapt_to_pi_aloha"):
         raise ConfigError(f"{_KEY}: {path}/config.json has adapt_to_pi_aloha, which is not here: set it false")
     if config.get("temporal_ensemble_coeff") is not None:
@@ -81,8 +82,8 @@ def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Des
             f"{_KEY}: {path}/config.json has temporal_ensemble_coeff {config['temporal_ensemble_coeff']}; chunks are "
             "played as they are here: set it null"
         )
-    _check_actions(cfg, path, config, action_space, FAMILIES[family])
-    return Described(path, family, _sources(path, config, observation_space), config)
+    _check_actions(cfg, path, config, action_space, FAMILIES[family], looks)
+    return Described(path, family, _sources(path, config, observation_space, looks), looks, config)
 
 
 def _read(given: str | None) -> tuple[Path, dict[str, Any]]:
@@ -100,7 +101,7 @@ def _read(given: str | None) -> tuple[Path, dict[str, Any]]:
     return path, config
 
 
-def _check_actions(cfg: ModelConfig, path: Path, config: Mapping[str, Any], space: Any, most: str) -> None:
+def _check_actions(cfg: ModelConfig, path: Path, config: Mapping[str, Any], space: Any, most: str, looks: int) -> None:
     if not isinstance(space, spaces.Box):
         raise ConfigError(f"model_type 'lerobot' needs continuous actions; these are {space}")
     outputs: Mapping[str, Any] = config.get("output_features") or {}
@@ -109,14 +110,26 @@ def _check_actions(cfg: ModelConfig, path: Path, config: Mapping[str, Any], spac
         raise ConfigError(
             f"{_KEY}: {path}/config.json has actions of shape {shape}, the environment {list(space.shape)}"
         )
-    if cfg.num_action_chunks > int(config[most]):
+    if cfg.num_action_chunks > int(config[most]) - (looks - 1):
+        before = f", {looks - 1} of which are before the present one (n_obs_steps {looks})" if looks > 1 else ""
         raise ConfigError(
-            f"actor.model.num_action_chunks is {cfg.num_action_chunks}; {path}/config.json has {most} {config[most]}"
+            f"actor.model.num_action_chunks is {cfg.num_action_chunks}; {path}/config.json has {most} {config[most]}{before}"
         )
 
 
-def _sources(path: Path, config: Mapping[str, Any], space: Any) -> dict[str, str | None]:
+def pictures_of(space: Any, looks: int) -> dict[str, Any]:
+    """The boxes of pictures of an observation, `[H, W, C]`, or `[looks, H, W, C]` where it shows several."""
+    return {key: box for key, box in boxes_of(space).items() if len(box.shape) == 3 + (looks > 1)}
+
+
+def _sources(path: Path, config: Mapping[str, Any], space: Any, looks: int) -> dict[str, str | None]:
     boxes = boxes_of(space)
+    if looks > 1 and any(len(box.shape) < 2 or box.shape[0] != looks for box in boxes.values()):
+        shown = ", ".join(f"{key or 'numbers'} {list(box.shape)}" for key, box in boxes.items())
+        raise ConfigError(
+            f"{_KEY}: {path}/config.json has n_obs_steps {looks}; the environment shows {shown}. Have it show the last "
+            f"{looks} of each: env.train.wrappers=[{{frame_stack: {{stack_size: {looks}}}}}], after all others"
+        )
     found: dict[str, str | None] = {}
     wanted = 0
     for name, feature in config["input_features"].items():
@@ -126,13 +139,13 @@ def _sources(path: Path, config: Mapping[str, Any], space: Any) -> dict[str, str
             continue
         own = name.removeprefix("observation.")
         source = next((key for key in (own, "state", "") if key in boxes), None)
-        if source is None or [math.prod(boxes[source].shape)] != shape:
+        if source is None or [math.prod(boxes[source].shape) // looks] != shape:
             shown = ", ".join(f"{key or 'numbers'} {list(box.shape)}" for key, box in boxes.items())
             raise ConfigError(
                 f"{_KEY}: {path}/config.json has input {name} of shape {shape}; the environment shows {shown}"
             )
         found[name] = source
-    there = sum(box.shape[2] // 3 for box in boxes.values() if len(box.shape) == 3)
+    there = sum(box.shape[-1] // 3 for box in pictures_of(space, looks).values())
     if wanted > there:
         raise ConfigError(f"{_KEY}: {path}/config.json has {wanted} cameras, the environment shows {there}")
     return found

@@ -14,7 +14,7 @@ from rlhpc.embodied import elsewhere
 from rlhpc.embodied.config import EmbodiedActorConfig, ModelConfig
 from rlhpc.embodied.models import check_policy
 from rlhpc.embodied.models.lerobot.folder import describe
-from rlhpc.embodied.roles.bc import chunks_of
+from rlhpc.embodied.roles.bc import chunks_of, windows_of
 from rlhpc.runtime.errors import ConfigError
 
 PICTURES, NUMBERS = spaces.Box(0, 255, (8, 8, 6), np.uint8), spaces.Box(-1, 1, (3,), np.float32)
@@ -43,11 +43,25 @@ def test_inputs_are_parts_of_the_observation(tmp_path: Path) -> None:
     assert describe(alone, NUMBERS, ACTION).sources == {"observation.environment_state": ""}
 
 
+SEES_TWO = {"type": "diffusion", "n_obs_steps": 2, "horizon": 8}
+
+
+def test_several_observations_have_an_axis_of_time(tmp_path: Path) -> None:
+    stacked = spaces.Dict(
+        {"rgb": spaces.Box(0, 255, (2, 8, 8, 6), np.uint8), "state": spaces.Box(-1, 1, (2, 3), np.float32)}
+    )
+    found = describe(section(tmp_path, {**CONFIG, **SEES_TWO}, num_action_chunks=7), stacked, ACTION)
+    assert found.looks == 2 and found.sources == {"observation.images.top": None, "observation.state": "state"}
+    with pytest.raises(ConfigError, match=r"num_action_chunks is 8; .* has horizon 8, 1 of which .*n_obs_steps 2"):
+        describe(section(tmp_path, {**CONFIG, **SEES_TWO}, num_action_chunks=8), stacked, ACTION)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "family": ({"type": "tdmpc"}, {}, "of type 'tdmpc'; here are: act, diffusion, smolvla, pi0, pi05"),
     "chunk": ({}, {"num_action_chunks": 9}, "num_action_chunks is 9; .* has chunk_size 8"),
     "option": ({}, {"kwargs": {"noise_level": 1}}, "act has noise_level; allowed: statistics"),
-    "history": ({"n_obs_steps": 2}, {}, "n_obs_steps 2"),
+    "history": ({"n_obs_steps": 2}, {}, "n_obs_steps 2; act sees one"),
+    "one of two": (SEES_TWO, {}, r"n_obs_steps 2; the environment shows rgb .*frame_stack: {stack_size: 2}"),
     "ensemble": ({"temporal_ensemble_coeff": 0.01}, {}, "set it null"),
     "actions": ({"output_features": {"action": {"shape": [7]}}}, {}, r"actions of shape \[7\], the environment \[2\]"),
     "state": (
@@ -87,3 +101,18 @@ def test_actions_beyond_the_end_are_marked() -> None:
     actions, beyond = chunks_of(np.arange(3)[:, None], range(3))
     assert actions[..., 0].tolist() == [[0, 1, 2], [1, 2, 2], [2, 2, 2]]
     assert beyond.tolist() == [[False, False, False], [False, False, True], [False, True, True]]
+
+
+def test_what_is_outside_of_an_episode_is_marked_before_it_too() -> None:
+    actions, outside = chunks_of(np.arange(3)[:, None], range(-1, 2))
+    assert actions[..., 0].tolist() == [[0, 0, 1], [0, 1, 2], [1, 2, 2]]
+    assert outside.tolist() == [[True, False, False], [False, False, False], [False, False, True]]
+
+
+def test_single_observations_become_windows_where_the_environment_stacks_them() -> None:
+    seen = np.arange(3, dtype=np.float32)[:, None]
+    stacked, single = spaces.Box(-1, 1, (2, 1), np.float32), spaces.Box(-1, 1, (1,), np.float32)
+    found = windows_of({"state": seen, "more": seen}, spaces.Dict({"state": stacked}))
+    assert found["state"][..., 0].tolist() == [[0, 0], [0, 1], [1, 2]] and found["more"] is seen
+    assert windows_of(seen, single) is seen
+    assert windows_of(found["state"], stacked) is found["state"]
