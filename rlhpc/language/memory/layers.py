@@ -101,7 +101,8 @@ class Layers:
         size, b = self.size, self.itemsize
         if size.experts:
             return b * (size.per_token * (2.0 * size.expert_width + 2.0 * size.hidden) + 2.0 * size.hidden)
-        return b * (2.0 * size.intermediate / self.tensor + 2.0 * size.hidden)
+        # Where the product of gate and up has passed its gradient on to both, and is there itself no more.
+        return b * (2.0 * size.intermediate / self.tensor + size.hidden)
 
     def passing(self) -> float:
         """What a layer takes at most where nothing is kept."""

@@ -195,9 +195,14 @@ class Training:
         gathered = layer * (2.0 if self.reshard else size.layers)
         kept = terms(activations=self.kept())
         at_loss = (*model, *gradients, *kept, *self.at_loss())
+        found = layer * own
+        if self.checkpointing and not self.accelerated and self.recomputed() > (b + 4.0) * found:
+            found = (
+                0.0  # a layer is recomputed before it has gradients, and on a CPU after those of the next are summed
+            )
         in_layers = terms(
-            backward_pass_of_a_layer=self.recomputed(), gathered_layers=b * gathered, gradients_of_a_layer=b * layer * own,
-            gradients_being_summed=4.0 * layer * own,
+            backward_pass_of_a_layer=self.recomputed(), gathered_layers=b * gathered, gradients_of_a_layer=b * found,
+            gradients_being_summed=4.0 * found,
         )  # fmt: skip
         of_edges = terms(gradients_of_embeddings=b * root * own, gradients_being_summed=4.0 * root * own)
         one = terms(gathered_layers=b * (layer if self.reshard else gathered))
