@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import itertools
 import os
 import queue
 import threading
@@ -31,8 +32,8 @@ from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.registry import MEMBERS
 
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.02
-#: How often somebody who waits looks who is still there.
-_LOOK_S = 0.5
+#: How often somebody who waits looks who is still there, and at how many: in files, as all do. Who finds one gone tells all.
+_LOOK_S, _AT_A_LOOK = 0.5, 8
 #: Has NCCL's watchdog leave the process alone, which it would end where a peer is lost. A group reads it when it is made.
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 #: Group and rank.
@@ -55,14 +56,24 @@ class Presence:
 
     def __init__(self, members: tuple[Who, ...], me: Who) -> None:
         self._members = members
+        for who in members:
+            current().member(*who)
         self._known = {rank: self._version(rank) for rank, who in enumerate(members) if who != me}
         #: All but this one.
         self.others = sorted(self._known)
+        self._turn = itertools.cycle(self.others)
 
-    def gone(self) -> list[int]:
-        """Those whose process is another, or whose group goes on without them."""
-        left = current().has_left
-        return [rank for rank, was in self._known.items() if self._version(rank) != was or left(*self._members[rank])]
+    def gone(self, most: int | None = None) -> list[int]:
+        """Those whose process is another, or whose group goes on without them.
+
+        Args:
+            most: How many are looked at, in turn: all, if not given.
+        """
+        ranks = itertools.islice(self._turn, min(len(self.others), most or len(self.others)))
+        return [rank for rank in ranks if self._has_gone(rank)]
+
+    def _has_gone(self, rank: int) -> bool:
+        return self._version(rank) != self._known[rank] or current().has_left(*self._members[rank])
 
     def name(self, rank: int) -> str:
         """What a rank is called."""
@@ -73,7 +84,6 @@ class Presence:
         return ", ".join(map(self.name, ranks))
 
     def _version(self, rank: int) -> int:
-        current().member(*self._members[rank])
         return current().registry.version(MEMBERS, self.name(rank))
 
 
@@ -173,8 +183,8 @@ class Group:
         Raises:
             GroupLost: Somebody has gone, or broken off.
         """
-        if gone := self._presence.gone():
-            raise self._lost(gone, "its process has ended", known=True)
+        if gone := self._presence.gone(_AT_A_LOOK):
+            raise self._lost(gone, "its process has ended")
         with contextlib.suppress(queue.Empty):
             raise self._lost([], f"{p2p.poll(self._key)} has given it up", known=True)
 
