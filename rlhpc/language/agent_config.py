@@ -91,6 +91,10 @@ class AgentConfig:
 class TrainedAgentConfig(AgentConfig):
     """The same, of a run that trains on its episodes."""
 
+    policies: dict[str, str] = field(default_factory=dict)
+    """Several policies, such as a proposer's and a solver's: the name of each role's, `{proposer: asks, solver: answers}`.
+    Each is a LoRA adapter of `actor.model` (`actor.lora`) with an optimizer of its own, and is trained on what its roles
+    say. Empty: all roles speak by one policy."""
     feedback_timeout_s: float = 0.0
     """Of kind `python`, where rewards come after an episode has ended (`{"later": True}`): longest time until they have come.
     Without a reward by then an episode is left out. 0: no reward comes later."""

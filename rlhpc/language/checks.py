@@ -16,6 +16,7 @@ from rlhpc.language.algorithm.registry import ALGORITHMS, make_algorithm
 from rlhpc.language.config import GrpoConfig, LanguageConfig, SourceConfig, TrainedLanguageConfig
 from rlhpc.language.engines.registry import ENGINES
 from rlhpc.language.environments.registry import find_environment
+from rlhpc.language.policies import roles_of
 from rlhpc.language.reward_config import RewardRunConfig
 from rlhpc.language.scoring.checks import check_group_sections
 from rlhpc.language.scoring.groups import AGENT, CRITIC, placed, rating_names
@@ -23,6 +24,8 @@ from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.lookup import Registry
 from rlhpc.training.registry import BACKENDS as TRAINING
 
+#: Names of policies.
+_POLICY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 #: What each component computes with.
 _COMPUTES = {
     "actor": "actor.training_backend",
@@ -264,6 +267,7 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
             raise fail("rollout.merge_adapters", "there are no adapters (actor.lora.rank is 0): leave it true")
         if cfg.rollout.rollout_backend.lower() == "hf":
             raise fail("rollout.merge_adapters", "the engine hf takes merged weights: leave it true, or take vllm")
+    check_policies(cfg, fail)
     if algorithm.overlong_buffer and cfg.agent.kind != "inline":
         raise fail("algorithm.overlong_buffer", f"agent.kind={cfg.agent.kind} ends its answers by itself: set it 0")
     if cfg.rollout.temperature == 0:
@@ -289,6 +293,50 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
         )
     if cfg.actor.offload_in_rollout and algorithm.max_staleness:
         raise fail("actor.offload_in_rollout", "async generation goes on while the actor trains: set it false")
+
+
+def check_policies(cfg: GrpoConfig, fail: Fail) -> None:
+    """Several policies (`agent.policies`).
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+    given = plain(cfg.agent.policies)
+    if not given:
+        return
+    key, known = "agent.policies", () if cfg.agent.kind == "inline" else roles_of(cfg)
+    if not known:
+        raise fail(key, "there are no roles, which speak by policies: set agent.roles, or agent.kind=environment and a target "
+                   "with roles, such as kuhn_poker; or leave it out")  # fmt: skip
+    for role in given:
+        if role not in known:
+            near = difflib.get_close_matches(role, known, 1)
+            raise fail(
+                f"{key}.{role}", (f"did you mean {near[0]!r}? " if near else "") + f"roles are: {', '.join(known)}"
+            )
+    if missing := [role for role in known if role not in given]:
+        raise fail(key, f"{', '.join(missing)} has no policy: name one for each of {', '.join(known)}")
+    for role, name in given.items():
+        if not isinstance(name, str) or not _POLICY.fullmatch(name) or "lora_" in name:
+            raise fail(
+                f"{key}.{role}", f"it is {name!r}, which becomes a folder's name: letters, digits, _ and - (not lora_)"
+            )
+    if len({*given.values()}) == 1:
+        raise fail(key, f"all roles have the policy {next(iter(given.values()))}: leave it out, or name another one")
+    if not cfg.actor.lora.rank:
+        raise fail("actor.lora.rank", "each of several policies (agent.policies) is an adapter: set it, such as 16")
+    engine = cfg.rollout.rollout_backend.lower()
+    if engine not in ("hf", "vllm"):
+        raise fail("rollout.rollout_backend", "an engine from outside has one policy (agent.policies): take hf or vllm")
+    for name, value, wanted in (
+        ("actor.training_backend", cfg.actor.training_backend.lower(), "local"),
+        ("actor.model.value_head", cfg.actor.model.value_head, False),
+        ("rollout.merge_adapters", cfg.rollout.merge_adapters, engine != "vllm"),
+        ("rollout.routing_replay", cfg.rollout.routing_replay, False),
+        ("reference.update_interval", cfg.reference.update_interval, 0),
+    ):  # fmt: skip
+        if value != wanted:
+            raise fail(name, f"with several policies (agent.policies) it must be {str(wanted).lower()}")
 
 
 def _critic(cfg: GrpoConfig, fail: Fail) -> None:

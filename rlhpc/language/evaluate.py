@@ -30,8 +30,10 @@ from rlhpc.language.config import EvalDataConfig, LanguageConfig, RewardConfig, 
 from rlhpc.language.data import PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.engines import Request, SamplingParams, make_rollout
+from rlhpc.language.engines import Request, SamplingParams
+from rlhpc.language.engines.registry import make_engine
 from rlhpc.language.pass_at_k import normalize_answer, summarize
+from rlhpc.language.policies import folders_of
 from rlhpc.language.rewards import Sample
 from rlhpc.language.rewards.answers import extract
 from rlhpc.language.rewards.pool import Scored
@@ -92,7 +94,8 @@ def evaluate_language_model(
     if backend is not None:
         cfg = changed(cfg, "rollout.rollout_backend", backend)
     with model_folder(model, cfg.actor.model.trust_remote_code) as (folder, step):
-        tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
+        first = next(iter(folders_of(cfg, folder).values()))
+        tokenizer = load_tokenizer(first, cfg.actor.model.trust_remote_code)
         problems, dropped = problems_of(cfg, section, tokenizer)
         rows = answered(problems, cfg, section, suite, folder, tokenizer, progress)
     result = {
@@ -189,14 +192,18 @@ def _exported(checkpoint: Path, step: int) -> Path | None:
 
     folder = default_output(checkpoint, step)
     try:
-        record = read_json((folder / CONVERSION).read_bytes())
-        same = record["manifest_sha256"] == digest(checkpoint / MANIFEST)[1]
-        own = record["dtype"] == read_json((checkpoint / "backend.json").read_bytes())["about"]["dtype"]
-        whole = all((folder / name).stat().st_size == file["size"] for name, file in record["files"].items())
-        merged = not record["lora"] or record["lora"]["merged"]
+        identity = read_json((checkpoint / "backend.json").read_bytes())
+        for part in [folder / str(name) for name in identity.get("agent.policies", ("",))]:
+            record = read_json((part / CONVERSION).read_bytes())
+            same = record["manifest_sha256"] == digest(checkpoint / MANIFEST)[1]
+            own = record["dtype"] == identity["about"]["dtype"]
+            whole = all((part / name).stat().st_size == file["size"] for name, file in record["files"].items())
+            merged = not record["lora"] or record["lora"]["merged"]
+            if not (same and own and whole and merged):
+                return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return folder if same and own and whole and merged else None
+    return folder
 
 
 def answered(
@@ -221,7 +228,7 @@ def answered(
     # First: its processes start before the engine fills this one's memory.
     judges = judging_here(cfg, torch.device(device))
     try:
-        engine = make_rollout(cfg, model_path=folder, device=device, seed=cfg.runner.seed)
+        engine = make_engine(cfg, model_path=folder, device=device, seed=cfg.runner.seed)
         try:
             generation = make_generation(cfg, engine, tokenizer)
             count = len(problems) * section.samples

@@ -75,7 +75,7 @@ def export_language_model(
         trust_code: Run code that comes with the model, where the training did (`actor.model.trust_remote_code`).
 
     Returns:
-        The folder.
+        The folder; of several policies (`agent.policies`) it has one for each, of its name.
 
     Raises:
         CheckpointError: The checkpoint has faults, or the target cannot be written.
@@ -97,6 +97,7 @@ def export_language_model(
     Trust(trust_code).check({"about": {"trust_remote_code": bool(identity["about"].get("trust_remote_code"))}},
                             str(source / "backend.json"))  # fmt: skip
     about, backend = identity["about"], str(identity["actor.training_backend"])
+    policies = [str(name) for name in identity.get("agent.policies", ())] if not critic else []
     target = default_output(checkpoint, step) if output is None else Path(output).expanduser().absolute()
     if critic and output is None:
         target = target.with_name(f"{target.name}-{CRITIC}")
@@ -120,16 +121,21 @@ def export_language_model(
         weights = _one_head(weights, critic, set() if lora_rank else {*load(model, empty=True).state_dict()})
     try:
         with filled_folder(target) as staging:
-            parameters = sum(tensor.numel() for tensor in weights.values())
-            if streams:
-                started = str(base or about["model_path"])
-                parameters = stream_shards(staging, source / "shards", model, kind, load, started)
-            elif lora_rank:
-                _export_adapted(staging, weights, about, model, base, kind, adapter_only, load, head)
-            else:
-                export_model(staging, weights.items(), model, kind, load)
-            _describe(staging, {
+            for policy in policies or [""]:
+                folder = staging / policy
+                folder.mkdir(exist_ok=True)
+                mine = _of_policy(weights, policy) if policy else weights
+                parameters = sum(tensor.numel() for tensor in mine.values())
+                if streams:
+                    started = str(base or about["model_path"])
+                    parameters = stream_shards(folder, source / "shards", model, kind, load, started)
+                elif lora_rank:
+                    _export_adapted(folder, mine, about, model, base, kind, adapter_only, load, head)
+                else:
+                    export_model(folder, mine.items(), model, kind, load)
+                _describe(folder, {
                 "from": str(checkpoint),
+                **({"policy": policy} if policy else {}),
                 "global_step": step,
                 "backend": backend,
                 "dtype": str(kind).removeprefix("torch."),
@@ -146,6 +152,17 @@ def export_language_model(
     except ValueError as error:
         raise CheckpointError(f"{checkpoint}: the weights do not fit the model that it describes: {error}") from error
     return target
+
+
+def _of_policy(weights: dict[str, torch.Tensor], policy: str) -> dict[str, torch.Tensor]:
+    """The weights of one policy's adapter, by the names that they have where there is one."""
+    from rlhpc.training.lora import ADAPTER, is_of
+
+    return {
+        name.removesuffix(f".{policy}.weight") + f".{ADAPTER}.weight": tensor
+        for name, tensor in weights.items()
+        if is_of(name, policy)
+    }
 
 
 def _one_head(weights: dict[str, torch.Tensor], critic: bool, known: set[str]) -> dict[str, torch.Tensor]:

@@ -35,9 +35,12 @@ class Blueprint(abc.ABC):
         unmarked: Name of the backend whose checkpoints may lack that file, because they predate it.
         knobs: What a user may lower or set if memory is exhausted.
         key: What messages call the section it is trained by.
+        policies: Names of adapters that are trained beside each other, each by an optimizer of its own; none where there are
+            not several.
     """
 
     key: str = "actor"
+    policies: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float32
     identity_file: str = "training.json"
     unmarked: str = ""

@@ -110,6 +110,7 @@ class TrainingBackend(abc.ABC):
         base_lr: `actor.optim.lr`.
         sizes: Of the mesh of ranks: who is in a block, and which samples a block gets (`Sizes.data_of`).
         mesh: The mesh itself, if there is one.
+        norms: Gradient norms of the last step, by policy (`Blueprint.policies`).
     """
 
     sizes: Sizes
@@ -138,6 +139,7 @@ class TrainingBackend(abc.ABC):
         self.optim = AdamOptions.of(actor.optim)
         self.base_lr = self.optim.lr
         self._reference: nn.Module | None = None
+        self.norms: dict[str, float] = {}
 
     # -- computing ------------------------------------------------------------------------------------------------
 

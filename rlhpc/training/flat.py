@@ -30,6 +30,7 @@ class FlatModule:
         look: Read each gradient norm before the update, even if that means waiting for the device.
         dtype: Dtype of the computation; None for that of the weights (float32). With a different one, the module gets
             copies of the weights, and each micro-batch's gradient is added to the flat buffer as soon as it is known.
+        mine: Which trainable parameters are here, by name; None takes all.
     """
 
     def __init__(
@@ -41,10 +42,11 @@ class FlatModule:
         *,
         look: bool = False,
         dtype: torch.dtype | None = None,
+        mine: Callable[[str], bool] | None = None,
     ) -> None:
         self.module, self.base_lr, self.clip_grad = module, options.lr, options.clip_grad
         self._reduce, self._ranks, self._look = reduce, ranks, look
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and (mine is None or mine(name))]
         self.names, self._parameters = [name for name, _ in named], [p for _, p in named]
         if not named:
             raise ConfigError("actor.model has no trainable parameters")
@@ -107,17 +109,26 @@ class FlatModule:
         Returns:
             The global gradient norm before clipping, as a tensor (reading it would wait for the device).
         """
+        norm = self.gradient_norm()
+        if not self.refuses(norm):
+            self.step(norm, lr)
+        return norm
+
+    @torch.no_grad()
+    def gradient_norm(self) -> torch.Tensor:
+        """Sums the gradients over the ranks; their norm."""
         if self._ranks > 1:
             self._reduce(self._gradients)
-        norm = torch.linalg.vector_norm(self._gradients)
-        if self.refuses(norm):
-            return norm
+        return torch.linalg.vector_norm(self._gradients)
+
+    @torch.no_grad()
+    def step(self, norm: torch.Tensor, lr: float) -> None:
+        """Clips by the `gradient_norm`, and updates."""
         if self.clip_grad > 0:
             self._gradients.mul_((self.clip_grad / (norm + 1e-6)).clamp_(max=1.0))
         self.optimizer.lr = lr
         self.optimizer.step()
         self._copied()
-        return norm
 
     @torch.no_grad()
     def _copied(self) -> None:

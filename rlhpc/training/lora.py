@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import re
 import sys
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +20,9 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.blueprint import Full
 from rlhpc.training.merging import merged
 
+#: The adapter's name where there is one, also within peft's tensor names; peft's files leave it out.
 ADAPTER = "default"
 _PREFIX = "base_model.model."
-#: The adapter's name within peft's tensor names; peft's files leave it out.
-_INFIX = f".{ADAPTER}."
 
 
 def peft() -> Any:
@@ -38,7 +39,13 @@ def peft() -> Any:
 
 
 def attach_lora(
-    model: nn.Module, lora: LoraConfig, *, seed: int, head: str | None = None, beside: bool = False
+    model: nn.Module,
+    lora: LoraConfig,
+    *,
+    seed: int,
+    head: str | None = None,
+    beside: bool = False,
+    names: Sequence[str] = (),
 ) -> nn.Module:
     """Freezes the model and gives it adapters in float32, whose initial values depend on the seed alone.
 
@@ -48,6 +55,7 @@ def attach_lora(
         seed: Seed of the adapters' initial values.
         head: Name of a layer that is trained as it is, beside the adapters, and gets none: a classifier's.
         beside: That layer is beside a causal model's own head, and none that peft's files are to name.
+        names: Of several adapters for each layer, of which one at a time computes (`choose`): the first to begin with.
 
     Raises:
         ConfigError: `target_modules` names nothing in this model, or layers that are not linear.
@@ -65,9 +73,16 @@ def attach_lora(
             # peft detects by itself that GPT-2's weights are transposed, and warns that it did.
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
             torch.manual_seed(seed)
-            adapted: nn.Module = peft().get_peft_model(model, config, adapter_name=ADAPTER)
+            first, *others = names or (ADAPTER,)
+            adapted: Any = peft().get_peft_model(model, config, adapter_name=first)
+            for name in others:
+                adapted.add_adapter(name, copy.copy(config))
     except ValueError as error:
         raise _no_targets(lora, error) from error
+    if others:
+        for name, parameter in adapted.named_parameters():
+            parameter.requires_grad = ".lora_" in name
+        choose(adapted, first)
     if head:
         for parameter in model.get_submodule(head).parameters():
             parameter.requires_grad = True
@@ -75,7 +90,8 @@ def attach_lora(
     if head and not beside:  # what peft's files say, so that it finds the head in them
         config.task_type, config.modules_to_save = "SEQ_CLS", [head]
     _finish(adapted, lora)
-    return adapted
+    found: nn.Module = adapted
+    return found
 
 
 def inject_lora(model: nn.Module, lora: AdapterConfig) -> None:
@@ -128,6 +144,24 @@ def is_lora(module: nn.Module) -> bool:
     return hasattr(module, "peft_config")
 
 
+def choose(module: nn.Module, name: str) -> None:
+    """Which of several adapters computes, is merged and is sent from now on. All of them stay trainable: peft's own way would
+    freeze the others."""
+    for _, layer in _layers(module):
+        layer._active_adapter = name
+
+
+def is_of(name: str, adapter: str) -> bool:
+    """Whether a module's parameter is an adapter's of that name."""
+    return ".lora_" in name and name.rpartition(".lora_")[2].split(".")[1:2] == [adapter]
+
+
+def chosen(layer: Any) -> str:
+    """The adapter of a layer that computes."""
+    name: str = layer.active_adapters[0]
+    return name
+
+
 @contextlib.contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
     """Switches the adapters off while the block runs: what is left is the base model, for the reference policy.
@@ -160,9 +194,10 @@ def products(layer: nn.Module, x: torch.Tensor) -> list[tuple[torch.Tensor, torc
     found: list[tuple[torch.Tensor, torch.Tensor]] = [(x, base.weight)]
     adapted: Any = layer
     if _is_adapted(layer) and not adapted.disable_adapters:
-        a, b = adapted.lora_A[ADAPTER], adapted.lora_B[ADAPTER]
-        inner = a(adapted.lora_dropout[ADAPTER](x.to(a.weight.dtype)))
-        found.append((inner * adapted.scaling[ADAPTER], b.weight))
+        name = chosen(layer)
+        a, b = adapted.lora_A[name], adapted.lora_B[name]
+        inner = a(adapted.lora_dropout[name](x.to(a.weight.dtype)))
+        found.append((inner * adapted.scaling[name], b.weight))
     return found
 
 
@@ -189,8 +224,8 @@ def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) ->
         value = full(tensor).detach()
         layer = adapted.get(id(tensor))
         if layer is not None:
-            a, b = full(layer.lora_A[ADAPTER].weight), full(layer.lora_B[ADAPTER].weight)
-            value = merged(layer, name, value, a, b, layer.scaling[ADAPTER])
+            factors = factors_of(layer, full)
+            value = merged(layer, name, value, factors.a, factors.b, factors.scale)
         yield name, value
 
 
@@ -211,12 +246,14 @@ def _plain(name: str) -> str:
 
 @torch.no_grad()
 def adapter_weights(module: nn.Module, full: Full) -> dict[str, torch.Tensor]:
-    """The adapters' weights, and those of a head that peft's files name, under the names they have there."""
+    """The weights of the chosen adapters, and those of a head that peft's files name, under the names they have there."""
     named = module.state_dict(keep_vars=True).items()
-    config: Any = module.peft_config[ADAPTER]  # type: ignore[index]
+    adapter = chosen(_layers(module)[0][1])
+    config: Any = module.peft_config[adapter]  # type: ignore[index]
     heads = tuple(f"{_PREFIX}{head}." for head in config.modules_to_save or ())
-    own = [(name, tensor) for name, tensor in named if ".lora_" in name or name.startswith(heads)]
-    return {name.replace(_INFIX, "."): full(tensor).detach().cpu() for name, tensor in own}
+    own = [(name, tensor) for name, tensor in named if is_of(name, adapter) or name.startswith(heads)]
+    infix = re.compile(rf"(?<=\.lora_[AB])\.{re.escape(adapter)}(?=\.weight$)")
+    return {infix.sub("", name): full(tensor).detach().cpu() for name, tensor in own}
 
 
 def _is_adapted(layer: nn.Module) -> bool:
@@ -276,8 +313,9 @@ class Factors(NamedTuple):
 
 def factors_of(layer: Any, full: Full) -> Factors:
     """Those of one layer."""
-    a, b = (full(half[ADAPTER].weight).detach() for half in (layer.lora_A, layer.lora_B))
-    return Factors(layer, a, b, float(layer.scaling[ADAPTER]))
+    name = chosen(layer)
+    a, b = (full(half[name].weight).detach() for half in (layer.lora_A, layer.lora_B))
+    return Factors(layer, a, b, float(layer.scaling[name]))
 
 
 def layers_by_weight(module: nn.Module) -> dict[int, Any]:

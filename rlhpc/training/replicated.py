@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from rlhpc.checkpoint.state import load_state, load_tensors, save_state, save_te
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.device import moved
 from rlhpc.runtime.errors import CheckpointError
+from rlhpc.training import lora
 from rlhpc.training.contract import Blueprint, Named, Ranks
 from rlhpc.training.flat import FlatModule
 from rlhpc.training.parking import ParkingBackend, tensors_of
@@ -35,50 +37,82 @@ class ReplicatedBackend(ParkingBackend):
         self.module = moved(blueprint.build(), self.device)
         # A wing that keeps the weights itself has them in the dtype of the computation.
         dtype = None if blueprint.keeps_weights else self.dtype
-        self.flat = FlatModule(self.module, self.optim, worker.all_reduce, self.ranks, look=blueprint.look, dtype=dtype)
+
+        def flat(mine: Callable[[str], bool] | None = None) -> FlatModule:
+            reduce, look = worker.all_reduce, blueprint.look
+            return FlatModule(self.module, self.optim, reduce, self.ranks, look=look, dtype=dtype, mine=mine)
+
+        names = blueprint.policies
+        self._flats = {name: flat(partial(lora.is_of, adapter=name)) for name in names} if names else {"": flat()}
         self.prepare_reference()
+
+    @property
+    def flat(self) -> FlatModule:
+        """All that is trained, of one policy."""
+        (only,) = self._flats.values()
+        return only
 
     def _make_reference(self) -> nn.Module:
         return moved(self.blueprint.build_reference(), self.device)
 
     def _clear(self) -> None:
-        self.flat.zero_grad()
+        for flat in self._flats.values():
+            flat.zero_grad()
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """Takes an optimizer step (`TrainingBackend.optimizer_step`). Gradients stay until the next `forward_backward`."""
-        return self.flat.optimizer_step(lr)
+        """Takes an optimizer step (`TrainingBackend.optimizer_step`). Gradients stay until the next `forward_backward`. Of
+        several policies each is clipped by its own norm; one without a gradient stays as it is, its averages included."""
+        if not self.blueprint.policies:
+            return self.flat.optimizer_step(lr)
+        norms = {name: flat.gradient_norm() for name, flat in self._flats.items()}
+        whole = torch.stack([*norms.values()]).square().sum().sqrt()
+        self.norms = {name: float(norm) for name, norm in norms.items()}
+        if not self.refuses(whole):
+            for name, flat in self._flats.items():
+                if self.norms[name]:
+                    flat.step(norms[name], lr)
+        return whole
 
     def refuses(self, norm: torch.Tensor) -> bool:
         """Whether the step with this gradient norm was not taken (`TrainingBackend.refuses`)."""
-        return self.flat.refuses(norm)
+        return next(iter(self._flats.values())).refuses(norm)
 
     def bad_gradients(self) -> list[str]:
         """Parameters whose gradients were not finite (`TrainingBackend.bad_gradients`)."""
-        return self.flat.bad_gradients()
+        return [name for flat in self._flats.values() for name in flat.bad_gradients()]
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        return {name: view for flat in self._flats.values() for name, view in flat.named().items()}
 
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         """Replaces the module's weights (`TrainingBackend.replace_weights`)."""
         with self.awake():
             self.module.load_state_dict(tensors)
-            if self.flat.mixed:
-                self.flat.replace(tensors)
+            for flat in self._flats.values():
+                if flat.mixed:
+                    flat.replace(tensors)
 
     def held_tensors(self) -> Named:
         """The weights in the form they are trained in, and the optimizer's averages."""
         with self.awake():
-            yield from self.flat.named().items()
-            optimizer = self.flat.optimizer
-            yield from (("optimizer.exp_avg", optimizer.exp_avg), ("optimizer.exp_avg_sq", optimizer.exp_avg_sq))
+            for policy, flat in self._flats.items():
+                yield from flat.named().items()
+                optimizer, of = flat.optimizer, f"{policy}." if policy else ""
+                yield from (
+                    (f"optimizer.{of}exp_avg", optimizer.exp_avg),
+                    (f"optimizer.{of}exp_avg_sq", optimizer.exp_avg_sq),
+                )
 
     def save(self, folder: Path) -> None:
-        """Rank 0 writes the optimizer and, if the wing does not write them, the trained weights in float32."""
+        """Rank 0 writes the optimizers and, if the wing does not write them, the trained weights in float32."""
         folder = Path(folder)
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             with self.awake():
                 if not self.blueprint.keeps_weights:
-                    save_tensors(folder / MODEL, self.flat.named())
-                save_state(folder / OPTIMIZER, self.flat.state_dict())
+                    save_tensors(folder / MODEL, self._named())
+                for policy, flat in self._flats.items():
+                    save_state(folder / _optimizer(policy), flat.state_dict())
             self.write_identity(folder)
         self.worker.barrier()
 
@@ -89,19 +123,29 @@ class ReplicatedBackend(ParkingBackend):
         with self.awake():
             if not self.blueprint.keeps_weights:
                 tensors = load_tensors(folder / MODEL)
-                shapes = {name: tensor.shape for name, tensor in self.flat.named().items()}
+                shapes = {name: tensor.shape for name, tensor in self._named().items()}
                 if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
                     raise CheckpointError(
                         f"{folder / MODEL} holds other parameters than actor.model.model_path and actor.lora"
                     )
-                self.flat.replace(tensors)
-            self.flat.load_state_dict(load_state(folder / OPTIMIZER))
-            self.flat.zero_grad()
+                for flat in self._flats.values():
+                    flat.replace(tensors)
+            for policy, flat in self._flats.items():
+                flat.load_state_dict(load_state(folder / _optimizer(policy)))
+                flat.zero_grad()
 
     def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         """See `ParkingBackend.belongings`: gradients are cleared before they are made, and copies can be made again."""
-        return (*self.flat.state(), *tensors_of(self.module, self._reference)), self.flat.scratch()
+        flats = self._flats.values()
+        state = [tensor for flat in flats for tensor in flat.state()]
+        return (*state, *tensors_of(self.module, self._reference)), [t for flat in flats for t in flat.scratch()]
 
     def returned(self) -> None:
         """See `ParkingBackend.returned`."""
-        self.flat.renew()
+        for flat in self._flats.values():
+            flat.renew()
+
+
+def _optimizer(policy: str) -> str:
+    """The file of an optimizer's state."""
+    return f"optimizer-{policy}.pt" if policy else OPTIMIZER

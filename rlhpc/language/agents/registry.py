@@ -15,6 +15,7 @@ from rlhpc.language.agents.tools import ToolAgent
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Request, RolloutBackend
 from rlhpc.language.environments.registry import find_environment
+from rlhpc.language.policies import ENVIRONMENT, policies_of, roles_of
 from rlhpc.language.scoring.groups import AGENT, placed
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import Registry
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 Generation: TypeAlias = Union[Episodes, "OutsideEpisodes"]
 #: The kind of agent that is in the rollout rank.
 INLINE = "inline"
-#: That which has an environment answer the model.
-ENVIRONMENT = "environment"
 
 __all__ = [
     "Agent",
@@ -169,7 +168,7 @@ def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Options
         raise ConfigError(
             f"agent.untrained_roles is {list(untrained)}; allowed: some of the roles, not all of them ({known})"
         )
-    limits = Limits(agent.max_turns, agent.max_tokens, roles, untrained)
+    limits = Limits(agent.max_turns, agent.max_tokens, roles, untrained, policies_of(cfg).by_role)
     later = float(select(cfg, "agent.feedback_timeout_s") or 0.0)
     options = Options(limits, agent.timeout_s, kwargs, later)
     return Parsers(tokenizer, agent.tool_parser, agent.reasoning_parser), options
@@ -202,13 +201,6 @@ def world_of(cfg: LanguageConfig) -> World:
 
     kwargs = plain(cfg.agent.kwargs)
     return World(partial(find_environment(str(cfg.agent.target), kwargs), **kwargs), cfg.agent.episodes_per_rank)
-
-
-def roles_of(cfg: LanguageConfig) -> tuple[str, ...]:
-    """Who speaks in an episode, where several do."""
-    if cfg.agent.kind == ENVIRONMENT:
-        return tuple(find_environment(str(cfg.agent.target), plain(cfg.agent.kwargs)).roles)
-    return tuple(cfg.agent.roles)
 
 
 def check_agent(cfg: LanguageConfig, tokenizer: Any) -> None:

@@ -36,12 +36,14 @@ class Limits:
         tokens: Drawn in all of them.
         roles: What the model may be called, where several speak; otherwise its name does not matter.
         untrained: Those of them whose tokens are not trained on.
+        policies: By which of several policies each of them speaks; empty where there is one.
     """
 
     turns: int
     tokens: int
     roles: tuple[str, ...] = ()
     untrained: tuple[str, ...] = ()
+    policies: tuple[int, ...] = ()
 
 
 @dataclass
@@ -150,7 +152,7 @@ class Session:
         said = [canonical(message) for message in messages]
         keys = keys_of(said, tools)
         prompt, parent = renderer.prompt(self.tree, said, keys, tools, role)
-        completion = await self._draw(prompt, sampling, draw)
+        completion = await self._draw(prompt, self._by(role, sampling), draw)
         reply = parsers.read(completion.token_ids, tools)
         message = reply.message()
         turn = self._record(prompt, parent, completion, role, (*keys, key_of(canonical(message))))
@@ -162,7 +164,7 @@ class Session:
         Raises:
             Refused: They cannot be gone on from.
         """
-        completion = await self._draw(prompt, sampling, draw)
+        completion = await self._draw(prompt, self._by(role, sampling), draw)
         return Answer(self._record(prompt, self.tree.continued_by(prompt, role), completion, role), prompt)
 
     def role_of(self, model: Any) -> int:
@@ -194,6 +196,11 @@ class Session:
         left = self.limits.tokens - sum(len(turn.token_ids) for turn in self.tree.turns)
         most_now = min(wanted, self.sampling.max_new_tokens, max(left, 1))
         return replace(self.sampling, max_new_tokens=most_now, stop=texts, stop_token_ids=ends)
+
+    def _by(self, role: int, sampling: SamplingParams) -> SamplingParams:
+        """By the policy by which a role speaks."""
+        policies = self.limits.policies
+        return replace(sampling, policy=policies[role]) if policies else sampling
 
     async def _draw(self, prompt: list[int], sampling: SamplingParams, draw: Draw) -> Completion:
         drawn = sum(len(turn.token_ids) for turn in self.tree.turns)

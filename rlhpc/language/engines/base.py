@@ -30,6 +30,8 @@ class SamplingParams:
     """Tokens that end a response, besides the model's own; the one that ended it is the response's last."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, such as `</tool>`; kept at its end."""
+    policy: int = 0
+    """Which of several policies draws (`agent.policies`)."""
 
 
 @dataclass(frozen=True)

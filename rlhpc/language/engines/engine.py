@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhpc.config.typed import select
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend, SaysExperts
+from rlhpc.language.policies import policies_of
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class EngineOptions:
         divides_experts: `rollout.parallel.expert`.
         says_experts: `rollout.routing_replay`.
         adapters: Rank and alpha of adapters that come as they are (`rollout.merge_adapters`); None where they are merged.
+        policies: Names of several policies, of which each has such adapters.
     """
 
     model_path: str
@@ -59,6 +61,7 @@ class EngineOptions:
     divides_experts: bool = False
     says_experts: bool = False
     adapters: tuple[int, int] | None = None
+    policies: tuple[str, ...] = ()
 
     @classmethod
     def from_config(cls, cfg: LanguageConfig, model_path: str, device: str | torch.device) -> EngineOptions:
@@ -88,6 +91,7 @@ class EngineOptions:
             divides_experts=bool(select(cfg, "rollout.parallel.expert")),
             says_experts=bool(select(cfg, "rollout.routing_replay")),
             adapters=(cfg.actor.lora.rank, cfg.actor.lora.alpha) if adapters_apart(cfg) else None,
+            policies=policies_of(cfg).names,
         )
 
     @property

@@ -251,6 +251,10 @@ class HFRollout(Engine):
         self._stale = self._stale or not self._keeps
         self._end_update(version)
 
+    def needs(self) -> frozenset[str]:
+        """The weights that a complete update brings."""
+        return frozenset(name for name, _ in self._model.named_parameters())
+
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """See `ScoresTexts.score`."""
         ids = torch.tensor([list(token_ids)], device=self._device)

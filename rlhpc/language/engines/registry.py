@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 from rlhpc.config.typed import changed, plain
 from rlhpc.language.engines.base import AwaitsWeights, EngineFactory, RolloutBackend, SaysForkable
 from rlhpc.language.engines.engine import adapters_apart
+from rlhpc.language.policies import folders_of
+from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import Registry
 
 if TYPE_CHECKING:
@@ -40,6 +42,35 @@ def make_rollout(
     """
     more = {} if link is None else {"link": link}
     return ENGINES.find(cfg.rollout.rollout_backend)(cfg, model_path=model_path, device=device, seed=seed, **more)
+
+
+def make_engine(
+    cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int, link: Link | None = None
+) -> RolloutBackend:
+    """Builds the engine of a run, of one policy or several (`agent.policies`).
+
+    Args:
+        cfg, device, seed, link: See `make_rollout`.
+        model_path: See there; several policies may have folders of their own in it (`folders_of`).
+
+    Raises:
+        ConfigError: See `make_rollout`.
+    """
+    folders = folders_of(cfg, model_path)
+    begun = {*folders.values()} == {model_path}
+    if "" in folders or (begun and adapters_apart(cfg)):
+        return make_rollout(cfg, model_path=model_path, device=device, seed=seed, link=link)
+    if cfg.rollout.rollout_backend.lower() != "hf":
+        raise ConfigError(
+            f"rollout.rollout_backend is {cfg.rollout.rollout_backend}, which gets several policies (agent.policies) from a "
+            "trainer, as adapters; what was trained is asked by hf: evaluate with --backend hf"
+        )
+    from rlhpc.language.engines.several import SeveralPolicies
+
+    def make(name: str) -> RolloutBackend:
+        return make_rollout(cfg, model_path=folders[name], device=device, seed=seed)
+
+    return SeveralPolicies([*folders], make)
 
 
 def awaiting_weights(cfg: Run) -> Run:

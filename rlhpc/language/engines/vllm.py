@@ -105,7 +105,9 @@ class VLLMRollout(VLLMProcess, Engine):
                 del given["load_format"]
             options = replace(options, engine_kwargs=given)
         self._experts = FileNames(model) if is_mixture(config) else None
-        self._adapters = None if options.adapters is None else Adapters(*options.adapters, self._needed)
+        self._adapters = (
+            None if options.adapters is None else Adapters(*options.adapters, self._needed, options.policies)
+        )
         self._running: dict[str, _Running] = {}
         self._torn, self._slept = "", False
         VLLMProcess.__init__(self, options, config, seed, link)
@@ -195,7 +197,7 @@ class VLLMRollout(VLLMProcess, Engine):
             prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
             if self._options.keeps_cache:  # none of the keys and values of a request that came before an update
                 prompt["cache_salt"] = str(self.version)
-            self._engine.add_request(name, prompt, parameters, lora_request=self._asked)
+            self._engine.add_request(name, prompt, parameters, lora_request=self._asked(sampling.policy))
             self._running[name] = _Running(request)
 
     def _advance(self) -> list[Completion]:
@@ -263,10 +265,10 @@ class VLLMRollout(VLLMProcess, Engine):
         """
         self._begin_load(version)
         if self._adapters is not None:
-            tensors = self._adapters.fitting(named_tensors)
-            (layers,) = self._engine.collective_rpc(take_adapters, args=(tensors, self._adapters.config(tensors)))
-            if not layers:
-                raise UpdateFailed(f"vLLM has put no adapter of version {version} anywhere")
+            for policy, mine in enumerate(self._adapters.by_policy(self._adapters.fitting(named_tensors))):
+                given = (mine, self._adapters.config(mine), policy)
+                if not self._engine.collective_rpc(take_adapters, args=given)[0]:
+                    raise UpdateFailed(f"vLLM has put no adapter of version {version} anywhere")
             self._took(version)
             return
         weights = under_all_names(fitting_update(named_tensors, self._needed, self._optional), self._aliases)
@@ -292,10 +294,9 @@ class VLLMRollout(VLLMProcess, Engine):
             require_all_loaded(loaded, self._expected, version)
         self._took(version)
 
-    @property
-    def _asked(self) -> Any:
+    def _asked(self, policy: int) -> Any:
         """What requests say of adapters."""
-        return None if self._adapters is None else self._adapters.request()
+        return None if self._adapters is None else self._adapters.request(policy)
 
     def _took(self, version: int) -> None:
         """All of a version is there."""
@@ -307,8 +308,8 @@ class VLLMRollout(VLLMProcess, Engine):
         self._torn = ""
         self._end_update(version)
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """See `ScoresTexts.score`."""
+    def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
+        """See `ScoresTexts.score`; by the adapters of a policy."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -316,7 +317,8 @@ class VLLMRollout(VLLMProcess, Engine):
             temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, flat_logprobs=True, prompt_logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
-        self._engine.add_request(_PROBE, {"prompt_token_ids": list(token_ids)}, parameters, lora_request=self._asked)
+        asked = self._asked(policy)
+        self._engine.add_request(_PROBE, {"prompt_token_ids": list(token_ids)}, parameters, lora_request=asked)
         while True:
             with self._explained():
                 outputs = self._engine.step()

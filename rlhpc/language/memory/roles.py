@@ -127,8 +127,14 @@ def training_of(
         reshard=section.fsdp.reshard_after_forward, stage=section.deepspeed.zero_stage, reference=reference,
         beside=_beside(grpo, ranks, build) if grpo is not None and name == "actor" else 0.0,
         logits=causal, head=causal, edges_apart=select(section, "parallel") is not None,
+        policies=_policies(cfg) if name == "actor" else 1,
         eager=prompt + response if eager else 0,
     )  # fmt: skip
+
+
+def _policies(cfg: object) -> int:
+    """How many policies there are (`agent.policies`)."""
+    return max(1, len({*plain(select(cfg, "agent.policies") or {}).values()}))
 
 
 def _tokens(cfg: RunConfig, section: LanguageActorConfig, sizes: Sizes, length: int) -> int:
@@ -191,7 +197,7 @@ def _shared(cfg: GrpoConfig, training: Training, turns: bool) -> tuple[Term, ...
         return terms(weights_and_their_changes=2.0 * whole)
     adapted = sum(math.prod(shape) for shape in training.size.adapted(training.targets).values()) * training.itemsize
     frozen = whole - adapted if training.lora and cfg.rollout.weight_delta == "frozen" else 0.0
-    moving = whole - frozen
+    moving = (whole - frozen) * training.policies
     return terms(weights_under_way=moving if turns else min(moving, float(PARTS * PART)), frozen_weights=frozen)
 
 
@@ -266,6 +272,7 @@ def _serving(
         utilization=section.gpu_memory_utilization,
         at_once=section.max_batch_size,
         longest=section.max_model_len,
+        copies=_policies(cfg) if name == "rollout" and engine.lower() == "hf" else 1,
         section=name,
     )
     turns = bool(cfg.actor.offload_in_rollout) and name == "rollout"

@@ -38,6 +38,7 @@ class Serving:
         work: Sequences of a step that a rank has at most.
         prompt, response: Most tokens of each.
         longest: Most tokens of a sequence that the engine is made for; None for the model's context.
+        copies: Engines of a rank, each with weights of its own: those of several policies (`agent.policies`) by `hf`.
         section: What messages call the section.
     """
 
@@ -54,6 +55,7 @@ class Serving:
     utilization: float = 0.6
     at_once: int | None = None
     longest: int | None = None
+    copies: int = 1
     section: str = "rollout"
 
     @property
@@ -69,7 +71,7 @@ class Serving:
     @property
     def weights(self) -> float:
         """Bytes of the weights on a rank."""
-        return self.itemsize * self.size.parameters / self.tensor
+        return self.copies * self.itemsize * self.size.parameters / self.tensor
 
     @property
     def token(self) -> float:

@@ -32,6 +32,7 @@ class Training:
         itemsize: Bytes of a number in the computation.
         accelerated: Whether on an accelerator.
         lora: Rank of adapters; 0 trains all weights.
+        policies: Policies, each with adapters of its own (`agent.policies`).
         targets: `lora.target_modules`.
         checkpointing: Whether activations are recomputed.
         offload: Whether weights, gradients and optimizer are on the host between uses (`fsdp.cpu_offload`), or what DeepSpeed
@@ -60,6 +61,7 @@ class Training:
     stage: int = 2
     reference: bool = False
     beside: float = 0.0
+    policies: int = 1
     logits: bool = True
     head: bool = True
     edges_apart: bool = False
@@ -80,7 +82,7 @@ class Training:
     def adapters(self) -> int:
         """Elements of all adapters."""
         return (
-            sum(self.lora * (out + given) for out, given in self.size.adapted(self.targets).values())
+            self.policies * sum(self.lora * (out + given) for out, given in self.size.adapted(self.targets).values())
             if self.lora
             else 0
         )

@@ -6,10 +6,9 @@ import queue
 import time
 
 from rlhpc.language.config import GrpoConfig
-from rlhpc.language.engines import make_rollout
 from rlhpc.language.engines.base import ScoresTexts, TakesShards, TellsWeights, taking_parts
 from rlhpc.language.engines.engine import engine_dtype
-from rlhpc.language.engines.registry import awaiting_weights
+from rlhpc.language.engines.registry import awaiting_weights, make_engine
 from rlhpc.language.roles.mates import Part, RunLink, first_of_engine, ranks_of_engine
 from rlhpc.language.roles.probe import Probe, check_probe
 from rlhpc.language.roles.prompts import VERSIONS, PromptMap
@@ -43,7 +42,7 @@ class EngineWeights:
         size, self.version = ranks_of_engine(cfg), -1
         link = RunLink(worker, size) if size > 1 else None
         path, device = str(cfg.actor.model.model_path), own_device(worker)
-        self._engine = make_rollout(
+        self._engine = make_engine(
             awaiting_weights(cfg), model_path=path, device=device, seed=cfg.runner.seed, link=link
         )
         name = sync_of(cfg)

@@ -30,9 +30,11 @@ from rlhpc.language.algorithm.base import VERSIONS as VERSION_OF
 from rlhpc.language.algorithm.registry import make_algorithm
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.engines.engine import engine_dtype
+from rlhpc.language.policies import policies_of
 from rlhpc.language.roles.actor import LanguageActor
 from rlhpc.language.roles.arrivals import Arrivals
 from rlhpc.language.roles.blocks import BlockChannel
+from rlhpc.language.roles.by_policy import POLICY, by_policy, per_token, told_apart
 from rlhpc.language.roles.groups import PARTS, Group
 from rlhpc.language.roles.minibatches import minibatches
 from rlhpc.language.roles.probe import Probe, Prober, due, probe_text
@@ -75,7 +77,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         makers = [column.by for column in self.algorithm.columns]
         reference = REFERENCE in makers and REFERENCE not in prompts.scoring
         values = cfg.actor.model.value_head
-        trainer = self._load_model(total_steps, lambda: TokenTrainer(cfg, self, reference=reference, values=values))
+        self.policies = policies_of(cfg)
+        make = partial(TokenTrainer, cfg, self, reference=reference, values=values, policies=self.policies)
+        trainer = self._load_model(total_steps, make)
         self._scorers = {
             column.name: column.by(cfg, self.backend.device)
             for column in self.algorithm.columns
@@ -140,7 +144,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             dtypes = [self.backend.backend.dtype, getattr(torch, engine_dtype(self.cfg, own_device(self)))]
             coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
             self._prober = Prober(self.backend, text, self.pad, coarsest)
-        return self._prober.ask()
+        names, by_role = self.policies
+        policy = version % len(names) if names else None
+        return self._prober.ask() if policy is None else self._prober.ask(policy, by_role.index(policy))
 
     def refresh_reference(self, version: int) -> None:
         """Sends all weights to the reference's ranks, which score with them from then on."""
@@ -259,6 +265,11 @@ class GrpoActor(LanguageActor[GrpoConfig]):
 
     # -- training -------------------------------------------------------------------------------------------------
 
+    def _micro_batches(self, batch: TokenBatch, *, packed: bool | None = None) -> Parts:
+        """See `LanguageActor._micro_batches`; each is of one policy."""
+        cut = partial(super()._micro_batches, packed=packed)
+        return by_policy(self.policies, batch, cut) if self.policies.names else cut(batch)
+
     def update(self, step: int) -> dict[str, float]:
         """Trains on the groups that `receive` took in.
 
@@ -345,4 +356,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         parts = self.backend.forward_backward(
             batches, loss, temperature=self.temperature, entropy=entropy, reading=self._reader
         )
-        return self._step(rate, self._reduced(parts), tokens, where, batch)
+        if not self.policies.names:
+            return self._step(rate, self._reduced(parts), tokens, where, batch)
+        found = self._step(rate, self._reduced(told_apart(self.policies, batches, parts)), tokens, where, batch)
+        norms = {f"{POLICY}{name}/grad_norm": norm for name, norm in self.backend.backend.norms.items()}
+        return per_token(self.policies, {**found, **norms})

@@ -41,12 +41,14 @@ class Probe:
         dtype: What it computes in.
         rounding: How far these are moved, a token on average, where layers' results are rounded otherwise in half precision;
             0 if that is not known.
+        policy: Which of several policies says it.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     dtype: str
     rounding: float = 0.0
+    policy: int | None = None
 
 
 def probe_text(vocabulary: int, most: int) -> list[int]:
@@ -80,21 +82,23 @@ class Prober:
         self._rounding, self._asked = 0.0, 0
 
     @COST.proving(time.process_time)
-    def ask(self) -> Probe:
-        """What the weights of now say; all ranks call it, awake. In half precision it is also found out how far that is what
+    def ask(self, policy: int | None = None, role: int = 0) -> Probe:
+        """What the weights of now say; all ranks call it, awake. Of several policies it is this one, by which the role speaks.
+        In half precision it is also found out how far that is what
         rounding made of it, at first and then once in ten times."""
-        (said,) = self._said(1)
+        (said,) = self._said(1, role)
         if self._dtype != torch.float32 and (self._asked < 2 or self._asked % _EVERY == 0):
             with rounded_otherwise(self._trainer.backend.module, self._dtype):
-                found = max(_gap(one, said) for one in self._said(_TEXTS))
+                found = max(_gap(one, said) for one in self._said(_TEXTS, role))
             self._rounding = found if math.isfinite(found) else 0.0
         self._asked += 1
         dtype = str(self._trainer.backend.dtype).removeprefix("torch.")
-        return Probe(tuple(self._text), tuple(said), dtype, self._rounding)
+        return Probe(tuple(self._text), tuple(said), dtype, self._rounding, policy)
 
-    def _said(self, times: int) -> list[list[float]]:
+    def _said(self, times: int, role: int) -> list[list[float]]:
         """Log-probs of its tokens but the first, of so many copies in one batch."""
         batch = TokenBatch.of([self._text] * times, [[True] * len(self._text)] * times, pad_id=self._pad)
+        batch.role += role
         said = self._trainer.forward(batch, temperature=1.0).logprobs.double().cpu()
         rows: list[list[float]] = said.view(times, -1)[:, 1:].tolist()
         return rows
@@ -122,7 +126,7 @@ def check_probe(
     Raises:
         WeightsDiffer: Further than rounding explains.
     """
-    said = engine.score(probe.token_ids)
+    said = engine.score(probe.token_ids, **({} if probe.policy is None else {"policy": probe.policy}))
     gap = _gap(said, probe.logprobs)
     single = _SINGLE if device == "cpu" else _ROUNDED
     half = max(single, _TIMES * probe.rounding) if probe.rounding else _HALF

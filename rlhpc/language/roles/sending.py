@@ -25,9 +25,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def sync_of(cfg: GrpoConfig) -> str:
-    """The strategy by which weights travel: adapters alone are small, and go whole."""
+    """The strategy by which weights travel: adapters alone are small, and go whole, and so do those of several policies."""
     name = cfg.rollout.weight_sync
-    return "auto" if adapters_apart(cfg) and sends_shards(name) else name
+    return "auto" if (adapters_apart(cfg) or cfg.agent.policies) and sends_shards(name) else name
 
 
 class ActorWeights:

@@ -39,6 +39,7 @@ class LanguageBlueprint(Blueprint):
         device: Where it will compute.
         reference: Whether the model from before training is wanted, too.
         values: Whether the model gets a head for values, which only training knows: no engine and no export gets it.
+        policies: Names of several policies, each an adapter of this model.
 
     Attributes:
         head: A layer that is trained beside adapters, if the model has one.
@@ -51,8 +52,15 @@ class LanguageBlueprint(Blueprint):
     knobs = "lower actor.max_tokens_per_micro_batch"
 
     def __init__(
-        self, cfg: TrainedLanguageConfig, device: str, *, reference: bool = False, values: bool = False
+        self,
+        cfg: TrainedLanguageConfig,
+        device: str,
+        *,
+        reference: bool = False,
+        values: bool = False,
+        policies: tuple[str, ...] = (),
     ) -> None:
+        self.policies = policies
         self._describe(cfg.actor, cfg.runner.seed, device)
         self._reference = reference
         if values:
@@ -86,7 +94,8 @@ class LanguageBlueprint(Blueprint):
             add_value_head(model, self.seed)
         if not self.lora_rank:
             return model
-        return lora.attach_lora(model, actor.lora, seed=self.seed, head=self.head, beside=bool(self._aside))
+        head, beside = self.head, bool(self._aside)
+        return lora.attach_lora(model, actor.lora, seed=self.seed, head=head, beside=beside, names=self.policies)
 
     def divide(self, module: nn.Module, mesh: Mesh) -> None:
         """See `Blueprint.divide`: by transformers' plans; rows are shared as `tokens.context` does."""
@@ -141,7 +150,8 @@ class LanguageBlueprint(Blueprint):
 
     def identity(self) -> dict[str, Any]:
         """What must agree for a checkpoint to fit (`Blueprint.identity`)."""
-        return {"actor.lora.rank": self.lora_rank, "actor.model.value_head": bool(self._aside)}
+        found = {"actor.lora.rank": self.lora_rank, "actor.model.value_head": bool(self._aside)}
+        return {**found, "agent.policies": list(self.policies)} if self.policies else found
 
     def about(self) -> dict[str, Any]:
         """See `Blueprint.about`: what conversion needs."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from rlhpc.language.policies import ONE, Policies, of_policy
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.blueprint import LanguageBlueprint, ScalarBlueprint
 from rlhpc.language.tokens.context import RowShare
@@ -96,14 +97,29 @@ class ModelTrainer:
     # -- weights --------------------------------------------------------------------------------------------------
 
     def named_weights(self, without: Container[str] = ()) -> Named:
-        """All weights in full, by their Hugging Face names, LoRA merged: what a rollout engine takes in. All ranks
-        iterate; each tensor may be dropped before the next is asked for. Those in `without` are left out."""
-        return self.backend.named_weights(without)
+        """All weights in full, by their Hugging Face names, LoRA merged: what a rollout engine takes in. Of several policies
+        what they have in common comes once, and the rest of each by `of_policy`. All ranks iterate; each tensor may be dropped
+        before the next is asked for. Those in `without` are left out."""
+        if not self.blueprint.policies:
+            yield from self.backend.named_weights(without)
+            return
+        frozen = self.frozen_names()
+        for policy in self.blueprint.policies:
+            lora.choose(self.backend.module, policy)
+            for name, tensor in self.backend.named_weights(without):
+                yield name if name in frozen else of_policy(policy, name), tensor
+            without = frozen
 
     def adapters(self) -> dict[str, torch.Tensor]:
-        """The adapters alone, by the names of peft's files; all ranks call it."""
-        found = lora.adapter_weights(self.backend.module, self.backend.full)
-        return {name: tensor for name, tensor in found.items() if ".lora_" in name}
+        """The adapters alone, by the names of peft's files, of several policies by `of_policy`; all ranks call it."""
+        sent = dict[str, torch.Tensor]()
+        for policy in self.blueprint.policies or ("",):
+            if policy:
+                lora.choose(self.backend.module, policy)
+            found = lora.adapter_weights(self.backend.module, self.backend.full)
+            own = {name: tensor for name, tensor in found.items() if ".lora_" in name}
+            sent |= {of_policy(policy, name): tensor for name, tensor in own.items()} if policy else own
+        return sent
 
     def shards(self, dtype: torch.dtype | None) -> list[Shard]:
         """What this rank holds of the weights, adapters merged, as it is sent to engines part by part; all ranks call it, for
@@ -239,15 +255,24 @@ class TokenTrainer(ModelTrainer):
         worker: The rank.
         reference: Whether `reference` will be asked.
         values: Whether the model has a head for values, too.
+        policies: Which roles speak by which of several policies.
     """
 
     replays = True
 
     def __init__(
-        self, cfg: TrainedLanguageConfig, worker: Ranks, *, reference: bool = False, values: bool = False
+        self,
+        cfg: TrainedLanguageConfig,
+        worker: Ranks,
+        *,
+        reference: bool = False,
+        values: bool = False,
+        policies: Policies = ONE,
     ) -> None:
-        blueprint = LanguageBlueprint(cfg, torch_device(worker.accelerators), reference=reference, values=values)
+        device = torch_device(worker.accelerators)
+        blueprint = LanguageBlueprint(cfg, device, reference=reference, values=values, policies=policies.names)
         super().__init__(blueprint, cfg.actor, worker)
+        self.policies = policies
 
     def forward(self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
         """Scores without gradients, in evaluation mode."""
@@ -289,10 +314,17 @@ class TokenTrainer(ModelTrainer):
 
         return self._forward_backward(micro_batches, run)
 
+    def _choose(self, batch: TokenBatch) -> None:
+        """The policy of a batch's samples, which are of one, reads it; backward, too, until the next is chosen."""
+        if self.policies.names:
+            (policy,) = self.policies.of(batch.role).unique().tolist()
+            lora.choose(self.backend.module, self.policies.names[policy])
+
     def _scores(
         self, temperature: float, entropy: bool = False, reading: Reading | None = None
     ) -> Callable[[nn.Module, TokenBatch], TokenScores]:
         def scores(called: nn.Module, batch: TokenBatch) -> TokenScores:
+            self._choose(batch)
             return token_scores(called, batch, temperature, entropy, reading, self.share)
 
         return scores

@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="needs the extra vllm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from test_policies import SELF_PLAY
 from test_reasoning import WORDS, LanguageRun, improves
 from test_replicas import Disturbed
 
@@ -63,6 +64,20 @@ def test_an_engine_ends_whole_and_alone(tmp_path: Path) -> None:
     assert [row["rollout/samples"] for row in run.rows()] == [64.0 * step for step in range(1, 31)]
     assert max(row["train/mismatch_abs"] for row in run.rows()) < 1e-4
     assert not [name for name in os.listdir("/dev/shm") if "cpushm" in name and "rollout-" in name]
+
+
+def test_an_engine_keeps_the_adapters_of_several_policies(tmp_path: Path) -> None:
+    """Beside one model; each version is looked at, of each policy by turns. Two ranks train them."""
+    run = LanguageRun(
+        tmp_path / "policies", *SELF_PLAY, "rollout.rollout_backend=vllm", "rollout.merge_adapters=false",
+        "cluster.component_placement={actor: '0:0-1', rollout: '0'}", "runner.val_check_interval=-1", "runner.max_steps=4",
+    )  # fmt: skip
+    run.train()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for policy in ("opens", "replies"):
+        assert max(row[f"train/policy/{policy}/mismatch_abs"] for row in rows) < 1e-4
+        assert sum(row[f"train/policy/{policy}/grad_norm"] > 0 for row in rows) >= 2
 
 
 TWO_TO_TWO = ("cluster.component_placement={actor: '0:0-1', rollout: '0:0-1'}",)
