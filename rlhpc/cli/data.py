@@ -21,15 +21,38 @@ _EXAMPLES = (
 )
 
 
+def format_options(args: argparse.Namespace) -> Any:
+    """How a dataset is to be written, by `add_format`'s arguments.
+
+    Raises:
+        ConfigError: There are no frames a second.
+    """
+    from rlhpc.embodied.data.datasets import Options
+
+    if args.fps < 1:
+        raise ConfigError(f"--fps is {args.fps}; it must be at least 1")
+    return Options(args.to, args.fps, args.task, args.videos)
+
+
+def add_format(parser: argparse.ArgumentParser) -> None:
+    """Adds what LeRobot's datasets are told of their episodes."""
+    parser.add_argument("--fps", type=int, default=20, help="frames a second (lerobot; default 20)")
+    parser.add_argument(
+        "--task", help="what is done in the episodes, in words (lerobot; default: the environment's name)"
+    )
+    parser.add_argument("--videos", action="store_true", help="pictures as mp4 instead of in the table (lerobot)")
+
+
 def _data(args: argparse.Namespace) -> int:
     from rlhpc.embodied.data import datasets
     from rlhpc.embodied.data.page import page
 
     if args.overrides:
         raise ConfigError(f"rlhpc data takes no overrides ({args.overrides[0]})")
-    for option, found in (("--parts", args.parts), ("--fps", args.fps), ("--episodes", args.episodes)):
+    for option, found in (("--parts", args.parts), ("--episodes", args.episodes)):
         if found < 1:
             raise ConfigError(f"{option} is {found}; it must be at least 1")
+    options = format_options(args)
     if args.action == "info":
         print(json.dumps(datasets.inspect(args.paths), indent=1))
         return 0
@@ -47,7 +70,6 @@ def _data(args: argparse.Namespace) -> int:
         check_file("--output", Path(args.output))
     else:
         check_folder("--output", Path(args.output))
-    options = datasets.Options(args.to, args.fps, args.task, args.videos)
     if args.action == "split":
         for name, count in datasets.split(args.paths, args.output, args.parts, options):
             print(f"{name}: {count} episodes")
@@ -68,8 +90,4 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     data.add_argument("--parts", type=int, default=2, help="datasets to deal the episodes out to (split; default 2)")
     data.add_argument("--episodes", type=int, default=10, help="episodes to show (show; default 10)")
-    data.add_argument("--fps", type=int, default=20, help="frames a second (lerobot; default 20)")
-    data.add_argument(
-        "--task", help="what is done in the episodes, in words (lerobot; default: the environment's name)"
-    )
-    data.add_argument("--videos", action="store_true", help="pictures as mp4 instead of in the table (lerobot)")
+    add_format(data)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rlhpc.cli.data import add_format, format_options
 from rlhpc.cli.named import checkpoint_of
 from rlhpc.cli.outputs import check_file, check_folder
 from rlhpc.cli.parser import add_checkpoint, add_command, add_trust, add_words
@@ -26,6 +27,7 @@ _EXAMPLES = {
         "rlhpc record --checkpoint runs/push/checkpoints/global_step_60 --episodes 200 --only-success --output demos.h5",
         "rlhpc record --expert rlhpc.embodied.envs.experts:push_cube --config configs/embodied/push_cube_bc.yaml "
         "--only-success --output demos/push_cube.h5",
+        "rlhpc record --run runs/push --episodes 200 --to lerobot --videos --task 'push the cube' --output lerobot/push",
     ),
     "pairs": (
         "rlhpc pairs --run runs/demo_sft --output train.jsonl",
@@ -115,7 +117,8 @@ def _record(args: argparse.Namespace) -> int:
 
     if args.episodes < 1:
         raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
-    output = check_file("--output", Path(args.output))
+    options = format_options(args)
+    output = (check_file if args.to == "hdf5" else check_folder)("--output", Path(args.output))
     checkpoint, config, theirs = _source(args, "expert", "names the environment")
     cfg = load_config(config, args.overrides, training=False, theirs=theirs)
     mode = "train" if args.sample else "eval"
@@ -139,6 +142,7 @@ def _record(args: argparse.Namespace) -> int:
         teacher=args.teacher,
         intervene=args.intervene,
         trust_code=args.trust_checkpoint_code,
+        options=options,
     )
     success = f", success_once {result['success_once']:.1%}" if "success_once" in result else ""
     print(
@@ -232,7 +236,7 @@ def add_commands(commands: Any) -> None:
         commands,
         "record",
         _record,
-        "record episodes of a policy or an expert as trajectories (ManiSkill's HDF5)",
+        "record episodes of a policy or an expert as trajectories (ManiSkill's HDF5, or a LeRobot dataset)",
         _EXAMPLES["record"],
     )
     add_checkpoint(record)
@@ -245,7 +249,16 @@ def add_commands(commands: Any) -> None:
         "--teacher", help="write the actions of this expert or checkpoint in the place of those played (DAgger)"
     )
     record.add_argument("--intervene", metavar="WHO", help=_INTERVENE)
-    record.add_argument("--output", required=True, help="the .h5 file; a .json of the same name goes beside it")
+    record.add_argument(
+        "--output", required=True, help="the .h5 file; a .json of the same name goes beside it. lerobot: the folder"
+    )
+    record.add_argument(
+        "--to",
+        choices=("hdf5", "lerobot"),
+        default="hdf5",
+        help="format: ManiSkill's HDF5 (default), or LeRobot's v3.0",
+    )
+    add_format(record)
     add_words(record)
     pairs = add_command(
         commands,

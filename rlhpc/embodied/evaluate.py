@@ -16,6 +16,7 @@ from rlhpc.checkpoint.state import load_tensors
 from rlhpc.config.typed import mapping, plain, select, typed
 from rlhpc.embodied.actors import ExpertPolicy, load_actor
 from rlhpc.embodied.config import EmbodiedConfig, PpoConfig
+from rlhpc.embodied.data.datasets import Options
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.film import Film
 from rlhpc.embodied.intervention import find_intervention
@@ -109,6 +110,7 @@ def record_episodes(
     intervene: str | None = None,
     only_taken: bool = False,
     trust_code: bool = False,
+    options: Options | None = None,
 ) -> dict[str, Any]:
     """Records episodes of `env.eval` as trajectories.
 
@@ -119,7 +121,7 @@ def record_episodes(
         seed: Used instead of `runner.seed`.
         teacher: Its actions are written instead of those played; given as `source` is.
         intervene: Who watches and takes over, see `find_intervention`.
-        only_taken: See `record`.
+        only_taken, options: See `record`.
         trust_code: Import what a checkpoint or export names as `module:Class`, also where `cfg` does not name it.
 
     Returns:
@@ -140,7 +142,7 @@ def record_episodes(
         return record(
             actor, cfg.env.eval, output, episodes=episodes, seed=seed, only_success=only_success, mode=mode,
             teacher=labels, intervention=watched, only_taken=only_taken, source_type=kind,
-            source_desc=source, extra={"rlhpc": origin},
+            source_desc=source, extra={"rlhpc": origin}, options=options,
         )  # fmt: skip
     except RuntimeError as error:
         raise ConfigError(

@@ -12,7 +12,9 @@ import torch
 
 from rlhpc.config.typed import changed
 from rlhpc.embodied.config import EvalEnvConfig
+from rlhpc.embodied.data.datasets import Options
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
+from rlhpc.embodied.data.writing import EpisodeWriter
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.intervention import Gated, Intervention
@@ -37,7 +39,7 @@ class EpisodeRecorder(Watch):
     """
 
     def __init__(
-        self, writer: TrajectoryWriter, env: VectorEnv, *, only_success: bool, wanted: int, teacher: Any = None
+        self, writer: EpisodeWriter, env: VectorEnv, *, only_success: bool, wanted: int, teacher: Any = None
     ) -> None:
         self._teacher = teacher
         self._writer, self._env, self._only_success, self._wanted = writer, env, only_success, wanted
@@ -98,6 +100,7 @@ class EpisodeRecorder(Watch):
             return
         final = infos.get("final_env_states")
         self._writer.add({
+            "source": f"episode {self.played} of the recording",
             "obs": _stack([*(step["obs"] for step in steps), _row(infos["final_obs"], slot)]),
             "actions": np.stack([np.asarray(step["actions"]).reshape(-1) for step in steps]),
             **{name: np.array([step[name] for step in steps]) for name in ("terminations", "truncations")},
@@ -117,7 +120,7 @@ class TakenRecorder(EpisodeRecorder):
         gated: Knows who acted.
     """
 
-    def __init__(self, writer: TrajectoryWriter, env: VectorEnv, *, wanted: int, gated: Gated) -> None:
+    def __init__(self, writer: EpisodeWriter, env: VectorEnv, *, wanted: int, gated: Gated) -> None:
         super().__init__(writer, env, only_success=False, wanted=wanted)
         self._gated = gated
         self.taken_steps = 0
@@ -150,6 +153,7 @@ class TakenRecorder(EpisodeRecorder):
         truncations = np.zeros(len(steps), bool)
         truncations[-1] = not steps[-1]["terminations"]
         self._writer.add({
+            "source": f"a part of episode {self.played + 1} of the recording",
             "obs": _stack([*(step["obs"] for step in steps), last]),
             "actions": np.stack([np.asarray(step["actions"]).reshape(-1) for step in steps]),
             **{name: np.array([step[name] for step in steps]) for name in ("rewards", "terminations")},
@@ -177,14 +181,14 @@ def _stack(rows: list[Any]) -> Any:
 def record(
     actor: Any, env_cfg: EvalEnvConfig, output: Path, *, episodes: int, seed: int, only_success: bool = False,
     mode: str = "eval", teacher: Any = None, intervention: Intervention | None = None, only_taken: bool = False,
-    source_type: str = "rl", source_desc: str = "", extra: Mapping[str, Any] | None = None,
+    source_type: str = "rl", source_desc: str = "", extra: Mapping[str, Any] | None = None, options: Options | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Plays episodes and writes them as trajectories.
 
     Args:
         actor: A policy, or an `ExpertPolicy`.
         env_cfg: Section `env.eval`.
-        output: The `.h5` file.
+        output: The `.h5` file, or the folder of a LeRobot dataset.
         episodes: How many to write.
         seed: Of the run, see `eval_seed`.
         only_success: Write only episodes that succeeded, and play until there are enough.
@@ -192,7 +196,8 @@ def record(
         teacher: See `EpisodeRecorder`.
         intervention: Watches, and may act in the actor's place.
         only_taken: Write what it did, and nothing else; `episodes` are then those that are watched (`TakenRecorder`).
-        source_type, source_desc, extra: See `TrajectoryWriter`.
+        source_type, source_desc, extra: See `TrajectoryWriter`; LeRobot's format has no place for them.
+        options: In which format; ManiSkill's HDF5 by default.
 
     Returns:
         episodes (written), played, steps, return_mean (of all played), and success_once of the played where it is known; with
@@ -212,10 +217,14 @@ def record(
     successes: list[float] = []
     steps = 0
     try:
-        with torch.random.fork_rng(devices=[]), TrajectoryWriter(
-            output, env_id=env_cfg.env_id, env_kwargs=kwargs, max_episode_steps=limit, source_type=source_type,
-            source_desc=source_desc, extra=extra,
-        ) as writer:  # fmt: skip
+        if options is not None and options.to == "lerobot":
+            opened: EpisodeWriter = options.lerobot_writer(output, env_cfg.env_id)
+        else:
+            opened = TrajectoryWriter(
+                output, env_id=env_cfg.env_id, env_kwargs=kwargs, max_episode_steps=limit, source_type=source_type,
+                source_desc=source_desc, extra=extra,
+            )  # fmt: skip
+        with torch.random.fork_rng(devices=[]), opened as writer:
             torch.manual_seed(seed)  # what is sampled is the same each time
             if intervention is not None:
                 actor = Gated(actor, intervention, env)

@@ -38,6 +38,10 @@ class Options:
     task: str | None = None
     videos: bool = False
 
+    def lerobot_writer(self, folder: Path, env_id: str) -> LeRobotWriter:
+        """Writes episodes of an environment into a LeRobot dataset."""
+        return LeRobotWriter(folder, fps=self.fps, task=self.task or env_id, videos=self.videos, robot=env_id)
+
 
 def read(paths: Sequence[str]) -> Iterator[Trajectory]:
     """The episodes of files and folders (see `read_trajectories`), one after the other.
@@ -114,9 +118,7 @@ def _writer(paths: Sequence[str], output: str, options: Options) -> EpisodeWrite
             target, env_id=env_id, env_kwargs=info.get("env_kwargs"), max_episode_steps=info.get("max_episode_steps"),
             source_type="converted", source_desc=", ".join(paths),
         ),
-        "lerobot": lambda: LeRobotWriter(
-            target, fps=options.fps, task=options.task or env_id, videos=options.videos, robot=env_id
-        ),
+        "lerobot": lambda: options.lerobot_writer(target, env_id),
         "minari": lambda: MinariWriter(target, env_id=env_id),
     }  # fmt: skip
     return makers[options.to]()

@@ -42,7 +42,7 @@ def columns_of(trajectory: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def _cameras(name: str, pictures: np.ndarray, source: str) -> dict[str, np.ndarray]:
     """Pictures `[T, H, W, 3]` by camera, of those that stand side by side in the last axis."""
     count, rest = divmod(pictures.shape[-1], 3)
-    if pictures.dtype != np.uint8 or rest:
+    if pictures.dtype != np.uint8 or rest or pictures.ndim != 4:
         raise ConfigError(
             f"{source}: {name} is {pictures.dtype}{list(pictures.shape[1:])}; pictures are uint8, 3 channels each"
         )

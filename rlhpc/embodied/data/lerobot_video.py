@@ -42,7 +42,8 @@ class CameraFiles:
 
     def add(self, pictures: np.ndarray) -> dict[str, Any]:
         """Appends an episode; returns where it is."""
-        if self._file is not None and self._path.stat().st_size >= MOST_BYTES["videos"]:
+        # The file comes with its first packet, which short episodes do not fill.
+        if self._file is not None and self._path.exists() and self._path.stat().st_size >= MOST_BYTES["videos"]:
             self._finish()
             self._number, self._frames = self._number + 1, 0
         if self._file is None:

@@ -1,4 +1,4 @@
-"""What the tests of LeRobot's policies run in LeRobot's Python: `make FOLDER` and `hold RELEASED CHECKPOINT`."""
+"""What the tests of LeRobot's policies run in LeRobot's Python: `make FOLDER`, `hold RELEASED CHECKPOINT`, `read DATASET`."""
 
 from __future__ import annotations
 
@@ -286,5 +286,17 @@ def hold(released: Path, checkpoint: Path) -> None:
     print("equal")
 
 
+def read(folder: Path) -> None:
+    """Says what LeRobot finds in a dataset."""
+    found = LeRobotDataset("local/set", root=folder)
+    row = found[1]
+    print(json.dumps({
+        "facts": [found.num_episodes, found.num_frames, found.fps, row["task"]],
+        "state": row["observation.state"].tolist(),
+        "picture": (row["observation.images.rgb"] * 255).round().int().tolist(),
+        "most": found.meta.stats["action"]["max"].tolist(),
+    }))  # fmt: skip
+
+
 if __name__ == "__main__":
-    {"make": make, "hold": hold}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    {"make": make, "hold": hold, "read": read}[sys.argv[1]](*map(Path, sys.argv[2:]))

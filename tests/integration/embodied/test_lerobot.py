@@ -8,12 +8,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
 from rlhpc import cli
+from rlhpc.embodied.data.trajectories import read_trajectories
 
 PYTHON = os.environ.get("RLHPC_LEROBOT_PYTHON", "")
 lerobot = pytest.mark.skipif(not PYTHON, reason="RLHPC_LEROBOT_PYTHON names no Python (make setup-lerobot)")
@@ -107,3 +109,28 @@ def test_from_a_folder_to_a_folder(here: Path, family: str) -> None:
         assert cli.main(["eval", "--checkpoint", last[0], "--trust-checkpoint-code"]) == 0
         assert cli.main(["convert", "--checkpoint", last[0], "--released", "--output", f"{family}_out"]) == 0
     assert program("hold", f"{family}_out", last[0]).endswith("equal\n")
+
+
+@lerobot
+def test_recorded_as_lerobot_reads_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same episodes as in the other format; a folder that is there already stays as it is."""
+    words = ["record", "--expert", "square:expert", "--config", "bc.yaml", "--episodes", "3"]
+    assert cli.main([*words, "--output", "seen.h5"]) == 0
+    words += ["--to", "lerobot", "--fps", "5", "--task", "go there", "--output", "seen"]
+    assert cli.main(words) == 0
+    first, *_ = played = list(read_trajectories("seen.h5"))
+    for one, two in zip(played, read_trajectories("seen"), strict=True):
+        assert np.array_equal(one["actions"], two["actions"]) and np.array_equal(one["success"], two["success"])
+    found = json.loads(program("read", "seen").splitlines()[-1])
+    assert found["facts"] == [3, sum(len(each["actions"]) for each in played), 5, "go there"]
+    assert found["state"] == first["obs"]["state"][1].tolist()
+    assert np.array_equal(np.moveaxis(found["picture"], 0, -1), first["obs"]["rgb"][1])
+    assert found["most"] == np.concatenate([each["actions"] for each in played]).max(0).tolist()
+    assert cli.main(words) == 2 and "seen is there already" in capsys.readouterr().err
+    assert cli.main([*words[:-1], "new", "--fps", "0"]) == 2 and not Path("new").exists()
+    assert cli.main([*words[:-1], "filmed", "--videos"]) == 0
+    # Of short episodes, whose frames the encoder still has when the next begins.
+    filmed = list(read_trajectories("filmed"))
+    assert [len(each["actions"]) for each in filmed] == [len(each["actions"]) for each in played]
+    features = json.loads(Path("filmed/meta/info.json").read_text())["features"]
+    assert features["observation.images.rgb"]["dtype"] == "video"
