@@ -115,7 +115,7 @@ class Actor(Worker):
     def fall(self, how: str) -> None:
         """Begins with a version, and in the middle of it breaks off, dies, or does nothing more."""
         if how == "stalls":
-            self.sync._receiver._roads.take = lambda *_: time.sleep(8)  # type: ignore[attr-defined]
+            self.sync._receiver._roads.take = lambda *_: time.sleep(10)  # type: ignore[attr-defined]
         for number, _ in enumerate(self.sync.receive().tensors):
             if number == 0:  # the sender does not get far without it, and the others begin, too
                 time.sleep(1)
