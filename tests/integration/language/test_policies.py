@@ -29,7 +29,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.training import lora
 
 TWO = Policies(("answers", "asks"), (1, 0))
-LORA = {"lora.rank": 4, "lora.alpha": 8, "optim.lr": 1e-2}
+LORA = {"lora.rank": 4, "lora.alpha": 8, "optim.lr": 1e-2, "optim.clip_grad": 0.05}
 
 
 def weights_of(trainer: TokenTrainer, policy: str) -> dict[str, torch.Tensor]:
