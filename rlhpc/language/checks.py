@@ -67,13 +67,18 @@ def check_reward_model(cfg: RewardRunConfig, fail: Fail, *, training: bool) -> N
         find_reward_loss(algorithm.loss_type, plain(algorithm.loss_kwargs))
     if training:
         _sources(cfg.data.train, cfg.data.eval)
-        _check_suites(cfg.runner.val_check_interval, cfg.data.eval, fail)
+        _check_suites(cfg.runner.val_check_interval, cfg.data.eval, cfg.workflow.eval_suites, fail)
 
 
-def _check_suites(interval: int, suites: Sequence[Any], fail: Fail) -> None:
+def _check_suites(interval: int, suites: Sequence[Any], named: Sequence[str], fail: Fail) -> None:
     if interval > 0 and not suites:
         raise fail(
             "runner.val_check_interval", "data.eval is empty; it needs a suite, such as [{name: default, source: …}]"
+        )
+    if interval > 0 and not named:
+        raise fail(
+            "runner.val_check_interval",
+            "workflow.eval_suites is empty; name the suites of data.eval that it is to evaluate",
         )
 
 
@@ -242,7 +247,7 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
         make_algorithm(cfg)
     if not cfg.reward.terms:
         raise fail("reward.terms", "say how responses are judged, such as [{name: math}]")
-    _check_suites(cfg.runner.val_check_interval, cfg.data.eval, fail)
+    _check_suites(cfg.runner.val_check_interval, cfg.data.eval, cfg.workflow.eval_suites, fail)
     responses = cfg.data.prompts_per_step * algorithm.group_size
     if responses % cfg.actor.global_batch_size:
         raise fail(

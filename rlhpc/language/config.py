@@ -28,7 +28,7 @@ class SourceConfig:
 
     source: str = "jsonl"
     """`jsonl`, `parquet`, `hdf5`, `hf` (a `datasets` folder on disk), `reasoning_gym`, `arithmetic`, `code`,
-    `environment`, a registered name, or `module:Class`."""
+    `drawn` (pictures), `environment`, a registered name, or `module:Class`."""
     path: str | None = None
     """File or folder; a pattern takes all files it fits."""
     split: str | None = None
@@ -50,7 +50,8 @@ class SourceConfig:
     eval_fraction: float = 0.0
     """Part that belongs to evaluation: training leaves it out, and evaluation takes it alone."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the source: `reasoning_gym`: {task: …, …}; `arithmetic`: {digits: 2, operators: "+"};
+    """Arguments of the source: `reasoning_gym`: {task: …, …}; `arithmetic`: {digits: 2, operators: "+"}; `drawn`: {tasks:
+    [count, area, side], most: 4, points: 56};
     `environment`: {name: search, …}, and demonstrations: true for rows of play (sft)."""
 
 
@@ -62,6 +63,9 @@ class DataSourceConfig(SourceConfig):
     """Column of the reference answer; null where there is none."""
     response_key: str = "response"
     """Column of the demonstration (sft)."""
+    images_key: str | None = None
+    """Column of the pictures that a prompt shows: a file's path (relative ones begin at `path`'s folder), a data URL, bytes as
+    `datasets` has them, or a list of these. `<image>` in the prompt says where each stands; by default they come first."""
 
 
 @dataclass

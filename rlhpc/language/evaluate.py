@@ -51,8 +51,8 @@ from rlhpc.runtime.plain import read_json
 _IDLE_S = 0.002
 #: Rewards whose right answers all equal the reference, and so one another, however they are written.
 _ONE_ANSWER = ("math", "exact")
-#: Problems of a suite, with the token ids of their prompts.
-Problems = Sequence[tuple[Prompt, tuple[int, ...]]]
+#: Problems of a suite, with the token ids of their prompts, and what makes these.
+Problems = Sequence[tuple[Prompt, tuple[int, ...], PromptTokenizer]]
 #: Where the final answer of a text is looked for.
 _ANSWERS = ("boxed", "####", "tag", "whole")
 
@@ -255,7 +255,7 @@ def problems_of(
     dataset = make_dataset(section, part, key=key)
     encoder = PromptTokenizer(tokenizer, most, cfg.data.overlong_prompts, section.chat_template, key=key)
     prompts = [dataset[index] for index in range(len(dataset))]
-    kept = [(prompt, tuple(ids)) for prompt in prompts if (ids := encoder.encode(prompt)) is not None]
+    kept = [(prompt, tuple(ids), encoder) for prompt in prompts if (ids := encoder.encode(prompt)) is not None]
     if not kept:
         raise ConfigError(f"{key}: all {len(prompts)} prompts are longer than data.max_prompt_tokens={most}")
     return kept, len(prompts) - len(kept)
@@ -283,14 +283,14 @@ def answers_to(
         DeadlineExceeded: It has passed.
         NonFinite: A reward is not finite.
     """
-    count, seed = section.samples, cfg.runner.seed
+    count, seed, task = section.samples, cfg.runner.seed, zlib.crc32(suite.encode())
     sampling = SamplingParams(
         max_new_tokens=cfg.rollout.max_new_tokens, temperature=section.temperature,
         top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
     )  # fmt: skip
-    for place, (prompt, ids) in enumerate(problems):
-        seeds = [seed_of(seed, zlib.crc32(suite.encode()), prompt.id, sample) for sample in range(count)]
-        generation.add([Request(place * count + j, ids, sampling, own) for j, own in enumerate(seeds)], prompt)
+    for place, (prompt, ids, encoder) in enumerate(problems):
+        shown, seeds = encoder.seen(prompt, ids), [seed_of(seed, task, prompt.id, sample) for sample in range(count)]
+        generation.add([Request(place * count + j, ids, sampling, own, shown) for j, own in enumerate(seeds)], prompt)
     rows: list[dict[str, Any]] = [{}] * (len(problems) * count)
     done = 0
     while done < len(rows):

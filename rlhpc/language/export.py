@@ -319,6 +319,11 @@ def _identity(checkpoint: Path) -> dict[str, Any]:
     return found
 
 
+def _config(folder: Path) -> bytes:
+    path = folder / "config.json"
+    return path.read_bytes() if path.is_file() else b""
+
+
 def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *, task: str = _WRITES) -> None:
     """Writes README.md, and what was converted from what."""
     from rlhpc import __version__
@@ -333,7 +338,8 @@ def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *
         name=name,
         tags=["reinforcement-learning", "rlhpc", *tags],
     )
-    auto = "AutoModelForCausalLM" if task == _WRITES else "AutoModelForSequenceClassification"
+    writes = "AutoModelForImageTextToText" if b'"vision_config"' in _config(folder) else "AutoModelForCausalLM"
+    auto = writes if task == _WRITES else "AutoModelForSequenceClassification"
     use = _USES.get(task, "")
     card += (
         f"# {name}\n\nWritten by rlhpc {__version__}{step}; starting point `{facts['base']}`. "

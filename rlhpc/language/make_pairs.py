@@ -72,7 +72,7 @@ def make_pairs(
         answers = answered(problems, cfg, section, section.name, folder, tokenizer, progress)
     groups = [answers[place * samples : (place + 1) * samples] for place in range(len(problems))]
     make = pairs_of if form == "pairs" else labels_of
-    rows = [list(make(prompt, group)) for (prompt, _), group in zip(problems, groups, strict=True)]
+    rows = [list(make(prompt, group)) for (prompt, *_), group in zip(problems, groups, strict=True)]
     flat = [row for own in rows for row in own]
     if not flat:
         raise ConfigError(

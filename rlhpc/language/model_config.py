@@ -28,9 +28,9 @@ class FrozenModelConfig(PretrainedConfig):
     """A language model that is not trained."""
 
     model_path: str | None = None
-    """A Hugging Face folder or hub name, with its tokenizer, or `builtin:tiny` or `builtin:smollm2`."""
+    """A Hugging Face folder or hub name, with its tokenizer, or `builtin:tiny`, `builtin:tiny_vl` or `builtin:smollm2`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of `builtin:tiny`, such as `{hidden: 64}`; other models take none."""
+    """Options of `builtin:tiny` and `builtin:tiny_vl`, such as `{hidden: 64}`; other models take none."""
 
 
 @dataclass
@@ -44,6 +44,8 @@ class LanguageModelConfig(FrozenModelConfig):
     """Recomputes activations in the backward pass, which saves memory."""
     router_aux_loss_coef: float = 0.0
     """Weight of the loss that has the routers of a mixture of experts choose all of them about equally often."""
+    freeze_vision: bool = False
+    """Leaves the part of a vision-language model that looks at pictures as it is; its weights are sent to the engine once."""
 
 
 @dataclass

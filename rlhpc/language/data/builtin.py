@@ -1,4 +1,4 @@
-"""Models that need no download: `builtin:tiny` and `builtin:smollm2`, made on first use."""
+"""Models that need no download: `builtin:tiny`, `builtin:tiny_vl` and `builtin:smollm2`, made on first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlhpc.language.model_config import FrozenModelConfig
 
 PREFIX = "builtin:"
-MODELS = ("tiny", "smollm2")
+MODELS = ("tiny", "tiny_vl", "smollm2")
 #: How long another process may take to make one.
 _MAKING_S = 300.0
 
@@ -28,7 +28,8 @@ def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None) ->
     """What transformers is to load for `actor.model`: the path as it stands, or the folder of a built-in model.
 
     Args:
-        model: `actor.model`: model_path; and kwargs, which `builtin:tiny` takes (see `make_tiny_model`). Or a path alone.
+        model: `actor.model`: model_path; and kwargs, which `builtin:tiny` and `builtin:tiny_vl` take (see
+            `make_tiny_model` and `make_tiny_vision_model`). Or a path alone.
         folder: Where built-in models are kept; default `RLHPC_MODELS`, or `models` in the working directory.
 
     Raises:
@@ -39,7 +40,9 @@ def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None) ->
         return str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
     name = path.removeprefix(PREFIX).lower()
     if name not in MODELS:
-        raise ConfigError(f"actor.model.model_path is {path!r}; built-in models: builtin:tiny, builtin:smollm2")
+        raise ConfigError(
+            f"actor.model.model_path is {path!r}; built-in models: {', '.join(PREFIX + m for m in MODELS)}"
+        )
     options = {} if isinstance(model, str) else {str(key): value for key, value in dict(model.kwargs).items()}
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
     parent = folder or Path(os.environ.get("RLHPC_MODELS", "models"))
@@ -78,14 +81,16 @@ def _make(name: str, target: Path, options: dict[str, Any]) -> None:
     """Makes the folder beside its place and moves it there; another process may have done the same meanwhile."""
     from rlhpc.language.data.packaged import smollm2
     from rlhpc.language.data.tiny import make_tiny_model
+    from rlhpc.language.data.tiny_vision import make_tiny_vision_model
 
+    makers = {"tiny": make_tiny_model, "tiny_vl": make_tiny_vision_model}
     staging = target.with_name(f".{target.name}-{os.getpid()}")
     try:
-        if name == "tiny":
+        if name in makers:
             try:
-                make_tiny_model(staging, **options)
+                makers[name](staging, **options)
             except TypeError as error:
-                raise ConfigError(f"actor.model.kwargs: builtin:tiny: {error}") from None
+                raise ConfigError(f"actor.model.kwargs: builtin:{name}: {error}") from None
         elif options:
             raise ConfigError(f"actor.model.kwargs: builtin:{name} takes none; found {', '.join(options)}")
         else:

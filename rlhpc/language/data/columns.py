@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlhpc.language.data.images import check_images, read_images
 from rlhpc.language.data.parts import belongs
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.data.tables import DatasetFolder, Hdf5File, Joined, JsonLines, ParquetFile, Table
+from rlhpc.language.data.tables import DatasetFolder, Hdf5File, Joined, JsonLines, ParquetFile, Row, Table
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import find_files
 
 if TYPE_CHECKING:
     from rlhpc.language.config import DataSourceConfig
+
+
+Found = TypeVar("Found")
 
 
 class ColumnProblems:
@@ -41,6 +45,8 @@ class ColumnProblems:
         self._table, self._key = table, key
         self._prompt, self._answer = cfg.prompt_key, cfg.answer_key
         self._response, self._level = cfg.response_key, cfg.level_key
+        self._images, base = cfg.images_key, Path(cfg.path or "").expanduser()
+        self._folder = base if base.is_dir() else base.parent
         rows = self._select(filters, part, cfg.eval_fraction)
         if cfg.size is not None and cfg.size < len(rows):
             rows = sorted(random.Random(cfg.seed).sample(rows, cfg.size))
@@ -53,7 +59,7 @@ class ColumnProblems:
         number = self._rows[index]
         row = self._table.row(number)
         messages, shown = self._conversation(row[self._prompt], number)
-        named = {self._prompt, self._answer, self._response, self._level}
+        named = {self._prompt, self._answer, self._response, self._level, self._images}
         return Prompt(
             id=number,
             messages=messages,
@@ -61,6 +67,7 @@ class ColumnProblems:
             meta={name: plain(value) for name, value in row.items() if name not in named and _is_plain(value)},
             response=_text(row.get(self._response)) or shown,
             level=_text(row[self._level]) if self._level else "",
+            images=self._shown(row, number, read_images) if self._images else (),
         )
 
     def place(self, index: int) -> str:
@@ -89,7 +96,8 @@ class ColumnProblems:
                 )
 
     def _select(self, filters: str | None, part: str, fraction: float) -> list[int]:
-        wanted_keys = {"prompt_key": self._prompt, "answer_key": self._answer, "level_key": self._level}
+        wanted_keys = {"prompt_key": self._prompt, "answer_key": self._answer, "level_key": self._level,
+                       "images_key": self._images}  # fmt: skip
         column, _, wanted = (filters or "").partition("=")
         if filters:
             wanted_keys["split"] = column
@@ -102,6 +110,8 @@ class ColumnProblems:
             if filters and _text(row[column]) != wanted:
                 continue
             messages, _ = self._conversation(row[self._prompt], number)
+            if self._images:
+                self._shown(row, number, check_images)
             if belongs(json.dumps(messages, sort_keys=True), part, fraction):
                 rows.append(number)
         if filters and not rows and len(self._table):
@@ -131,6 +141,12 @@ class ColumnProblems:
             f"{self._table.place(number)}: column {self._prompt!r} is {found}; a prompt is a text that is not empty, or a "
             'list of messages {"role": …, "content": …}'
         )
+
+    def _shown(self, row: Row, number: int, how: Callable[[Any, Path], Found]) -> Found:
+        try:
+            return how(row[self._images or ""], self._folder)
+        except ConfigError as error:
+            raise ConfigError(f"{self._table.place(number)}: column {self._images!r}: {error}") from None
 
     def _missing(self, name: str, column: str, number: int) -> None:
         way_out = (

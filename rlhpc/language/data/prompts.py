@@ -18,6 +18,8 @@ class Prompt:
         meta: Whatever else a reward wants to know (the procedural task's entry, unit tests), JSON-able.
         response: A demonstration, for SFT; "" where there is none.
         level: Difficulty or category, for evaluation tables.
+        images: Pictures as files have them (PNG, JPEG), in the order in which `<image>` stands in the messages; where it
+            stands in none, they come before the last question.
     """
 
     id: int
@@ -26,6 +28,7 @@ class Prompt:
     meta: dict[str, Any] = field(default_factory=dict)
     response: str = ""
     level: str = ""
+    images: tuple[bytes, ...] = ()
 
     @property
     def question(self) -> str:

@@ -24,6 +24,7 @@ SOURCES: Registry[Callable[..., PromptDataset]] = Registry(
         "reasoning_gym": "rlhpc.language.data.reasoning:ReasoningGymProblems",
         "arithmetic": "rlhpc.language.data.arithmetic:ArithmeticProblems",
         "code": "rlhpc.language.data.code_tasks:CodeProblems",
+        "drawn": "rlhpc.language.data.drawn:DrawnProblems",
         "environment": "rlhpc.language.environments.problems:EnvironmentProblems",
     },
 )  # fmt: skip

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rlhpc.language.data.pictures import Looker, Seen, make_looker
 from rlhpc.language.data.prompts import Prompt, PromptDataset
 from rlhpc.runtime.errors import ConfigError
 
@@ -83,10 +85,28 @@ class PromptTokenizer:
                 f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template; set "
                 f"{key}.chat_template=false to give it bare text, or take a model with one (instruct models have)"
             )
-        self.tokenizer, self.chat_template = tokenizer, chat_template
+        self.tokenizer, self.chat_template, self.key = tokenizer, chat_template, key
         self.max_prompt_tokens, self.overlong = max_prompt_tokens, overlong
 
-    def text(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+    @cached_property
+    def looker(self) -> Looker:
+        """What looks at prompts' pictures.
+
+        Raises:
+            ConfigError: The model does not.
+        """
+        if not self.chat_template:
+            raise ConfigError(
+                f"{self.key}: prompts have pictures, and {self.key}.chat_template is false: only a chat template says how a "
+                "picture is written; set it to true"
+            )
+        return make_looker(str(self.tokenizer.name_or_path))
+
+    def seen(self, prompt: Prompt, ids: Sequence[int]) -> Seen | None:
+        """What a prompt shows, of which `encode` made these ids; None if it shows nothing."""
+        return self.looker.seen(prompt, ids) if prompt.images else None
+
+    def text(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """What the model reads, special tokens of the chat template included."""
         if not self.chat_template or messages[0]["role"] == "raw":
             return "\n".join(message["content"] for message in messages)
@@ -101,7 +121,10 @@ class PromptTokenizer:
             raise ConfigError(f"the chat template refuses a conversation of {roles}: {error}") from None
         return text
 
-    def encode_messages(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
+    def _messages(self, prompt: Prompt) -> Sequence[dict[str, Any]]:
+        return self.looker.asked(prompt) if prompt.images else prompt.messages
+
+    def encode_messages(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation, of any length."""
         text = self.text(messages, add_generation_prompt=add_generation_prompt)
         return self._ids(text, bare=not self.chat_template or messages[0]["role"] == "raw")
@@ -112,7 +135,9 @@ class PromptTokenizer:
         Raises:
             ConfigError: The prompt is longer than allowed, or empty.
         """
-        ids = self.encode_messages(prompt.messages)
+        ids = self.encode_messages(self._messages(prompt))
+        if prompt.images:
+            ids = self.looker.widened(prompt, ids)
         if not ids:
             raise ConfigError(f"prompt {prompt.id} has no tokens: {_shown(prompt)}")
         return ids if self._fits(prompt, len(ids), self.max_prompt_tokens, "data.max_prompt_tokens", "tokens") else None
@@ -145,7 +170,9 @@ class PromptTokenizer:
             return None
         bare = not self.chat_template or prompt.messages[0]["role"] == "raw"
         # Encoded together where the prompt's ids come out the same: some tokenizers put a space before any text.
-        together = self._ids(self.text(prompt.messages) + prompt.response, bare=bare)
+        together = self._ids(self.text(self._messages(prompt)) + prompt.response, bare=bare)
+        if prompt.images:
+            together = self.looker.widened(prompt, together)
         if together[: len(ids)] == ids and len(together) > len(ids):
             response = together[len(ids) :]
         else:

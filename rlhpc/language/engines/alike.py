@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rlhpc.language.engines.kv import BLOCK, KeyValues, blocks
+from rlhpc.language.tokens.pictures import sub_attention
 
 #: What transformers calls the functions here.
 NAME = "rlhpc_alike"
@@ -239,7 +240,7 @@ def can_join(model: Any, context: int) -> bool:
 def join(model: Any, device: torch.device) -> None:
     """Has a model use the functions here."""
     sys.modules["transformers"].AttentionInterface.register(NAME, attend)
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(sub_attention(model, NAME))
     if device.type == "cpu" and getattr(model, "_can_set_experts_implementation", lambda: False)():
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from rlhpc.checkpoint.boxes import Box
+    from rlhpc.language.data.pictures import Seen
     from rlhpc.weights.elements import Elements
 
 
@@ -42,6 +43,8 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int = 0
+    seen: Seen | None = None
+    """What the prompt shows, if it shows something."""
 
 
 @dataclass

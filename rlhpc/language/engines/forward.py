@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from rlhpc.language.engines.alike import Decoding, can_join, join, present, tiles
 from rlhpc.language.engines.kv import KeyValues, decoding_cache
+from rlhpc.language.tokens.pictures import sub_attention
 
 if TYPE_CHECKING:
+    from rlhpc.language.data.pictures import Seen
     from rlhpc.language.tokens.routing import Routing
 
 logger = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ class Forward:
                 join(model, device)
                 self.together = _near(self._says(None), said) and (not self._cpu or self._same_alone())
         if not self.together:
-            model.set_attn_implementation(own)
+            model.set_attn_implementation(sub_attention(model, own))
             logger.warning(
                 "%s: sequences are computed one by one, since several at once could change each other's numbers",
                 type(model).__name__,
@@ -86,24 +88,30 @@ class Forward:
         self.kv.free()
         self._cache = None
 
-    def prefill(self, sequences: Sequence[Sequence[int]], source: Sequence[int]) -> Tensor:
+    def prefill(
+        self, sequences: Sequence[Sequence[int]], source: Sequence[int], seen: Sequence[Seen | None] = ()
+    ) -> Tensor:
         """Fills the cache with sequences.
 
         Args:
             sequences: Prompts, and what was said since.
             source: The sequence of each new row, ascending.
+            seen: What each sequence shows; one that shows something is computed by itself.
 
         Returns:
             `[sequences, V]`, the logits behind each.
         """
         logits, self.experts = list[Tensor](), []
-        for part in self._parts([len(sequence) for sequence in sequences]):
+        seen = seen or [None] * len(sequences)
+        for part in self._parts([len(sequence) for sequence in sequences], [one is not None for one in seen]):
             chosen = sequences[part.start : part.stop]
-            logits.append(self._prefill(chosen))
             lengths = [len(sequence) for sequence in chosen]
-            self.kv.append(
-                self._filled.layers, lengths, [one - part.start for one in source if part.start <= one < part.stop]
-            )
+            looked = seen[part.start]
+            places = None if looked is None else looked.positions(lengths[0])
+            logits.append(self._prefill(chosen, looked, places))
+            own = [one - part.start for one in source if part.start <= one < part.stop]
+            shifts = [0] * len(chosen) if places is None else [int(places.max()) + 1 - lengths[0]]
+            self.kv.append(self._filled.layers, lengths, own, shifts)
         self._filled = None
         return torch.cat(logits)
 
@@ -117,45 +125,49 @@ class Forward:
             count = tiles(kv.rows) if self._cpu else self._max_rows
             self._rows = tiles(kv.rows, _ROWS), count
             with present(Decoding(kv, self._model.dtype, self._device)), self._watching([1] * kv.rows):
-                logits = self._decode(*(_filled_up(each, count) for each in (last, kv.present[1])))[: kv.rows]
+                logits = self._decode(*(_filled_up(each, count) for each in (last, kv.places)))[: kv.rows]
             self._rows = None
         else:
             parts = list[Tensor]()
             for row in range(kv.rows):
                 kv.reserve(row)
                 with self._watching([1]):
-                    parts.append(self._decode(last[row : row + 1], kv.present[1]))
+                    parts.append(self._decode(last[row : row + 1], kv.places))
             logits = torch.cat(parts)
         kv.length[: kv.rows] += 1
         return logits
 
-    def _parts(self, lengths: Sequence[int]) -> Iterator[slice]:
+    def _parts(self, lengths: Sequence[int], alone: Sequence[bool]) -> Iterator[slice]:
         """Which sequences are prefilled at once."""
         limit = _PREFILL_TOKENS if self.together and self._cpu else 0
         begin = tokens = 0
         for index, length in enumerate(lengths):
-            if index > begin and tokens + length > limit:
+            if index > begin and (tokens + length > limit or alone[index] or alone[begin]):
                 yield slice(begin, index)
                 begin, tokens = index, 0
             tokens += length
         yield slice(begin, len(lengths))
 
-    def _prefill(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+    def _prefill(self, sequences: Sequence[Sequence[int]], looked: Seen | None, places: np.ndarray | None) -> Tensor:
         from transformers.cache_utils import DynamicCache
 
         lengths = [len(sequence) for sequence in sequences]
         count = tiles(sum(lengths)) if self.together else sum(lengths)
         ids = torch.tensor([token for sequence in sequences for token in sequence], device=self._device)
-        positions = torch.cat([torch.arange(length, device=self._device) for length in lengths])
+        positions, looks = torch.cat([torch.arange(length, device=self._device) for length in lengths]), {}
+        if looked is not None and places is not None:
+            positions = torch.from_numpy(places).to(self._device)
+            looks = looked.inputs(count, self._device)
         ends: Any = torch.tensor([end - 1 for end in accumulate(lengths)], device=self._device)
         self._filled = DynamicCache()
         with present(lengths), self._watching(lengths):
             logits = self._model(
                 input_ids=_filled_up(ids, count)[None],
-                position_ids=_filled_up(positions, count)[None],
+                position_ids=_filled_up(positions, count).unsqueeze(-2),
                 past_key_values=self._filled,
                 use_cache=True,
                 logits_to_keep=_filled_up(ends, tiles(len(ends))) if self.together else 1,
+                **looks,
             ).logits[0]
         found: Tensor = logits[: len(lengths)]
         return found
@@ -231,7 +243,7 @@ class Forward:
 
 
 def _filled_up(values: Tensor, count: int) -> Tensor:
-    return torch.cat([values, values.new_zeros(count - len(values))])
+    return torch.nn.functional.pad(values, (0, count - values.shape[-1]))
 
 
 def _near(found: Tensor, expected: Tensor) -> bool:

@@ -24,6 +24,8 @@ from rlhpc.language.engines.forward import Forward
 from rlhpc.language.engines.kv import KeyValues, moves_into_places
 from rlhpc.language.engines.ledger import Ledger
 from rlhpc.language.engines.sampling import Rows, draw
+from rlhpc.language.tokens.model import auto_class
+from rlhpc.language.tokens.pictures import tell_places
 from rlhpc.language.tokens.routing import Routing, routing_of
 from rlhpc.runtime.device import empty_cache, moved
 from rlhpc.runtime.errors import ConfigError
@@ -98,14 +100,16 @@ class HFRollout(Engine):
 
     def _load(self, options: EngineOptions) -> Any:
         arguments = {"attn_implementation": options.attn_implementation, **options.engine_kwargs}
+        auto = auto_class(load_model_config(options.model_path, options.trust_remote_code))
         try:
             with self._memory(), _no_progress_bar():
-                model = transformers_module().AutoModelForCausalLM.from_pretrained(
+                model = getattr(transformers_module(), auto).from_pretrained(
                     options.model_path,
                     dtype=getattr(torch, options.dtype),
                     trust_remote_code=options.trust_remote_code,
                     **arguments,
                 )
+                tell_places(model)
                 return moved(model, self._device).eval().requires_grad_(False)
         except (OSError, ValueError, ImportError, TypeError) as error:
             raise ConfigError(
@@ -150,12 +154,14 @@ class HFRollout(Engine):
 
     def _admit(self, requests: list[Request]) -> list[Completion]:
         """Prefills prompts, each once, and draws the first token of each request."""
-        by_prompt: dict[tuple[int, ...], list[Request]] = {}
+        by_prompt: dict[tuple[tuple[int, ...], bytes], list[Request]] = {}
         for request in requests:
-            by_prompt.setdefault(request.prompt_ids, []).append(request)
+            shown = b"" if request.seen is None else request.seen.digest
+            by_prompt.setdefault((request.prompt_ids, shown), []).append(request)
         taken = [request for alike in by_prompt.values() for request in alike]
         source = [index for index, alike in enumerate(by_prompt.values()) for _ in alike]
-        logits = self._forward.prefill(list(by_prompt), source)
+        firsts = [alike[0] for alike in by_prompt.values()]
+        logits = self._forward.prefill([one.prompt_ids for one in firsts], source, [one.seen for one in firsts])
         begin = len(self._ledger)
         for request, which in zip(taken, source, strict=True):
             self._ledger.add(request, self._limit(request))
@@ -206,7 +212,7 @@ class HFRollout(Engine):
         # The last token of each is the next step's input.
         sequences = [(*request.prompt_ids, *ledger.said(row)[:-1]) for row, request in enumerate(ledger.requests)]
         if sequences:
-            self._forward.prefill(sequences, range(len(sequences)))
+            self._forward.prefill(sequences, range(len(sequences)), [request.seen for request in ledger.requests])
             ledger.experts = [self._forward.experts[row : row + 1] for row in range(len(sequences))]
 
     def _drop(self, ids: Collection[int]) -> None:

@@ -29,15 +29,17 @@ class KeyValues:
         rows: Rows in use.
         length: Tokens in each row.
         present: Row and column of each token that is computed next.
+        places: The position of each of them: its column, but for what pictures before it make of that.
         only: The row whose token that is; None for all.
     """
 
     present: tuple[Tensor, Tensor]
+    places: Tensor
     only: int | None
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows, self.rows = max_rows, 0
-        self.length = np.zeros(max_rows, dtype=np.int64)
+        self.length, self._shift = (np.zeros(max_rows, dtype=np.int64) for _ in range(2))
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -50,13 +52,14 @@ class KeyValues:
         self.clear()
         self.keys, self.values = [], []
 
-    def append(self, layers: Any, lengths: Sequence[int], source: Sequence[int]) -> None:
+    def append(self, layers: Any, lengths: Sequence[int], source: Sequence[int], shifts: Sequence[int]) -> None:
         """Adds rows from a prefill of several sequences, one after the other.
 
         Args:
             layers: Of the cache that the prefill filled: `keys` and `values` `[1, heads, at least all tokens, width]`.
             lengths: Tokens of each sequence.
             source: The sequence of each new row; rows with the same prompt share one.
+            shifts: By how much each sequence's next position is beyond its next column.
         """
         begins = [0, *accumulate(lengths)]
         theirs = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
@@ -70,6 +73,7 @@ class KeyValues:
                 mine[row : row + count, :, :length] = given[0, :, begins[one] : begins[one] + length]
                 row += count
         self.length[first:stop] = [lengths[one] for one in source]
+        self._shift[first:stop] = [shifts[one] for one in source]
         self.rows = stop
 
     def reserve(self, only: int | None = None) -> None:
@@ -79,6 +83,7 @@ class KeyValues:
         device = self.keys[0].device
         self.only = only
         self.present = torch.from_numpy(rows).to(device), torch.from_numpy(self.length[rows]).to(device)
+        self.places = torch.from_numpy(self.length[rows] + self._shift[rows]).to(device)
 
     def drop(self, leaving: Sequence[int]) -> list[tuple[int, int]]:
         """Removes rows. The last ones move into their places: (from, to), to be done likewise by whoever has rows too."""
@@ -88,7 +93,7 @@ class KeyValues:
             used = int(self.length[movers].max())
             for tensor in (*self.keys, *self.values):
                 tensor[holes, :, :used] = tensor[movers, :, :used]
-            self.length[holes] = self.length[movers]
+            self.length[holes], self._shift[holes] = self.length[movers], self._shift[movers]
         self.rows -= len(set(leaving))
         return moves
 

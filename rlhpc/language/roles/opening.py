@@ -10,6 +10,7 @@ from rlhpc.config.typed import select
 from rlhpc.language.agents.registry import check_agent
 from rlhpc.language.config import LanguageConfig
 from rlhpc.language.data import PromptDataset, PromptTokenizer, load_tokenizer, make_dataset
+from rlhpc.language.data.pictures import check_looking
 from rlhpc.language.engines.ends import load_model_config
 from rlhpc.language.engines.vllm_experts import is_mixture, require_proven
 from rlhpc.language.evaluate import problems_of, suites_of
@@ -104,6 +105,7 @@ def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:
             "(rollout.rollout_backend) computes on one: give it a process an accelerator, or take vllm"
         )
     tokenizer, encoder, dataset = open_prompts(cfg)
+    check_looking(cfg, load_model_config(str(model.model_path), model.trust_remote_code), bool(dataset[0].images))
     encoder.encode(dataset[0])
     if cfg.actor.training_backend.lower() == "deepspeed":
         deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model, "cpu"))

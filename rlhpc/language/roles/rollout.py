@@ -313,7 +313,8 @@ class LanguageRolloutWorker(Worker):
             draw = np.random.default_rng(seed_of(self.seed, step, position, attempt, -1))
             index = int(draw.integers(len(self.dataset)))
         prompt = self.dataset[index]
-        return Slot(step, position, attempt, prompt, tuple(self.encoder.encode(prompt) or ()))
+        ids = tuple(self.encoder.encode(prompt) or ())
+        return Slot(step, position, attempt, prompt, ids, seen=self.encoder.seen(prompt, ids))
 
     def _requests(self, slot: Slot) -> list[Request]:
         """A request for each member of the group; from now on it is under way."""
@@ -325,7 +326,7 @@ class LanguageRolloutWorker(Worker):
             self._request += 1
             self._of_request[self._request] = slot, member
             seed = seed_of(self.seed, slot.step, slot.position, slot.attempt, member)
-            requests.append(Request(self._request, slot.prompt_ids, self.sampling, seed))
+            requests.append(Request(self._request, slot.prompt_ids, self.sampling, seed, slot.seen))
         return requests
 
     def _go_on(self, step: int, begun: Begun) -> None:

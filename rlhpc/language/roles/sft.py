@@ -11,6 +11,7 @@ from rlhpc.language.config import SftConfig
 from rlhpc.language.data import PromptDataset, PromptSampler, PromptTokenizer, make_dataset
 from rlhpc.language.roles.actor import LanguageActor
 from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.pictures import Pictures
 from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.language.tokens.trainer import TokenTrainer
 
@@ -46,15 +47,17 @@ class SftActor(LanguageActor[SftConfig]):
         Returns:
             Metrics, the same on all ranks.
         """
-        samples, masks, count = [], [], self.cfg.data.prompts_per_step
+        samples, masks, seen, count = [], [], [], self.cfg.data.prompts_per_step
         for draw in range(self.data, count, self.sizes.data):
             index = self.sampler.at((step - 1) * count + draw)
-            encoded = self.encoder.encode_demonstration(self.dataset[index], self.max_tokens)
+            prompt = self.dataset[index]
+            encoded = self.encoder.encode_demonstration(prompt, self.max_tokens)
             assert encoded is not None, "those that do not fit are dropped at the start"
             ids, mask = encoded
             samples.append(ids)
             masks.append(mask)
-        whole = self._shared(TokenBatch.of(samples, masks, pad_id=self.pad))
+            seen.append(self.encoder.seen(prompt, ids))
+        whole = self._shared(TokenBatch.of(samples, masks, pad_id=self.pad, pictures=Pictures.of(seen)))
         tokens, _ = self._counted(whole)
 
         def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.data.pictures import Seen
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion
 from rlhpc.language.rewards.pool import Scored
@@ -65,7 +66,7 @@ class Slot:
     Attributes:
         step, position: Of the prompt.
         attempt: How many prompts were asked in this place before.
-        prompt, prompt_ids: The prompt.
+        prompt, prompt_ids, seen: The prompt, and what it shows.
         vain: How many of those gave nothing to train on.
         first: Step, position and attempt, as it was begun.
         episodes: Its answers that have ended, by member of the group.
@@ -83,6 +84,7 @@ class Slot:
     scores: dict[int, Scored] = field(default_factory=dict)
     drawn: dict[int, int] = field(default_factory=dict)
     untrained: Counter[str] = field(default_factory=Counter)
+    seen: Seen | None = None
     vain: int = 0
     first: tuple[int, int, int] = (0, 0, 0)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlhpc.language.tokens.pictures import Pictures
 from rlhpc.language.tokens.segments import Segments
 
 
@@ -36,6 +37,7 @@ class TokenBatch:
         reward: `[N]` float32: what its episode was worth.
         pad_id: Token on padding, where the model wants a rectangle.
         packed: Whether the model reads the samples as one row, one after the other, rather than as a rectangle.
+        pictures: What the samples look at; None where nobody sees anything.
     """
 
     cu_seqlens: Tensor
@@ -49,6 +51,7 @@ class TokenBatch:
     columns: dict[str, Tensor] = field(default_factory=dict)
     pad_id: int = 0
     packed: bool = False
+    pictures: Pictures | None = None
 
     @classmethod
     def of(
@@ -58,6 +61,7 @@ class TokenBatch:
         columns: Mapping[str, Sequence[Sequence[float] | Tensor]] | None = None,
         *,
         pad_id: int = 0,
+        pictures: Pictures | None = None,
     ) -> TokenBatch:
         """Samples that are each an episode, a single turn, and a prompt of their own.
 
@@ -79,6 +83,7 @@ class TokenBatch:
             cumulated(lengths), tokens, joined("mask", mask, torch.bool), torch.zeros_like(tokens), number,
             torch.zeros_like(number), number, torch.zeros(len(lengths)),
             {name: joined(f"column {name}", values) for name, values in (columns or {}).items()}, pad_id,
+            pictures=pictures,
         )  # fmt: skip
 
     @classmethod
@@ -94,7 +99,15 @@ class TokenBatch:
         lengths = torch.cat([batch.lengths for batch in batches])
         columns = {name: torch.cat([batch.columns[name] for batch in batches]) for name in first.columns}
         rest = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in (*_OF_TOKENS, *_OF_SAMPLES)}
-        return cls(cu_seqlens=cumulated(lengths), columns=columns, pad_id=first.pad_id, packed=first.packed, **rest)
+        pictures = Pictures.joined([(batch.pictures, len(batch)) for batch in batches])
+        return cls(
+            cu_seqlens=cumulated(lengths),
+            columns=columns,
+            pad_id=first.pad_id,
+            packed=first.packed,
+            pictures=pictures,
+            **rest,
+        )
 
     # -- shapes ---------------------------------------------------------------------------------------------------
 
@@ -144,13 +157,15 @@ class TokenBatch:
         return self if packed == self.packed else dataclasses.replace(self, packed=packed)
 
     def inputs(self) -> dict[str, Any]:
-        """A model's arguments: `input_ids` `[N, W]`, or `[1, T]` with positions and, for its attention, `Segments`.
+        """A model's arguments: `input_ids` `[N, W]`, or `[1, T]` with positions and, for its attention, `Segments`; and
+        `Pictures.inputs`, which have positions of their own.
 
         Neither has a mask. In a rectangle, padding is on the right, where no token attends to it, and the model's own
         positions are right. A row of less than two tokens is filled up: one alone predicts nothing and a model may refuse it.
         """
+        looks = {} if self.pictures is None else self.pictures.inputs(self)
         if not self.packed:
-            return {"input_ids": self.padded(self.ids, self.pad_id)}
+            return {"input_ids": self.padded(self.ids, self.pad_id), **looks}
         lengths, device = self.lengths, self.ids.device
         positions = torch.arange(self.tokens) - torch.repeat_interleave(self.cu_seqlens[:-1], lengths)
         ids, positions, alone = self.ids, positions.to(device, non_blocking=True), max(0, 2 - self.tokens)
@@ -160,7 +175,7 @@ class TokenBatch:
                 nn.functional.pad(positions, (0, alone)),
             )
         segments = Segments.of([*lengths.tolist(), *[1] * alone], device)
-        return {"input_ids": ids[None], "position_ids": positions[None], "segments": segments}
+        return {"input_ids": ids[None], "position_ids": positions[None], "segments": segments, **looks}
 
     def of_tokens(self, found: Tensor) -> Tensor:
         """What a model gave for `inputs`, `[N, W, …]` or `[1, T, …]`, as `[T, …]`."""
@@ -195,7 +210,10 @@ class TokenBatch:
         parts |= {name: getattr(self, name)[samples] for name in _OF_SAMPLES}
         columns = {name: values[where] for name, values in self.columns.items()}
         cuts = cumulated(self.lengths[samples])
-        return TokenBatch(cu_seqlens=cuts, columns=columns, pad_id=self.pad_id, packed=self.packed, **parts)
+        pictures = None if self.pictures is None else self.pictures.select(samples)
+        return TokenBatch(
+            cu_seqlens=cuts, columns=columns, pad_id=self.pad_id, packed=self.packed, pictures=pictures, **parts
+        )
 
     def split(self, counts: Sequence[int]) -> list[TokenBatch]:
         """Its samples as several batches, so many in each."""
@@ -241,7 +259,8 @@ class TokenBatch:
             return self
         parts = {name: getattr(self, name).to(device, non_blocking=True) for name in (*_OF_TOKENS, *_OF_SAMPLES)}
         columns = {name: values.to(device, non_blocking=True) for name, values in self.columns.items()}
-        return dataclasses.replace(self, columns=columns, **parts)
+        pictures = None if self.pictures is None else self.pictures.to(device)
+        return dataclasses.replace(self, columns=columns, pictures=pictures, **parts)
 
     # -- on the way -----------------------------------------------------------------------------------------------
 
@@ -251,7 +270,9 @@ class TokenBatch:
         small = {"ids": np.int32, "turn": np.int16}
         arrays |= {name: getattr(self, name).numpy().astype(small.get(name, bool)) for name in _OF_TOKENS}
         columns = {name: values.numpy() for name, values in self.columns.items()}
-        return {**arrays, "lengths": self.lengths.numpy().astype(np.int32), "columns": columns, "pad_id": self.pad_id}
+        looks = {} if self.pictures is None else {"pictures": self.pictures.pack()}
+        lengths = self.lengths.numpy().astype(np.int32)
+        return {**arrays, "lengths": lengths, "columns": columns, "pad_id": self.pad_id, **looks}
 
     @classmethod
     def unpack(cls, message: Mapping[str, Any]) -> TokenBatch:
@@ -262,6 +283,8 @@ class TokenBatch:
             parts[name] = torch.from_numpy(np.array(message[name], dtype=wide.get(name, bool)))
         columns = {name: torch.from_numpy(np.array(values)) for name, values in message["columns"].items()}
         cuts = cumulated(np.asarray(message["lengths"], np.int64))
+        if "pictures" in message:
+            parts["pictures"] = Pictures.unpack(message["pictures"])
         return cls(cu_seqlens=cuts, columns=columns, pad_id=int(message["pad_id"]), **parts)
 
 

@@ -15,6 +15,7 @@ from rlhpc.config.typed import plain
 from rlhpc.language.tokens.files import FOLDER, model_files
 from rlhpc.language.tokens.model import compute_dtype, load_causal_lm, model_file, pretrained_in
 from rlhpc.language.tokens.packing import pack
+from rlhpc.language.tokens.pictures import freeze_vision
 from rlhpc.language.tokens.scalar import HEAD, VALUE_HEAD, add_value_head, is_classifier, load_scalar_model, new_head
 from rlhpc.runtime.durable import fsync_folder, write_durably
 from rlhpc.runtime.errors import ConfigError
@@ -90,6 +91,8 @@ class LanguageBlueprint(Blueprint):
         if self.packed and not pack(model):
             log.info("%s reads rectangles, with padding", type(model).__name__)
             self.packed = False
+        if actor.model.freeze_vision:
+            freeze_vision(model, self.key)
         if self._aside:
             add_value_head(model, self.seed)
         if not self.lora_rank:

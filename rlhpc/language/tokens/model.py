@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rlhpc.language.data.pictures import looks
+from rlhpc.language.tokens.pictures import tell_places
 from rlhpc.runtime.device import computes_bfloat16
 from rlhpc.runtime.errors import ConfigError
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: The one of them that suits the device.
 AUTO = "auto"
+#: Files that say how pictures become patches.
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def transformers() -> Any:
@@ -83,7 +88,8 @@ def load_causal_lm(
     Raises:
         ConfigError: There is no such model, or this transformers cannot build it.
     """
-    module = load_by("AutoModelForCausalLM", model, dtype=dtype, empty=empty, key=key)
+    module = load_by("", model, dtype=dtype, empty=empty, key=key)
+    tell_places(module)
     if empty:
         module.generation_config = _generation_config(transformers(), str(model.model_path), module.config)
     return prepared(module, checkpointing)
@@ -102,7 +108,7 @@ def load_by(
     """A model by one of transformers' auto classes.
 
     Args:
-        auto: The class's name.
+        auto: The class's name; "" is for that which writes, `writes_by`.
         model: Where it is.
         dtype, empty: See `load_causal_lm`.
         key: What messages call `model_path`.
@@ -123,9 +129,9 @@ def load_by(
         "attn_implementation": model.attn_implementation,
         "trust_remote_code": model.trust_remote_code,
     }
-    maker = getattr(package, auto)
     try:
         with _quiet(package):
+            maker = getattr(package, auto or writes_by(package, path, model.trust_remote_code))
             if empty:
                 config = package.AutoConfig.from_pretrained(
                     path, trust_remote_code=model.trust_remote_code, **config_changes
@@ -138,6 +144,17 @@ def load_by(
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{key}={path}: the model cannot be loaded: {reason}") from error
     return module
+
+
+def writes_by(package: Any, path: str, trust_remote_code: bool) -> str:
+    """The auto class of transformers by which a model writes: one of its own where it looks at pictures, too."""
+    config = package.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return auto_class(config)
+
+
+def auto_class(config: Any) -> str:
+    """`writes_by` of a configuration."""
+    return "AutoModelForImageTextToText" if looks(config) else "AutoModelForCausalLM"
 
 
 def model_file(path: str, name: str) -> Path | None:
@@ -193,7 +210,8 @@ def export_model(
 
 
 def export_tokenizer(folder: Path, model: PretrainedConfig, *, pads: bool = False) -> None:
-    """Writes the tokenizer of `actor.model`; a model without one (token ids come from elsewhere) is left without.
+    """Writes the tokenizer of `actor.model`, and what cuts pictures for it; a model without one (token ids come from
+    elsewhere) is left without.
 
     Args:
         folder: The target.
@@ -208,6 +226,9 @@ def export_tokenizer(folder: Path, model: PretrainedConfig, *, pads: bool = Fals
         if pads and tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.save_pretrained(folder)
+    for name in _PROCESSORS:
+        if (own := model_file(str(model.model_path), name)) is not None:
+            shutil.copyfile(own, folder / name)
 
 
 def _generation_config(package: Any, path: str, config: Any) -> Any:

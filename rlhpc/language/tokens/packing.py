@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.context import Heads, RowShare, to_heads, to_tokens
 from rlhpc.language.tokens.model import pretrained_in
+from rlhpc.language.tokens.pictures import sub_attention
 from rlhpc.language.tokens.segments import Segments
 from rlhpc.runtime.device import attends_by_segments
 from rlhpc.runtime.errors import ConfigError
@@ -51,13 +52,14 @@ def pack(model: nn.Module) -> bool:
     if causal is None or not _can(causal):
         return False
     sys.modules["transformers"].AttentionInterface.register(NAME, attend)
-    causal.set_attn_implementation(NAME)
+    causal.set_attn_implementation(sub_attention(causal, NAME))
     return packs(model)
 
 
 def unpack(model: nn.Module) -> None:
     """Has a model that `pack` changed read rectangles again."""
-    pretrained_in(model).set_attn_implementation("sdpa")
+    causal = pretrained_in(model)
+    causal.set_attn_implementation(sub_attention(causal, "sdpa"))
 
 
 @torch.no_grad()

@@ -361,7 +361,7 @@ def test_sft_then_evaluation_and_export(tmp_path: Path) -> None:
 
 BAD = {
     "no such model": ("actor.model.model_path=/nowhere/model", "model_path"),
-    "no such built-in model": ("actor.model.model_path=builtin:big", "builtin:tiny, builtin:smollm2"),
+    "no such built-in model": ("actor.model.model_path=builtin:big", "builtin:tiny, builtin:tiny_vl, builtin:smollm2"),
     "no rewards": ("reward.terms=[]", "reward.terms"),
     "unknown reward": ("reward.terms=[{name: maths}]", "math"),
     "unknown source": ("data.train.source=jsonll", "jsonl"),

@@ -635,7 +635,12 @@ def test_cache_rows_come_and_go() -> None:
             given = torch.arange(counter, counter + sum(lengths) + 2)  # some behind the last, as tiles are filled up
             held = given[: sum(lengths)].split(lengths)
             counter += len(given)
-            store.append([_Layer(given[None, None, :, None].expand(1, 2, -1, 3))], lengths, range(len(lengths)))
+            store.append(
+                [_Layer(given[None, None, :, None].expand(1, 2, -1, 3))],
+                lengths,
+                range(len(lengths)),
+                [0] * len(lengths),
+            )
             mine += [values.tolist() for values in held]
         elif action < 0.25 and mine:
             leaving = sorted(rng.sample(range(len(mine)), rng.randint(1, len(mine))))

@@ -1,0 +1,253 @@
+"""Pictures between the tokens of a prompt: cut into patches, and where each of them stands."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhpc.config.typed import select
+from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import LanguageConfig
+    from rlhpc.language.data.prompts import Prompt
+
+#: Where a picture stands in a message's text. Pictures that no message names come before the last question.
+MARK = "<image>"
+#: Families of models that look at pictures, by `model_type`; in all of them a picture's tokens have three positions each.
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """The pictures of one prompt.
+
+    Attributes:
+        patches: `[P, d]` float32: what the model looks at, picture by picture.
+        grids: `[M, 3]` int64: frames, rows and columns of each picture's patches.
+        at: `[M]` int64: at which of the prompt's tokens the first of each picture stands.
+        merge: So many patches in each direction become one token.
+        digest: The same for the same pictures, cut in the same way.
+    """
+
+    patches: np.ndarray
+    grids: np.ndarray
+    at: np.ndarray
+    merge: int
+    digest: bytes
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """`[M]`: tokens of each picture."""
+        return np.asarray(self.grids.prod(1) // self.merge**2)
+
+    def positions(self, length: int) -> np.ndarray:
+        """`[3, length]`: see `positions`."""
+        return positions(length, self.at, self.grids, self.merge)
+
+    def inputs(self, length: int, device: Any) -> dict[str, Any]:
+        """A model's further arguments, for one sequence of at most `length` tokens (`Pictures.inputs`)."""
+        import torch
+
+        kinds = np.zeros((1, length), np.int64)
+        for at, size in zip(self.at.tolist(), self.tokens.tolist(), strict=True):
+            kinds[0, at : at + size] = 1
+        arrays = {"pixel_values": self.patches, "image_grid_thw": self.grids, "mm_token_type_ids": kinds}
+        return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+
+
+def positions(length: int, at: np.ndarray, grids: np.ndarray, merge: int) -> np.ndarray:
+    """Where the tokens of a sample are, in time, height and width, as Qwen2-VL counts it (arXiv 2409.12191, section 2.1).
+
+    Those of a text go on by one in all three; a picture's begin where the text before it ended, and what follows it begins
+    behind the longest side.
+
+    Args:
+        length: Tokens.
+        at, grids, merge: See `Seen`.
+
+    Returns:
+        `[3, length]` int64.
+    """
+    found = np.empty((3, length), np.int64)
+    token = place = 0
+    for first, grid in zip(at.tolist(), grids, strict=True):
+        found[:, token:first] = np.arange(place, place + first - token)
+        place += first - token
+        sides = grid // (1, merge, merge)
+        token = first + int(sides.prod())
+        found[:, first:token] = np.indices(sides).reshape(3, -1) + place
+        place += int(max(sides[1:]))
+    found[:, token:] = np.arange(place, place + length - token)
+    return found
+
+
+class Looker:
+    """Looks at a prompt's pictures as a model does.
+
+    Args:
+        cutter: The image processor of transformers that came with the model.
+        token: What stands for a part of a picture among the tokens.
+        name: Of the model, for messages.
+    """
+
+    def __init__(self, cutter: Any, token: int, name: str) -> None:
+        self._token, self._name = token, name
+        self._merge = int(cutter.merge_size)
+        self._cutter = cutter
+        self._patches = lru_cache(maxsize=16)(self._cut)
+
+    def asked(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """A prompt's conversation, with places for its pictures."""
+        return placed(prompt.messages, len(prompt.images))
+
+    def widened(self, prompt: Prompt, ids: Sequence[int]) -> list[int]:
+        """Token ids with as many of a picture as it has parts, where its template wrote one."""
+        places, grids = [n for n, one in enumerate(ids) if one == self._token], self._patches(prompt.images)[1]
+        if len(places) != len(grids):
+            raise ConfigError(
+                f"prompt {prompt.id} has {len(grids)} pictures, and its text has {len(places)} places for them after the chat "
+                f"template of {self._name}: write {MARK} once for each, or not at all, and not the template's own sign for one"
+            )
+        found, before = list[int](), 0
+        for place, grid in zip(places, grids, strict=True):
+            found += [*ids[before:place], *[self._token] * int(grid.prod() // self._merge**2)]
+            before = place + 1
+        return [*found, *ids[before:]]
+
+    def seen(self, prompt: Prompt, ids: Sequence[int]) -> Seen:
+        """The pictures of a prompt whose ids `widened` made."""
+        patches, grids, digest = self._patches(prompt.images)
+        at, token, every = list[int](), 0, np.asarray(ids)
+        for grid in grids:
+            at.append(token + int((every[token:] == self._token).argmax()))
+            token = at[-1] + int(grid.prod() // self._merge**2)
+        return Seen(patches, grids, np.asarray(at, np.int64), self._merge, digest)
+
+    def _cut(self, images: tuple[bytes, ...]) -> tuple[np.ndarray, np.ndarray, bytes]:
+        made = self._cutter(images=[opened(image) for image in images], return_tensors="np")
+        patches = np.ascontiguousarray(made["pixel_values"], np.float32)
+        grids = np.ascontiguousarray(made["image_grid_thw"], np.int64)
+        found = hashlib.blake2b(grids.tobytes(), digest_size=16)
+        found.update(patches.tobytes())
+        return patches, grids, found.digest()
+
+
+def opened(image: bytes) -> Any:
+    """A picture in PIL's form.
+
+    Raises:
+        ConfigError: It is none, or PIL is missing.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise ConfigError("pictures need Pillow: pip install 'rlhpc[llm]'") from None
+    try:
+        return Image.open(io.BytesIO(image)).convert("RGB")
+    except (UnidentifiedImageError, OSError) as error:
+        raise ConfigError(f"a prompt's picture of {len(image)} bytes is none: {error}") from None
+
+
+def looks(config: Any) -> bool:
+    """Whether a model of this configuration has a part that looks at pictures."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def make_looker(path: str, trust_remote_code: bool = False, *, key: str = "actor.model.model_path") -> Looker:
+    """What looks at pictures for the model of a folder or hub name.
+
+    Raises:
+        ConfigError: The model reads text alone, is of another family, or came without an image processor.
+    """
+    from rlhpc.language.engines.ends import first_line, load_model_config
+
+    config = load_model_config(path, trust_remote_code)
+    if not looks(config):
+        raise ConfigError(
+            f"data: prompts have pictures, and the model in {path} ({key}), a {config.model_type}, reads text alone: take a "
+            f"model that looks at pictures ({', '.join(FAMILIES)}), or data without"
+        )
+    require_family(config, path, key)
+    from transformers import AutoImageProcessor
+
+    try:
+        cutter = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"data: prompts have pictures, and the model in {path} ({key}) has no image processor that can be loaded "
+            f"({first_line(error)}): put the preprocessor_config.json that came with it beside config.json"
+        ) from None
+    return Looker(cutter, int(config.image_token_id), path)
+
+
+def require_family(config: Any, path: str, key: str) -> None:
+    """Refuses models whose pictures are placed in ways that are not known here."""
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"{key} is {path}, a {config.model_type}, which looks at pictures in a way that is not known here; allowed: "
+            f"{', '.join(FAMILIES)}, and models of text"
+        )
+
+
+def parts_of(message: dict[str, str]) -> dict[str, Any]:
+    """A message as chat templates take it where there are pictures: texts, and places of pictures."""
+    texts = message["content"].split(MARK)
+    parts = list[dict[str, str]]()
+    for number, text in enumerate(texts):
+        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
+    return {**message, "content": parts}
+
+
+def placed(messages: Sequence[dict[str, str]], count: int) -> list[dict[str, Any]]:
+    """A conversation with places for pictures: where it says `MARK`, or, if it does so nowhere, before the last question."""
+    found = [dict(message) for message in messages]
+    if not any(MARK in message["content"] for message in found):
+        asked = next((m for m in reversed(found) if m["role"] == "user"), found[-1])
+        asked["content"] = MARK * count + asked["content"]
+    return [parts_of(message) for message in found]
+
+
+def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
+    """Refuses what a model that looks at pictures is not trained with.
+
+    Args:
+        cfg: Of a run.
+        config: The model's.
+        shows: Whether prompts show pictures.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    path, actor = str(cfg.actor.model.model_path), cfg.actor
+    if shows and cfg.agent.kind != "inline":
+        raise ConfigError(
+            f"agent.kind is {cfg.agent.kind}, and prompts of data.train show pictures, which agents outside cannot be given; "
+            "allowed: inline"
+        )
+    if not looks(config):
+        return
+    require_family(config, path, "actor.model.model_path")
+    if cfg.rollout.rollout_backend.lower() != "hf":
+        raise ConfigError(
+            f"rollout.rollout_backend is {cfg.rollout.rollout_backend!r}, and the model in {path} looks at pictures; "
+            "allowed: hf"
+        )
+    if str(select(cfg, "rollout.weight_sync")).lower() == "shards":
+        raise ConfigError(f"rollout.weight_sync is 'shards', and the model in {path} looks at pictures; allowed: auto")
+    if actor.training_backend.lower() != "local":
+        raise ConfigError(
+            f"actor.training_backend is {actor.training_backend!r}, and the model in {path} looks at pictures: ranks that see "
+            "none in a micro-batch would not take part in gathering what looks at them; allowed: local"
+        )
+    if actor.model.freeze_vision and actor.lora.rank:
+        raise ConfigError(
+            f"actor.model.freeze_vision is true and actor.lora.rank is {actor.lora.rank}: adapters leave all else as it is; "
+            "say with actor.lora.target_modules which layers get some"
+        )

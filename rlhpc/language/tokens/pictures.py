@@ -1,0 +1,182 @@
+"""Pictures of a batch: each is there once, however many samples look at it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlhpc.language.data.pictures import Seen, looks, positions
+from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.language.tokens.batches import TokenBatch
+
+
+@dataclass
+class Pictures:
+    """What N samples look at: M pictures of P patches in all, of which the samples see K.
+
+    Attributes:
+        patches: `[P, d]` float32, picture by picture.
+        grids: `[M, 3]` int64, on the host: frames, rows and columns of each picture's patches.
+        shown: `[K]` int64, on the host: which picture, sample by sample.
+        at: `[K]` int64, on the host: at which token of its sample its first one stands.
+        counts: `[N]` int64, on the host: how many each sample sees.
+        merge: So many patches in each direction become one token.
+    """
+
+    patches: Tensor
+    grids: Tensor
+    shown: Tensor
+    at: Tensor
+    counts: Tensor
+    merge: int
+
+    @classmethod
+    def of(cls, seen: Sequence[Seen | None]) -> Pictures | None:
+        """Those of samples, each with what it sees; None if none sees anything. The same `Seen` is kept once."""
+        there = {id(one): one for one in seen if one is not None}
+        if not there:
+            return None
+        first, begins = 0, dict[int, int]()
+        for name, one in there.items():
+            begins[name], first = first, first + len(one.grids)
+        shown = [np.arange(len(one.grids)) + begins[id(one)] for one in seen if one is not None]
+        at = [one.at for one in seen if one is not None]
+        every = list(there.values())
+        return cls(
+            torch.from_numpy(np.concatenate([one.patches for one in every])),
+            torch.from_numpy(np.concatenate([one.grids for one in every])),
+            torch.from_numpy(np.concatenate(shown)),
+            torch.from_numpy(np.concatenate(at)),
+            torch.tensor([0 if one is None else len(one.grids) for one in seen]),
+            every[0].merge,
+        )
+
+    @classmethod
+    def joined(cls, several: Sequence[tuple[Pictures | None, int]]) -> Pictures | None:
+        """Those of several batches, each with its number of samples, one after the other."""
+        there = [one for one, _ in several if one is not None]
+        if not there:
+            return None
+        counts = [torch.zeros(n, dtype=torch.int64) if one is None else one.counts for one, n in several]
+        shift, shown = 0, list[Tensor]()
+        for one in there:
+            shown.append(one.shown + shift)
+            shift += len(one.grids)
+        rest = {name: torch.cat([getattr(one, name) for one in there]) for name in ("patches", "grids", "at")}
+        return cls(shown=torch.cat(shown), counts=torch.cat(counts), merge=there[0].merge, **rest)
+
+    def select(self, samples: Tensor) -> Pictures | None:
+        """Those of some samples, in this order."""
+        which = _ranges(self.counts, samples)
+        if not len(which):
+            return None
+        kept, shown = self.shown[which].unique(return_inverse=True)
+        sizes = self.grids.prod(1)
+        where = _ranges(sizes, kept).to(self.patches.device)
+        return Pictures(
+            self.patches[where], self.grids[kept], shown, self.at[which], self.counts[samples], self.merge
+        )  # fmt: skip
+
+    def to(self, device: torch.device) -> Pictures:
+        """The patches on a device."""
+        return dataclasses.replace(self, patches=self.patches.to(device, non_blocking=True))
+
+    def pack(self) -> dict[str, Any]:
+        """As arrays, to go through a channel."""
+        return {name: getattr(self, name).numpy() for name in _TENSORS} | {"merge": self.merge}
+
+    @classmethod
+    def unpack(cls, message: Mapping[str, Any]) -> Pictures:
+        """What `pack` made; a copy."""
+        return cls(
+            merge=int(message["merge"]), **{name: torch.from_numpy(np.array(message[name])) for name in _TENSORS}
+        )
+
+    def inputs(self, batch: TokenBatch) -> dict[str, Tensor]:
+        """A model's further arguments: `pixel_values` and `image_grid_thw` of what is shown, sample by sample; which tokens
+        are parts of pictures, `mm_token_type_ids`, and `position_ids` of three numbers, both in the form of the batch."""
+        kinds, places = torch.zeros(batch.tokens, dtype=torch.int64), torch.empty(batch.tokens, 3, dtype=torch.int64)
+        grids = self.grids[self.shown]
+        sizes = (grids.prod(1) // self.merge**2).tolist()
+        first = 0
+        for begin, end, count in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], self.counts.tolist(), strict=True):
+            own = slice(first, first + count)
+            first += count
+            for at, size in zip((self.at[own] + begin).tolist(), sizes[own], strict=True):
+                kinds[at : at + size] = 1
+            found = positions(int(end - begin), self.at[own].numpy(), grids[own].numpy(), self.merge)
+            places[begin:end] = torch.from_numpy(found).T
+        device = self.patches.device
+        shown = self.patches[_ranges(self.grids.prod(1), self.shown).to(device)]
+        kinds, places = (each.to(device) for each in (kinds, places))
+        kinds, places = (each[None] if batch.packed else batch.padded(each) for each in (kinds, places))
+        return {
+            "pixel_values": shown,
+            "image_grid_thw": grids.to(device),
+            "mm_token_type_ids": kinds,
+            "position_ids": places.permute(2, 0, 1),
+        }
+
+
+_TENSORS = ("patches", "grids", "shown", "at", "counts")
+
+
+def _ranges(lengths: Tensor, chosen: Tensor) -> Tensor:
+    """Where the parts of some stand, one after the other, among those of all."""
+    ends = lengths.cumsum(0)
+    own = lengths[chosen]
+    shift = (ends - lengths)[chosen] - (own.cumsum(0) - own)
+    return torch.arange(int(own.sum())) + torch.repeat_interleave(shift, own)
+
+
+def sub_attention(model: Any, name: str) -> str | dict[str, str]:
+    """What transformers is told so that a model reads by the attention of a name, and looks at pictures by its own."""
+    if not looks(model.config):
+        return name
+    return {"": name, "text_config": name, "vision_config": model.config.vision_config._attn_implementation}
+
+
+def tell_places(model: Any) -> None:
+    """Has a model that looks put what it sees where `mm_token_type_ids` says, if it is given, rather than at each token that
+    stands for a part of a picture: a model may write such a token, which then is one like any other."""
+    if not looks(model.config):
+        return
+    trunk: Any = getattr(model, model.base_model_prefix)
+    own, told = trunk.get_placeholder_mask, dict[str, Any]()
+
+    def before(_: nn.Module, __: Any, arguments: dict[str, Any]) -> None:
+        told["kinds"] = arguments.get("mm_token_type_ids")
+
+    def places(input_ids: Any, inputs_embeds: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        kinds = told.get("kinds")
+        if kinds is None:
+            found: tuple[Tensor, Tensor] = own(input_ids, inputs_embeds, *rest, **named)
+            return found
+        pictures, films = ((kinds == kind).unsqueeze(-1) for kind in (1, 2))
+        return pictures, films
+
+    trunk.register_forward_pre_hook(before, with_kwargs=True)
+    trunk.get_placeholder_mask = places
+
+
+def freeze_vision(model: Any, key: str) -> None:
+    """Trains nothing of the part that looks at pictures.
+
+    Args:
+        model: From transformers.
+        key: What messages call the section.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    if not looks(model.config):
+        raise ConfigError(f"{key}.model.freeze_vision is true, and a {type(model).__name__} does not look at pictures")
+    getattr(model, model.base_model_prefix).visual.requires_grad_(False)
