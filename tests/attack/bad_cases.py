@@ -489,6 +489,9 @@ _FIRST = {
     "folders": "x",
     "file": "x.yaml",
     "number": "rollout=2",
+    "paths": "x.h5",
+    "completion": "chatcmpl-1",
+    "reward": "1",
 }
 
 
