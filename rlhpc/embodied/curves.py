@@ -139,15 +139,26 @@ def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
 
     Ordered by suite and step.
     """
+    found = _results_with("return_mean", paths)
+    for result in found:
+        result["low"], result["high"] = _interval(result)
+    return found
+
+
+def read_judged(paths: RunPaths) -> list[dict[str, Any]]:
+    """The evaluations of a model of success (`rlhpc.embodied.judging`), ordered by suite and step."""
+    return _results_with("accuracy", paths)
+
+
+def _results_with(figure: str, paths: RunPaths) -> list[dict[str, Any]]:
     found = []
     for path in paths.eval_results():
         try:
             result = read_json(path.read_bytes())
             result = {**result, "suite": result.get("suite", path.stem), "global_step": int(result["global_step"])}
-            result["return_mean"] = float(result["return_mean"])
+            result[figure] = float(result[figure])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
-        result["low"], result["high"] = _interval(result)
         found.append(result)
     return sorted(found, key=lambda result: (str(result["suite"]), result["global_step"]))
 

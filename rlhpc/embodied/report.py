@@ -8,7 +8,14 @@ from typing import Any
 
 import yaml
 
-from rlhpc.embodied.curves import evaluation_curve, learning_curves, read_evaluations, success_curve, time_curves
+from rlhpc.embodied.curves import (
+    evaluation_curve,
+    learning_curves,
+    read_evaluations,
+    read_judged,
+    success_curve,
+    time_curves,
+)
 from rlhpc.jobs.paths import RunPaths, step_name
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, card, duration, figures, missing, table
@@ -22,17 +29,19 @@ _MAX_VIDEOS = 6
 
 def parts(paths: RunPaths, rows: Sequence[Mapping[str, Any]], *, always: Container[str], linked: bool) -> Parts:
     """See `Kind.parts`; `always` are the curves that are drawn whether something was logged or not."""
-    evaluations = read_evaluations(paths)
+    evaluations, judged = read_evaluations(paths), read_judged(paths)
     evaluated: dict[int, str] = {}
+    for result in judged:
+        evaluated.setdefault(result["global_step"], f"{result['accuracy']:.1%}")
     for result in evaluations:
         rate = result.get("success_once")
         shown = f"{result['return_mean']:.1f}" if rate is None else f"{rate:.0%}, {result['return_mean']:.1f}"
         evaluated.setdefault(result["global_step"], shown)
     return Parts(
         subject=_env_id(paths),
-        cards=_key_figures(rows, evaluations),
+        cards=_key_figures(rows, evaluations, judged),
         curves=list(learning_curves(rows, always).values()),
-        evaluation=_evaluation(evaluations) + (_videos(evaluations) if linked else ""),
+        evaluation=_judged(judged) if judged else _evaluation(evaluations) + (_videos(evaluations) if linked else ""),
         times=list(time_curves(rows).values())[::-1],
         evaluated=evaluated,
         trained=("train/episode_return", "training return"),
@@ -51,7 +60,9 @@ def _last(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return values[-1] if values else None
 
 
-def _key_figures(rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
+def _key_figures(
+    rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], judged: Sequence[Mapping[str, Any]]
+) -> str:
     best = max(evaluations, key=lambda r: (r.get("success_once") or 0.0, r["return_mean"]), default=None)
     last = max(evaluations, key=lambda result: result["global_step"], default=None)
     env_steps, wall, returned = (_last(rows, k) for k in ("rollout/env_steps", "time/wall_s", "train/episode_return"))
@@ -60,6 +71,9 @@ def _key_figures(rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mappin
     rate = env_steps / wall if env_steps and wall else (sum(rates) / len(rates) if rates else None)
 
     def evaluated(title: str, result: Mapping[str, Any] | None) -> str:
+        if judged:
+            of = {"Best evaluation": max(judged, key=lambda one: one["accuracy"]), "Last evaluation": judged[-1]}[title]
+            return card(title, f"{of['accuracy']:.1%}", f"of steps judged rightly, step {of['global_step']}")
         if result is None:
             return card(title, "–", "not evaluated yet")
         if isinstance(result.get("success_once"), (int, float)):
@@ -118,6 +132,20 @@ def _evaluation(evaluations: Sequence[Mapping[str, Any]]) -> str:
     if len(charts) > 1:
         return figures(charts) + shown
     return f'<div class="figures beside"><figure>{charts[0]}</figure>{shown}</div>'
+
+
+def _judged(results: Sequence[Mapping[str, Any]]) -> str:
+    """What a model of success said rightly, of all steps, of those with success, and of the others."""
+    figures_of = ("accuracy", "recall", "specificity")
+    rows: list[list[Cell]] = [
+        [
+            str(one["suite"]), one["global_step"], one.get("episodes", "–"), one.get("steps", "–"), one.get("successes", "–"),
+            *(f"{one[name]:.1%}" if isinstance(one.get(name), (int, float)) else "–" for name in figures_of),
+        ]
+        for one in results
+    ]  # fmt: skip
+    head = ["suite", "step", "episodes", "steps", "with success", "judged rightly", "of success", "of the others"]
+    return f'<div class="scroll">{table(head, rows, text_columns={0})}</div>'
 
 
 def _rate(result: Mapping[str, Any], name: str) -> str:

@@ -105,6 +105,9 @@ def test_it_learns_what_success_looks_like(here: Path, capsys: pytest.CaptureFix
     assert found["held_out"] and found["episodes"] == 8 and found["steps"] == 80
     assert found["accuracy"] > 0.9 and found["recall"] > 0.8 and found["specificity"] > 0.8
     assert "of 8 held-out episodes judged rightly" in capsys.readouterr().out
+    assert run("eval", "--run", "runs/judge", "--trust-checkpoint-code") == 0 and run("report", "runs/judge") == 0
+    page = Path("runs/judge/report/index.html").read_text()
+    assert f"{found['accuracy']:.1%}" in page and "not evaluated yet" not in page
 
 
 def test_ppo_learns_from_its_word(here: Path) -> None:
