@@ -14,7 +14,10 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.registry import BACKENDS
 
 #: Policies that come with the package.
-MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "iql", "dsrl", "vla", "pi0", "openvla", "lerobot")
+MODELS = (
+    "mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "iql", "dsrl", "conditioned", "success", "vla", "pi0", "openvla",
+    "lerobot",
+)  # fmt: skip
 #: Those that have critics of actions.
 _CRITICS = ("sac", "crossq", "td3", "iql", "dsrl")
 #: Of these, what behaviour cloning cannot clone into, and why.
@@ -291,22 +294,20 @@ def check_bc(cfg: BcConfig, fail: Fail) -> None:
         ConfigError: Nowhere.
     """
     check_adapters(cfg, fail)
-    if why := _NOT_CLONED.get(cfg.actor.model.model_type.lower()):
+    name = cfg.actor.model.model_type.lower()
+    if why := _NOT_CLONED.get(name):
         raise fail("actor.model.model_type", why)
-    conditioned = cfg.actor.model.model_type.lower() == "conditioned"
+    conditioned = name == "conditioned"
     if cfg.algorithm.value_model and not conditioned:
         raise fail("actor.model.model_type", "algorithm.value_model conditions a policy that can be told: conditioned")
     if conditioned and not cfg.algorithm.value_model:
         raise fail("algorithm.value_model", "name a policy with a critic: it says which actions were improvements")
-    if conditioned and cfg.algorithm.bc_loss.lower() == "mse":
-        raise fail("algorithm.bc_loss", "a conditioned policy learns by nll")
-    if cfg.actor.model.model_type.lower() == "success":
-        if cfg.runner.val_check_interval > 0:
-            raise fail(
-                "runner.val_check_interval", "a model of success does not play; train/holdout_loss says what it learns"
-            )
-        if cfg.algorithm.bc_loss.lower() == "mse":
-            raise fail("algorithm.bc_loss", "a model of success learns by nll")
+    if name in ("conditioned", "success") and cfg.algorithm.bc_loss.lower() == "mse":
+        raise fail("algorithm.bc_loss", f"model_type {name} learns by nll")
+    if name == "success" and cfg.runner.val_check_interval > 0:
+        raise fail(
+            "runner.val_check_interval", "a model of success does not play; train/holdout_loss says what it learns"
+        )
     check_demos_target(cfg, "demos.path", fail)
     if not cfg.demos.path:
         raise fail(

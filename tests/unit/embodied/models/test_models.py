@@ -9,8 +9,10 @@ from gymnasium import spaces
 from omegaconf import OmegaConf
 
 from rlhpc import ConfigError
+from rlhpc.embodied import checks
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.models import build_model, policy_from_spec
+from rlhpc.embodied.models.registry import MODELS
 
 CFG = OmegaConf.structured(ModelConfig(hidden_sizes=[16, 16], log_std_init=-0.3))
 STATE = spaces.Box(-1, 1, (5,), np.float32)
@@ -183,3 +185,8 @@ def test_token_log_probs_are_torchs():
     for i, part in enumerate(logits):
         reference = torch.distributions.Categorical(logits=part)
         torch.testing.assert_close(extras["prev_logprobs"][..., i], reference.log_prob(actions[..., i]))
+
+
+def test_what_comes_with_the_package_is_known_without_importing_it() -> None:
+    """`rlhpc plan` and the driver look names up there, and need no torch for it."""
+    assert {*checks.MODELS} == {*MODELS.built_in}
