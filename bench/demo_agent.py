@@ -23,8 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.learning_page import band
 from bench.machine import RESULTS, write
-from rlhpc.metrics.svg import Line, line_chart, standalone
+from rlhpc.metrics.svg import line_chart, standalone
 
 ROOT = Path(__file__).resolve().parents[1]
 SFT, GRPO = "configs/agents/search_sft.yaml", "configs/agents/search.yaml"
@@ -93,8 +94,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         curves = [list(map(statistics.mean, batched(row["curves"][kind], 5))) for row in rows]
         columns = list(zip(*curves, strict=False))
         x = [5.0 * (i + 1) for i in range(len(columns))]
-        mean, low, high = ([float(of(column)) for column in columns] for of in (statistics.mean, min, max))
-        lines.append(Line(name, x, mean, low, high, color=color, band=True))
+        lines.append(band(name, x, columns, color))
     chart = line_chart(f"Answered in training, {len(rows)} seeds", "GRPO step", "share of questions", lines)
     path.write_text(standalone(chart))
 

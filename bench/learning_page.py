@@ -23,6 +23,12 @@ def _panels(results: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str
     return [(result, measure) for result in results for measure in result["compared"]]
 
 
+def band(name: str, x: Sequence[float], columns: Sequence[Sequence[float]], color: int) -> Line:
+    """Mean and band from lowest to highest seed; `columns` has the seeds' values at each x."""
+    mean, low, high = ([float(of(column)) for column in columns] for of in (statistics.mean, min, max))
+    return Line(name, x, mean, low, high, color=color, band=True)
+
+
 def panel(result: dict[str, Any], measure: str) -> str:
     """Mean and band from lowest to highest seed of both sides."""
     width = result["env_steps"] / result["spans"]
@@ -31,9 +37,7 @@ def panel(result: dict[str, Any], measure: str) -> str:
         curves = _curves(result, side, measure)
         at = [i for i in range(result["spans"]) if all(curve[i] is not None for curve in curves)]
         columns = [[float(curve[i] or 0.0) for curve in curves] for i in at]
-        x, mean = [(i + 1) * width for i in at], [statistics.mean(column) for column in columns]
-        low, high = [min(column) for column in columns], [max(column) for column in columns]
-        lines.append(Line(NAMES[side], x, mean, low, high, color=color, band=True))
+        lines.append(band(NAMES[side], [(i + 1) * width for i in at], columns, color))
     label = {"return": "return of training episodes", "success": "success, once in an episode"}[measure]
     seeds = len(_curves(result, "rlhpc", measure))
     return line_chart(f"{result['title']}, {seeds} seeds", "environment steps", label, lines, SMALL)

@@ -90,11 +90,20 @@ def evaluate_checkpoint(
             result["video"] = video.name
         elif films:
             note(f"{cfg.env.eval.env_id} cannot be rendered here, so there is no video")
-        try:
-            replace_durably(Path(output), json.dumps(result, indent=2, sort_keys=True).encode() + b"\n")
-        except OSError as error:
-            raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
+        write_result(Path(output), result)
     return result
+
+
+def write_result(output: Path, result: dict[str, Any]) -> None:
+    """Writes what an evaluation found as JSON, atomically.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    try:
+        replace_durably(output, json.dumps(result, indent=2, sort_keys=True).encode() + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
 
 
 def record_episodes(

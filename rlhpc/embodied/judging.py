@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,11 @@ from rlhpc.checkpoint import read_manifest, require_valid
 from rlhpc.embodied.config import BcConfig
 from rlhpc.embodied.data.trajectory import Trajectory
 from rlhpc.embodied.envs.observations import take
+from rlhpc.embodied.evaluate import write_result
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.models.saved import load_policy
 from rlhpc.embodied.roles.bc import held_out_of, read_demos
 from rlhpc.runs.device import to_tensors
-from rlhpc.runtime.durable import replace_durably
-from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.trust import Trust
 
 
@@ -48,10 +46,7 @@ def evaluate_judge(cfg: BcConfig, checkpoint: Path, suite: str, episodes: int | 
         "global_step": int(read_manifest(checkpoint)["global_step"]),
     }  # fmt: skip
     if output is not None:
-        try:
-            replace_durably(output, json.dumps(found, indent=2, sort_keys=True).encode() + b"\n")
-        except OSError as error:
-            raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
+        write_result(output, found)
     which = "held-out" if aside else "trained-on"
     return (
         f"{found['accuracy']:.1%} of {found['steps']} steps of {len(chosen)} {which} episodes judged rightly; of "

@@ -82,12 +82,12 @@ class SlotwiseVectorEnv(VectorEnv):
         terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
         for i in range(chunk):
             active = ~(terminations | truncations)
-            brought[:, i], ends, cut = self._move(chosen[:, i], active)
+            (brought[:, i], ends, cut), success = self._move(chosen[:, i], active)
             executed[:, i] = active
             terminations |= ends
             truncations |= cut
         done = terminations | truncations
-        infos: dict[str, Any] = {"success": self._succeeded} if chunk == 1 else {}
+        infos: dict[str, Any] = {"success": success} if chunk == 1 else {}
         if done.any():
             infos |= {"final_obs": _stack(self._seen), "episode": self.episodes.report(done)}
             self._begin(np.flatnonzero(done))
@@ -95,15 +95,17 @@ class SlotwiseVectorEnv(VectorEnv):
             infos["chunk"] = {"rewards": brought, "mask": executed}
         return _stack(self._seen), brought.sum(1), terminations, truncations, infos
 
-    def _move(self, actions: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _move(
+        self, actions: np.ndarray, active: np.ndarray
+    ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+        """What the learner gets of a step (`Episodes.add`), and successes."""
         n = self.num_envs
         rewards, failed, success = np.zeros(n, np.float32), np.zeros(n, bool), np.zeros(n, bool)
         for slot in np.flatnonzero(active).tolist():
             self._history[slot].append(actions[slot].copy())
             moved = self.step_slot(slot, actions[slot])
             self._seen[slot], rewards[slot], success[slot], failed[slot] = moved
-        self._succeeded = success
-        return self.episodes.add(rewards, failed, success, active)
+        return self.episodes.add(rewards, failed, success, active), success
 
     def state_dict(self) -> dict[str, Any]:
         """The slots' state, for a checkpoint (`VectorEnv.state_dict`)."""

@@ -22,11 +22,11 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rlhpc.embodied.config import PolicyConfig
-from rlhpc.embodied.envs.observations import boxes_of, count_rows
+from rlhpc.embodied.envs.observations import count_rows
 from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.heads import at_level
-from rlhpc.embodied.models.mlp import flat_numbers, flat_width, mlp
-from rlhpc.embodied.models.registry import MODELS
+from rlhpc.embodied.models.mlp import flat_width, mlp
+from rlhpc.embodied.models.seeing import encoder_of, seen_by
 from rlhpc.runtime.errors import ConfigError
 
 #: Velocity `[B, chunk, dim]` of states `[B, chunk, dim]` at times `[B]`.
@@ -217,20 +217,15 @@ class FlowPolicy(FlowActing):
                 f"actor.model.kwargs of the flow has {', '.join(sorted(unknown))}; allowed: num_steps, noise_level, encoder"
             )
         sizes, activation, orthogonal = list(cfg.hidden_sizes), cfg.activation, cfg.ortho_init
-        self.encoder: Any = None
-        if any(len(box.shape) == 3 for box in boxes_of(observation_space).values()):
-            factory = MODELS.find(str(self.options.get("encoder", "cnn")))
-            self.encoder = factory(cfg, observation_space, action_space, heads=False)
-            width = self.encoder.hidden
-        else:
-            width = flat_width(observation_space)
+        self.encoder = encoder_of(cfg, observation_space, action_space, self.options)
+        width = flat_width(observation_space) if self.encoder is None else self.encoder.hidden
         self.critic = mlp([width, *sizes], self.value_width, activation, orthogonal, 1.0)
         inputs = width + self.chunk * self.dim + _TIME_FEATURES
         self.velocity = mlp([inputs, *sizes], self.chunk * self.dim, activation, orthogonal, 1.0)
 
     def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
         """Encodes observations once for all steps of the flow (`FlowActing.prepare`)."""
-        seen = flat_numbers(obs) if self.encoder is None else self.encoder.see(obs)
+        seen = seen_by(self.encoder, obs)
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
             found: Tensor = self.velocity(torch.cat([seen, x.flatten(1), _time_features(t)], 1))

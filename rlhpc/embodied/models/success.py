@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from rlhpc.embodied.config import PolicyConfig
-from rlhpc.embodied.envs.observations import boxes_of
-from rlhpc.embodied.models.base import Obs, Policy, layer
-from rlhpc.embodied.models.mlp import flat_numbers, flat_width, mlp
-from rlhpc.embodied.models.registry import MODELS
+from rlhpc.embodied.models.base import Obs, Policy
+from rlhpc.embodied.models.mlp import flat_width, mlp
+from rlhpc.embodied.models.seeing import encoder_of, seen_by
 from rlhpc.runtime.errors import ConfigError
 
 _ENCODER, _CHANNELS = "encoder", "channels"
@@ -38,18 +36,13 @@ class SuccessModel(Policy):
             raise ConfigError(
                 f"actor.model.kwargs of success has {', '.join(unknown)}; allowed: {_ENCODER}, {_CHANNELS}"
             )
-        self.encoder: Any = None
-        if any(len(box.shape) == 3 for box in boxes_of(observation_space).values()):
-            factory = MODELS.find(str(options.get(_ENCODER, "cnn")))
-            self.encoder = factory(cfg, observation_space, action_space, heads=False)
-            self.judge: torch.nn.Module = layer(self.encoder.hidden, 1, 0.01, cfg.ortho_init)
-        else:
-            sizes = [flat_width(observation_space), *cfg.hidden_sizes]
-            self.judge = mlp(sizes, 1, cfg.activation, cfg.ortho_init, 0.01)
+        self.encoder = encoder_of(cfg, observation_space, action_space, options)
+        sizes = [flat_width(observation_space), *cfg.hidden_sizes] if self.encoder is None else [self.encoder.hidden]
+        self.judge = mlp(sizes, 1, cfg.activation, cfg.ortho_init, 0.01)
 
     def logits(self, obs: Obs) -> Tensor:
         """Log-odds of success `[B]`."""
-        found: Tensor = self.judge(flat_numbers(obs) if self.encoder is None else self.encoder.see(obs))
+        found: Tensor = self.judge(seen_by(self.encoder, obs))
         return found.squeeze(-1)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:

@@ -8,11 +8,11 @@ The package has it quantized to four bits; the folder has what that decodes to, 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from pathlib import Path
 
+from rlhpc.language.data.tiny import maker_parser, run_maker
 from rlhpc.runtime.errors import ConfigError
 
 
@@ -59,15 +59,7 @@ _LEFT_OUT = ("quantization_config", "_name_or_path", "architectures", "transform
 
 def main(argv: list[str] | None = None) -> int:
     """`python -m rlhpc.language.data.packaged FOLDER`."""
-    parser = argparse.ArgumentParser(prog="python -m rlhpc.language.data.packaged", description=__doc__.splitlines()[0])
-    parser.add_argument("folder")
-    try:
-        parameters = smollm2(parser.parse_args(argv).folder)
-    except ConfigError as error:
-        print(f"rlhpc: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"{parameters} parameters")
-    return 0
+    return run_maker(maker_parser("packaged", __doc__), smollm2, argv)
 
 
 if __name__ == "__main__":

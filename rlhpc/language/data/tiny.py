@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import string
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,21 +112,38 @@ def character_tokenizer(vocabulary: str = VOCABULARY, context: int = 64) -> Any:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """`python -m rlhpc.language.data.tiny FOLDER`."""
-    parser = argparse.ArgumentParser(prog="python -m rlhpc.language.data.tiny", description=__doc__.splitlines()[0])
+def maker_parser(module: str, about: str, **numbers: int) -> argparse.ArgumentParser:
+    """The words of a module's command that writes a model into a folder.
+
+    Args:
+        module: Its name in this package.
+        about: Its docstring.
+        numbers: Options, with their defaults.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m rlhpc.language.data.{module}", description=about.splitlines()[0])
     parser.add_argument("folder")
-    parser.add_argument("--vocabulary", default=VOCABULARY, help="characters it knows (default: %(default)r)")
-    for name, default in (("hidden", 128), ("layers", 4), ("heads", 4), ("context", 64), ("seed", 0)):
+    for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
+    return parser
+
+
+def run_maker(parser: argparse.ArgumentParser, make: Callable[..., int], argv: list[str] | None) -> int:
+    """Has `make` write the model that the words ask for, and says how large it is."""
     options = vars(parser.parse_args(argv))
     try:
-        parameters = make_tiny_model(options.pop("folder"), **options)
+        parameters = make(options.pop("folder"), **options)
     except ConfigError as error:
         print(f"rlhpc: {error}", file=sys.stderr)
         return error.exit_code
     print(f"{parameters} parameters")
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m rlhpc.language.data.tiny FOLDER`."""
+    parser = maker_parser("tiny", __doc__, hidden=128, layers=4, heads=4, context=64, seed=0)
+    parser.add_argument("--vocabulary", default=VOCABULARY, help="characters it knows (default: %(default)r)")
+    return run_maker(parser, make_tiny_model, argv)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ writes a Hugging Face folder that transformers' auto classes and vLLM load.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
-from rlhpc.language.data.tiny import VOCABULARY, character_tokenizer
+from rlhpc.language.data.tiny import VOCABULARY, character_tokenizer, maker_parser, run_maker
 from rlhpc.runtime.errors import ConfigError
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -138,21 +137,9 @@ def _processor(transformers: Any, family: str) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     """`python -m rlhpc.language.data.tiny_vision FOLDER`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rlhpc.language.data.tiny_vision", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("folder")
+    parser = maker_parser("tiny_vision", __doc__, hidden=64, layers=2, heads=2, context=128, seed=0)
     parser.add_argument("--family", default=FAMILIES[0], choices=FAMILIES, help="default: %(default)s")
-    for name, default in (("hidden", 64), ("layers", 2), ("heads", 2), ("context", 128), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
-    options = vars(parser.parse_args(argv))
-    try:
-        parameters = make_tiny_vision_model(options.pop("folder"), **options)
-    except ConfigError as error:
-        print(f"rlhpc: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"{parameters} parameters")
-    return 0
+    return run_maker(parser, make_tiny_vision_model, argv)
 
 
 if __name__ == "__main__":

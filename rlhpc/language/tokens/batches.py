@@ -163,7 +163,8 @@ class TokenBatch:
         Neither has a mask. In a rectangle, padding is on the right, where no token attends to it, and the model's own
         positions are right. A row of less than two tokens is filled up: one alone predicts nothing and a model may refuse it.
         """
-        looks = {} if self.pictures is None else self.pictures.inputs(self)
+        formed = (lambda values: values[None]) if self.packed else self.padded
+        looks = {} if self.pictures is None else self.pictures.inputs(self.cu_seqlens, formed)
         if not self.packed:
             return {"input_ids": self.padded(self.ids, self.pad_id), **looks}
         lengths, device = self.lengths, self.ids.device

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +13,6 @@ from torch import Tensor, nn
 
 from rlhpc.language.data.pictures import Seen, looks, positions
 from rlhpc.runtime.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rlhpc.language.tokens.batches import TokenBatch
 
 
 @dataclass
@@ -100,14 +97,20 @@ class Pictures:
             merge=int(message["merge"]), **{name: torch.from_numpy(np.array(message[name])) for name in _TENSORS}
         )
 
-    def inputs(self, batch: TokenBatch) -> dict[str, Tensor]:
+    def inputs(self, cu_seqlens: Tensor, formed: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """A model's further arguments: `pixel_values` and `image_grid_thw` of what is shown, sample by sample; which tokens
-        are parts of pictures, `mm_token_type_ids`, and `position_ids` of three numbers, both in the form of the batch."""
-        kinds, places = torch.zeros(batch.tokens, dtype=torch.int64), torch.empty(batch.tokens, 3, dtype=torch.int64)
+        are parts of pictures, `mm_token_type_ids`, and `position_ids` of three numbers, both in the form of the batch.
+
+        Args:
+            cu_seqlens: Where each sample begins, and the last one ends.
+            formed: Puts values of all tokens `[T, …]` into the form in which the model reads the batch.
+        """
+        tokens = int(cu_seqlens[-1])
+        kinds, places = torch.zeros(tokens, dtype=torch.int64), torch.empty(tokens, 3, dtype=torch.int64)
         grids = self.grids[self.shown]
         sizes = (grids.prod(1) // self.merge**2).tolist()
         first = 0
-        for begin, end, count in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], self.counts.tolist(), strict=True):
+        for begin, end, count in zip(cu_seqlens[:-1], cu_seqlens[1:], self.counts.tolist(), strict=True):
             own = slice(first, first + count)
             first += count
             for at, size in zip((self.at[own] + begin).tolist(), sizes[own], strict=True):
@@ -116,8 +119,7 @@ class Pictures:
             places[begin:end] = torch.from_numpy(found).T
         device = self.patches.device
         shown = self.patches[_ranges(self.grids.prod(1), self.shown).to(device)]
-        kinds, places = (each.to(device) for each in (kinds, places))
-        kinds, places = (each[None] if batch.packed else batch.padded(each) for each in (kinds, places))
+        kinds, places = (formed(each.to(device)) for each in (kinds, places))
         return {
             "pixel_values": shown,
             "image_grid_thw": grids.to(device),
