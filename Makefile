@@ -6,14 +6,15 @@ STAMP := $(VENV)/.setup-done
 RUN   ?= configs/quickstart.yaml
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
-# One more than two cores can run: a third of the tests' time is waiting. Each that tests on Slurm brings one up.
-WORKERS ?= $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 3 || echo 0)
+# Two more than two cores can run: a third of the tests' time is waiting. Each that tests on Slurm brings one up.
+WORKERS ?= $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 4 || echo 0)
 KILLS ?= 30
 EVENTS ?= 100
 ENDS  ?= 20
 SEED  ?= 1
 SEEDS ?= 3
 PART  ?= 1/1
+LONG  ?= 1/5
 
 # One thread a process: ranks share the cores, so more only makes them wait for each other.
 export OMP_NUM_THREADS ?= 1
@@ -61,8 +62,8 @@ $(VENV)-simulators/.setup-done: $(STAMP) envs/simulators.txt envs/gym-hil.txt
 quickstart: setup  ## train, evaluate, export and report a first policy (RUN=configs/….yaml for another)
 	rlhpc run $(RUN)
 
-test: setup  ## the tests, in three processes (WORKERS=0: in one; PYTEST_ARGS=… for some of them)
-	pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test: setup  ## the tests, in four processes (WORKERS=0: in one; PYTEST_ARGS=… for some of them; LONG=1/1: all long ones)
+	RLHPC_TESTS_LONG=$(LONG) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 demo-llm: setup-llm  ## a language model from nothing: SFT, then GRPO, at three seeds (SEEDS=1 for one)
 	python -m bench.demo_llm --seeds $(SEEDS)
@@ -80,8 +81,8 @@ test-slurm: setup  ## the tests on a real Slurm each worker brings up (tests/slu
 test-gpu: setup-llm  ## the tests on an accelerator (RLHPC_TEST_DEVICE=cpu shows without one that they run)
 	RLHPC_TEST_DEVICE=$${RLHPC_TEST_DEVICE:-accelerator} pytest -m gpu $(PYTEST_ARGS)
 
-test-all: setup  ## the long tests whole, of which each make test takes a part (SEED=…, PART=k/n)
-	RLHPC_TESTS_SEED=$(SEED) RLHPC_TESTS_PART=$(PART) pytest -m drawn -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+test-all: setup  ## all of what make test takes a part of (SEED=…, PART=k/n)
+	RLHPC_TESTS_SEED=$(SEED) RLHPC_TESTS_PART=$(PART) RLHPC_TESTS_LONG=$(PART) pytest -m "(drawn or long) and not gpu and not slurm" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 	python -m tests.attack.bad_inputs --seed $(SEED) --part $(PART)
 
 leftovers: setup  ## 20 jobs of two users end in every way on a real Slurm: nothing stays on its nodes (ENDS=…, SEED=…)

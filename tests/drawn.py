@@ -2,6 +2,10 @@
 
 What is to be drawn from is shuffled by a seed and dealt into n parts, of which this run takes the k-th: the n parts together
 are everything. pytest says which part it took, and with `make test-all SEED=… PART=k/n` anybody takes it again.
+
+There are two such things. Cases by the hundred are drawn by the test that has them (`drawn`, marked so, RLHPC_TESTS_PART).
+Long tests are marked `long`: `make test` takes a part of them (RLHPC_TESTS_LONG), CI all, and so does who names tests. What a
+file's tests share, such as a run, is paid for once where they are drawn together: `pytest.mark.long(together=True)`.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SEED, PART = "RLHPC_TESTS_SEED", "RLHPC_TESTS_PART"
+SEED, PART, LONG = "RLHPC_TESTS_SEED", "RLHPC_TESTS_PART", "RLHPC_TESTS_LONG"
+#: Without a word of the environment's.
+USUAL = {PART: "1/20", LONG: "1/1"}
 
 
 def commit() -> str:
@@ -26,16 +32,16 @@ def commit() -> str:
     return done.stdout.strip() or "1"
 
 
-def part() -> tuple[int, int]:
+def part(which: str = PART) -> tuple[int, int]:
     """(k, n) of this run.
 
     Raises:
         pytest.UsageError: It is not one.
     """
-    text = os.environ.get(PART, "1/20")
+    text = os.environ.get(which, USUAL[which])
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise pytest.UsageError(f"{PART} is {text!r}; it must be k/n with 1 <= k <= n, such as 1/20")
+        raise pytest.UsageError(f"{which} is {text!r}; it must be k/n with 1 <= k <= n, such as 1/20")
     return int(number), int(count)
 
 
@@ -48,20 +54,50 @@ def number() -> int:
     return random.Random(seed()).randrange(2**31)
 
 
-def drawn(what: str, everything: Iterable[str], *, always: Sequence[str] = (), least: int = 1) -> list[str]:
+def drawn(
+    what: str, everything: Iterable[str], *, always: Sequence[str] = (), least: int = 1, which: str = PART
+) -> list[str]:
     """This run's part, sorted.
 
     Args:
         what: A word of its own for each that draws.
         always: Those that each run takes.
         least: So many are drawn even where the part has fewer.
+        which: Whose part: `PART` or `LONG`.
     """
-    names, (k, n) = sorted(everything), part()
+    names, (k, n) = sorted(everything), part(which)
     random.Random(f"{seed()} {what}").shuffle(names)
     ordered = [name for first in range(n) for name in names[(k - 1 + first) % n :: n]]
     return sorted({*always, *ordered[: max(least, len(names[k - 1 :: n]))]})
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Who names tests gets all of them; the workers of this process are told by its environment."""
+    named = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword
+    if named and not hasattr(config, "workerinput"):
+        os.environ.pop(LONG, None)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the long tests that are not drawn."""
+    alone, together = dict[str, list[pytest.Item]](), dict[str, list[pytest.Item]]()
+    for item in items:
+        if mark := item.get_closest_marker("long"):
+            if mark.kwargs.get("together"):
+                together.setdefault(item.nodeid.partition("::")[0], []).append(item)
+            else:
+                alone[item.nodeid] = [item]
+    taken = {*drawn("long tests", alone, which=LONG), *drawn("long files", together, which=LONG)}
+    left = {id(item) for name, group in (alone | together).items() if name not in taken for item in group}
+    if left:
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in left])
+        items[:] = [item for item in items if id(item) not in left]
+
+
 def pytest_report_header() -> str:
-    k, n = part()
-    return f"part {k}/{n} of the long tests, drawn by {seed()}: make test-all SEED={seed()} PART={k}/{n} takes it again"
+    (k, n), (long_k, long_n) = part(), part(LONG)
+    long = (
+        "all long tests" if long_n == 1 else f"part {long_k}/{long_n} of the long tests (make test LONG=1/1 takes all)"
+    )
+    again = f"make test-all SEED={seed()} PART={k}/{n} takes it again"
+    return f"part {k}/{n} of what there are hundreds of, drawn by {seed()}: {again}; {long}"

@@ -17,6 +17,8 @@ from tests import warm
 from tests.integration.tiny_run import wait_until
 from tests.warm.commands import Commands
 
+pytestmark = pytest.mark.long(together=True)
+
 ROOT = Path(__file__).resolve().parents[2]
 RULES: dict[str, str] = {}
 CONFIG = f"""

@@ -28,6 +28,7 @@ def test_what_touches_no_memory_of_others_runs_there() -> None:
     assert "8 passed" in on_card("tests/card/on_card.py")
 
 
+@pytest.mark.long
 def test_a_whole_run_computes_there() -> None:
     """GRPO, its engine and trainer in turns in bfloat16, saved and resumed."""
     pytest.importorskip("transformers", reason="needs the extra llm")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from tests.drawn import PART, SEED, commit, drawn, pytest_report_header
+from tests import warm
+from tests.drawn import LONG, PART, SEED, commit, drawn, pytest_report_header
 
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = [f"name {n}" for n in range(47)]
 
 
@@ -37,7 +43,46 @@ def test_a_part_is_the_same_again_and_another_of_another_seed(monkeypatch: pytes
 def test_without_a_seed_the_commit_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SEED, raising=False)
     monkeypatch.delenv(PART, raising=False)
-    assert f"part 1/20 of the long tests, drawn by {commit()}:" in pytest_report_header()
+    monkeypatch.delenv(LONG, raising=False)
+    assert f"part 1/20 of what there are hundreds of, drawn by {commit()}:" in pytest_report_header()
+    assert pytest_report_header().endswith("all long tests")
+
+
+FILES = {
+    "test_alone.py": "@pytest.mark.long\n@pytest.mark.parametrize('n', range(8))\ndef test_one(n): pass\n"
+    "def test_short(): pass\n",
+    **{
+        f"test_together_{n}.py": "pytestmark = pytest.mark.long(together=True)\ndef test_a(): pass\ndef test_b(): pass\n"
+        for n in range(4)
+    },
+}
+
+
+def ran(folder: Path, *words: str, long: str = "") -> set[str]:
+    """The tests of `FILES` that a run takes."""
+    environment = {**os.environ, SEED: "some commit", **({LONG: long} if long else {})}
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *words]
+    done = warm.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return set(re.findall(r"(test_\w+\.py::\S+)", done.stdout))
+
+
+def test_long_tests_are_drawn_each_or_by_files_and_who_names_some_gets_them(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        f"import sys; sys.path.append({str(ROOT)!r})\npytest_plugins = ['tests.drawn']\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    long\n")
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(f"import pytest\n{text}")
+    every = ran(tmp_path)
+    assert len(every) == 17
+    parts = [ran(tmp_path, "-n", "2", long="1/2"), ran(tmp_path, long="2/2")]
+    assert parts[0] | parts[1] == every and parts[0] & parts[1] == {"test_alone.py::test_short"}
+    for part in parts:
+        assert sum("test_one" in name for name in part) == 4 and sum("together" in name for name in part) == 4
+        assert {name.replace("test_a", "test_b") for name in part if "::test_a" in name} <= part
+    assert len(ran(tmp_path, "test_alone.py", "-n", "2", long="1/2")) == 9
+    assert len(ran(tmp_path, "-k", "test_a", long="1/2")) == 4 + 9
 
 
 @pytest.mark.parametrize("text", ["0/20", "21/20", "1", "1/", "a/b", "1/2/3", ""])

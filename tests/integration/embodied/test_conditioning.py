@@ -15,6 +15,8 @@ from rlhpc import cli, load_exported
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.embodied.data.trajectories import TrajectoryWriter, read_trajectories
 
+pytestmark = pytest.mark.long(together=True)
+
 
 def good(obs: np.ndarray) -> np.ndarray:
     """MountainCarContinuous: pushes away from the valley's bottom."""

@@ -11,6 +11,8 @@ from tiny_run import TinyRun
 
 from rlhpc.checkpoint.state import load_tensors
 
+pytestmark = pytest.mark.long(together=True)
+
 ROOT = Path(__file__).parents[3]
 WIDE = (
     "runner.max_steps=3", "runner.save_interval=3", "algorithm.rollout_steps=16", "algorithm.update_epochs=2",

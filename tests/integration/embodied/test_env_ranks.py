@@ -19,6 +19,8 @@ import yaml
 from rlhpc.embodied.data.replay_files import StoredReplay
 from tests import warm
 
+pytestmark = pytest.mark.long
+
 STEPS, SLOTS, DECISIONS = 400, 4, 8
 #: An environment that takes its time for as long as there is a file, and that numbers what it shows.
 SLOW = """

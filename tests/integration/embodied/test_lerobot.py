@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from rlhpc import cli
 from rlhpc.embodied.data.trajectories import read_trajectories
 
+pytestmark = pytest.mark.long
+
 PYTHON = os.environ.get("RLHPC_LEROBOT_PYTHON", "")
 lerobot = pytest.mark.skipif(not PYTHON, reason="RLHPC_LEROBOT_PYTHON names no Python (make setup-lerobot)")
 HERE = Path(__file__).parent

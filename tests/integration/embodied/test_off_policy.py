@@ -152,6 +152,7 @@ def clone(folder: Path, *overrides: str, bc_loss: str | None = None, **model: An
     return cloned
 
 
+@pytest.mark.long
 def test_the_noise_of_a_cloned_flow_is_learned(tmp_path, capsys):
     """DSRL: the flow stays as it is, transitions have its noise, and checkpoints and exports have the flow with them."""
     write_demos(tmp_path / "demos.h5")
@@ -228,6 +229,7 @@ def test_demonstrations_and_weights_to_start_from(references, tmp_path):
     assert "runner.init_from" in wrong and wrong.count("rlhpc: error:") == 1 and "Traceback" not in wrong
 
 
+@pytest.mark.long
 def test_offline_then_online_is_bit_identical_wherever_it_is_resumed(tmp_path):
     """IQL: five steps from a file, in which nothing is played, then four with the environments; killed in either part. Of the
     policy's own actions, some are clipped to the bounds, and of random ones none is."""
@@ -277,6 +279,7 @@ def test_pendulum_is_learned_and_the_checkpoint_evaluated_and_exported(tmp_path,
     capsys.readouterr()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_flow_that_acts_at_random_is_steered_upright(tmp_path):
     """DSRL, 4 096 transitions. The flow by itself gets about -1 450; a good policy -150."""

@@ -26,6 +26,8 @@ from rlhpc.checkpoint.state import load_tensors
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
 from rlhpc.runtime.errors import CheckpointError
 
+pytestmark = pytest.mark.long(together=True)
+
 BACKENDS = ("fsdp", "zero1", "zero2", "zero3")
 #: Two layers to gather one at a time, and adapters on frozen ones.
 VLA = {"actor.model.model_type": "vla", "actor.model.model_path": "builtin:tiny"}

@@ -21,6 +21,8 @@ from gateway_things import Scripted, chat_tokenizer, episodes_of, product, run_a
 
 from rlhpc.language.agents.judged import tokens_of
 
+pytestmark = pytest.mark.long
+
 CLIENTS, VERIFIERS = (os.environ.get(f"RLHPC_{name}_PYTHON") for name in ("AGENTS", "VERIFIERS"))
 needs_clients = pytest.mark.skipif(not CLIENTS, reason="RLHPC_AGENTS_PYTHON names no Python (envs/agents.txt)")
 needs_verifiers = pytest.mark.skipif(

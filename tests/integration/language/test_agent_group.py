@@ -21,6 +21,8 @@ from test_agent_runs import AGENT
 from test_reasoning import LanguageRun
 from test_replicas import Disturbed
 
+pytestmark = pytest.mark.long
+
 GROUP = (*AGENT, "agent.target=outside_agents:slow_digits",
          "cluster.component_placement={'actor,rollout': '0', agent: '0:0-1'}")  # fmt: skip
 

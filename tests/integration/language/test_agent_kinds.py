@@ -27,6 +27,8 @@ from rlhpc.language.agents.shells import Shell
 from rlhpc.runtime.errors import ConfigError
 from tests.sandboxes import SANDBOXES
 
+pytestmark = pytest.mark.long
+
 HERE = Path(__file__).parent
 TOOLS = [str(CLIENTS), str(HERE / "agent_tools.py")]
 

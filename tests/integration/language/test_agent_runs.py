@@ -22,6 +22,7 @@ AGENT = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_an_agents_run_learns_of_its_tokens_and_resumes_to_the_last_bit(tmp_path: Path) -> None:
     whole, halves = (LanguageRun(tmp_path / name, *AGENT) for name in ("whole", "halves"))
     whole.train()
@@ -55,6 +56,7 @@ def test_an_agents_run_learns_of_its_tokens_and_resumes_to_the_last_bit(tmp_path
     assert samples and all("response" in row for row in samples)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", ["actor.offload_in_rollout=true", "algorithm.max_staleness=1"])
 def test_an_agents_run_whose_roles_take_turns_or_overlap(overlap: str, tmp_path: Path) -> None:
     run = LanguageRun(tmp_path / "run", *AGENT, overlap, "runner.val_check_interval=-1", "runner.max_steps=3")

@@ -20,6 +20,8 @@ from test_rollout_backends import EXPERTS, VOCABULARY, config, run_out, save_mod
 from rlhpc.language.engines import Completion, Request, SamplingParams, make_rollout
 from rlhpc.language.engines.hf import HFRollout
 
+pytestmark = pytest.mark.long(together=True)
+
 MOE = {**EXPERTS, "moe_intermediate_size": 40, "head_dim": 32}
 #: Name, family and changes of each model, and whether its rows are computed together.
 MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {

@@ -19,6 +19,8 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 import transformers
 from test_replicas import Disturbed
 
+pytestmark = pytest.mark.long
+
 STEPS, PROMPTS, GROUP, LONG = 24, 4, 4, 40
 SETTINGS = (
     f"runner.max_steps={STEPS}", "runner.save_interval=1", "runner.keep_checkpoints=0", "algorithm.max_staleness=2",

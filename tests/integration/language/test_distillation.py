@@ -15,6 +15,8 @@ from test_reasoning import TWO_ACTORS, LanguageRun
 from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.model_config import FrozenModelConfig, LanguageModelConfig
 
+pytestmark = pytest.mark.long(together=True)
+
 TEACHER = "teacher.model={model_path: 'builtin:tiny', kwargs: {hidden: 64, layers: 2, heads: 2, seed: 7}}"
 DISTIL = (
     "algorithm.name=distillation", TEACHER, "rollout.temperature=0.9", "runner.max_steps=4", "algorithm.group_size=4",

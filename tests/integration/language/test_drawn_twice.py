@@ -11,6 +11,8 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 
 from test_replicas import Disturbed
 
+pytestmark = pytest.mark.long
+
 STEPS = 20
 SETTINGS = (
     f"runner.max_steps={STEPS}", "runner.save_interval=-1", "rollout.max_batch_size=8",

@@ -17,6 +17,8 @@ from test_reasoning import LanguageRun
 
 from rlhpc.language.data.tiny import make_tiny_model
 
+pytestmark = pytest.mark.long
+
 #: MiB by which the peaks of two drivers may differ, whatever they drive.
 NOISE = 10.0
 SETTINGS = (

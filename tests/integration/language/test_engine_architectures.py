@@ -26,6 +26,8 @@ from rlhpc.language.engines.engine import UpdateFailed
 from rlhpc.language.engines.vllm_boxes import wanted_boxes
 from tests.forked import forked
 
+pytestmark = pytest.mark.long(together=True)
+
 
 @pytest.mark.parametrize(
     ("kind", "changes"),

@@ -44,6 +44,8 @@ from rlhpc.language.engines import RolloutBackend
 from rlhpc.language.engines.lockstep import EnginesDiffer, Follower
 from tests.forked import forked
 
+pytestmark = pytest.mark.long(together=True)
+
 
 @pytest.fixture(scope="module")
 def built(folder: Path) -> Iterator[RolloutBackend]:  # noqa: F811 (the fixture that is imported)

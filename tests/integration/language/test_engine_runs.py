@@ -20,6 +20,8 @@ from test_replicas import Disturbed
 
 from rlhpc.language.data.tiny import VOCABULARY, character_tokenizer
 
+pytestmark = pytest.mark.long
+
 TWO = (
     "rollout.rollout_backend=vllm", "rollout.parallel.tensor=2", "rollout.probe_interval=1", "runner.save_interval=-1",
     "cluster.component_placement={actor: '0', rollout: '0:0-3'}", "runner.val_check_interval=4",

@@ -33,6 +33,8 @@ from rlhpc.language.tokens.scalar import add_value_head, load_scalar_model
 from rlhpc.runs.configuration import load_config
 from tests.classifiers import save_classifier
 
+pytestmark = pytest.mark.long(together=True)
+
 HERE = Path(__file__).parent
 
 

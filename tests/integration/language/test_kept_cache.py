@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM
 from rlhpc.language.engines import Completion, Request, RolloutBackend
 from rlhpc.language.engines.alike import tiles
 
+pytestmark = pytest.mark.long(together=True)
+
 STEPS = 6
 
 

@@ -58,6 +58,7 @@ FSDP = {"training_backend": "fsdp"}
 ZERO2 = {"training_backend": "deepspeed", "deepspeed.zero_stage": 2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "ranks", "tokens", "samples", "changes"),
     [

@@ -84,6 +84,7 @@ def test_a_command(tmp_path: Path) -> None:
     assert third.failed and "status 3" in third.outcome.error and "not judged" in third.outcome.error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sandbox", SANDBOXES)
 def test_a_sandbox_without_a_network_reaches_the_model_and_nothing_else(sandbox: str, tmp_path: Path) -> None:
     """With a client that knows of neither."""
@@ -121,6 +122,7 @@ def below(pid: int) -> list[psutil.Process]:
     return [p for p in psutil.Process(pid).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.long
 @pytest.mark.chaos
 @pytest.mark.parametrize("what", ["hang", "die", "raise", "fork", "flood", "storm", "late", "pay"])
 def test_of_an_agent_that_goes_wrong_only_its_episode_is_lost(

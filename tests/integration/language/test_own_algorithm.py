@@ -11,6 +11,8 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 
 from test_reasoning import TWO_ACTORS, LanguageRun
 
+pytestmark = pytest.mark.long(together=True)
+
 STEPWISE = ("algorithm.name=own_algorithms:Stepwise", "runner.max_steps=6", "reward.terms=[{name: 'lm_rewards:picky'}]")
 
 

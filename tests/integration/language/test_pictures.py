@@ -24,6 +24,8 @@ from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.packing import pack
 from rlhpc.language.tokens.pictures import Pictures, tell_places
 
+pytestmark = pytest.mark.long(together=True)
+
 CONFIG = """
 defaults: [{root}/configs/base/grpo.yaml]
 runner: {{name: run, run_dir: {folder}, max_steps: 4, save_interval: 2, logger: {{logger_backends: [jsonl]}}}}

@@ -127,6 +127,7 @@ def test_smollm2_goes_through_every_rule(models: Path, tmp_path: Path) -> None:
     same_in_vllm(tmp_path, export, run / "eval" / "global_step_2" / "held_out.json")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_smollm2_judges_as_the_page_says(models: Path, tmp_path: Path) -> None:

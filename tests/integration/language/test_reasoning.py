@@ -181,6 +181,7 @@ def test_evaluation_during_training_changes_nothing_of_it(reference: LanguageRun
     assert_evaluated(run, 8)
 
 
+@pytest.mark.long
 def test_evaluation_is_shared_by_the_rollout_ranks(tmp_path: Path) -> None:
     """Nine problems on two ranks, which take turns with the actor at the accelerator."""
     placed = "cluster.component_placement={actor: '0', rollout: '0:0-1'}"
@@ -253,6 +254,7 @@ def undivided(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Languag
     return of
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MESHES)
 def test_ranks_of_a_block_train_on_the_same_samples(
     name: str, undivided: Callable[..., LanguageRun], tmp_path: Path

@@ -18,6 +18,8 @@ from test_reasoning import LanguageRun, json_of
 
 from tests import warm
 
+pytestmark = pytest.mark.long(together=True)
+
 STEPS = 12
 SHORT = (
     f"runner.max_steps={STEPS}", "runner.save_interval=-1", "cluster.component_placement={actor: '0', rollout: '0:0-2'}",

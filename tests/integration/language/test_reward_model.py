@@ -24,6 +24,8 @@ from rlhpc.language.export import CONVERSION, import_model
 from tests import warm
 from tests.classifiers import save_classifier
 
+pytestmark = pytest.mark.long(together=True)
+
 TWO_RANKS = 'cluster.component_placement={actor: "0:0-1"}'
 LORA = "actor.lora.rank=2"
 

@@ -27,6 +27,8 @@ from rlhpc.language.algorithm.base import ROLLOUT_LOGPROBS
 from rlhpc.language.roles.groups import group_of
 from tests.forked import forked
 
+pytestmark = pytest.mark.long(together=True)
+
 CLOSE = 1e-5
 
 

@@ -120,6 +120,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     return run
 
 
+@pytest.mark.long
 def test_a_run_that_trains_on_is_the_run_that_stands_still(reference: TinyRun, tmp_path: Path) -> None:
     """Each of its checkpoints, too."""
     run = TinyRun(tmp_path, *WIDE)
@@ -134,6 +135,7 @@ def test_a_run_that_trains_on_is_the_run_that_stands_still(reference: TinyRun, t
     assert all("time/save_s" in row for row in rows_with_times(run)[1:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_while_a_checkpoint_is_written_beside_training(reference: TinyRun, tmp_path: Path, seed: int) -> None:
     """Everything at once; what was committed is there, and the run that goes on is the same."""

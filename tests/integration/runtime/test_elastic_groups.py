@@ -28,6 +28,8 @@ from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.session import Session
 from tests.users import BOB, needs_root, run_as
 
+pytestmark = pytest.mark.long(together=True)
+
 
 @pytest.fixture
 def groups() -> Iterator[tuple[WorkerGroup, WorkerGroup]]:

@@ -101,6 +101,7 @@ def _far(found: torch.Tensor, expected: torch.Tensor, scale: float) -> float:
     return float((found - expected).norm() / max(float(expected.norm()), 1e-3 * scale))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_divided_model_learns_what_a_whole_one_does(ranks: int, models: Path) -> None:
     cases = _cases(ranks)

@@ -22,6 +22,8 @@ from rlhpc.checkpoint.boxes import between, cut
 from rlhpc.training.export import Layout
 from tests.forked import forked
 
+pytestmark = pytest.mark.long(together=True)
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -17,6 +17,8 @@ from mesh_models import save_models
 
 from tests.forked import forked
 
+pytestmark = pytest.mark.long
+
 #: MiB for what does not grow with the model: gloo's and torch's buffers, activations of a few tokens, modules.
 BUFFERS = 24.0
 
