@@ -119,18 +119,22 @@ def check_slots(cfg: PlayingConfig, fail: Fail) -> None:
 
 
 def check_processes(cfg: PlayingConfig, processes: Mapping[str, int]) -> None:
-    """Each group's processes have equal shares of a stage's slots.
+    """Each env and rollout process has slots in every stage, and actor processes have equal shares.
 
     Raises:
         ConfigError: Names the component and the numbers.
     """
-    slots = cfg.env.train.num_envs // cfg.rollout.pipeline_stage_num
+    train, stages = cfg.env.train, cfg.rollout.pipeline_stage_num
+    slots = train.num_envs // stages
+    counted = f"env.train.num_envs({train.num_envs}) / rollout.pipeline_stage_num({stages}) = {slots} slots of a stage"
     for name, size in processes.items():
-        if slots % size:
+        given = f"cluster.component_placement.{name} gives {size} processes"
+        if name == "actor" and slots % size:
+            raise ConfigError(f"{given}; they must divide the {counted}")
+        if name != "actor" and size > slots // train.group_size:
             raise ConfigError(
-                f"cluster.component_placement.{name} gives {size} processes; they must divide the "
-                f"env.train.num_envs({cfg.env.train.num_envs}) / rollout.pipeline_stage_num"
-                f"({cfg.rollout.pipeline_stage_num}) = {slots} slots of a stage"
+                f"{given}; there may be {slots // train.group_size}: one for each env.train.group_size({train.group_size}) "
+                f"of the {counted}"
             )
 
 

@@ -26,7 +26,7 @@ _LOOK_S = 0.005
 
 
 def unit_map(slots: SlotMap, rank: int) -> UnitMap:
-    """The slots of a rank that has joined: as many as the env ranks of the run have, with numbers that no other rank has."""
+    """The slots of a rank that has joined: as many as the largest unit has, with numbers that no other rank has."""
     return UnitMap(
         slots.unit, group_size=slots.group_size, actor_name=slots.actor_name, rollout_name=slots.env_name,
         env_name=slots.env_name, first=slots.num_envs + (rank - slots.env_ranks) * slots.unit,
@@ -89,6 +89,7 @@ class Replica:
         """Decisions that were made, trajectories `[n, T, ...]` and episodes."""
         rank, acting, begun = self._simulating, self._acting, time.perf_counter()
         env, share, whole = rank.envs[0], rank.shares[0], rank.shape().whole
+        wanted = len(self._slots.unit_share(asked.unit))  # of what further slots play nothing is taken in
         outcomes, episodes, noise = rank.outcomes_of(asked.step, share), EpisodeLog(), self._noise(asked)
         if whole:
             rank.new_episodes(asked.step)
@@ -101,7 +102,7 @@ class Replica:
             rank.obs[0] = obs
             ended = outcomes.add(made, rewards, terminations, truncations, infos)
             if ended is not None:
-                episodes.add(made, share.start, infos, ended)
+                episodes.add(made, share.start, infos, ended[ended < wanted])
             made += 1
         if whole and made < asked.decisions:
             made = 0

@@ -1,8 +1,9 @@
 """Which slot lives where, and under which keys the roles exchange messages.
 
 A slot is one environment of the run, numbered 0 … num_envs-1 whatever the placement. Stage s of S holds the slots
-[s·n, (s+1)·n), n = num_envs / S. Inside a stage env rank e and rollout rank r each own a contiguous share; a message is
-what one env rank and one rollout rank have in common. The actors share all slots of the run, contiguously.
+[s·n, (s+1)·n), n = num_envs / S. Inside a stage env rank e and rollout rank r each own a contiguous share, of sizes that
+differ by one group of slots at most; a message is what one env rank and one rollout rank have in common, whatever the numbers
+of ranks are. The actors share all slots of the run, contiguously and equally.
 """
 
 from __future__ import annotations
@@ -70,16 +71,17 @@ class SlotMap:
         stages = f"rollout.pipeline_stage_num({self.stages})"
         if self.num_envs % self.stages:
             raise ConfigError(f"{envs} % {stages} != 0: every stage needs the same number of environments")
+        if self.per_stage % self.group_size:
+            raise ConfigError(
+                f"{envs} / {stages} = {self.per_stage}, which env.train.group_size({self.group_size}) does not divide: a "
+                "group must not be split"
+            )
         for role, ranks in (("env", self.env_ranks), ("rollout", self.rollout_ranks)):
-            if self.per_stage % ranks:
+            if ranks > self.most_acting:
                 raise ConfigError(
-                    f"{envs} / {stages} = {self.per_stage}, {self.per_stage} % {role} ranks({ranks}) != 0: every rank "
-                    f"needs the same share of a stage; change env.train.num_envs or cluster.component_placement.{role}"
-                )
-            if (self.per_stage // ranks) % self.group_size:
-                raise ConfigError(
-                    f"{role} ranks({ranks}) hold {self.per_stage // ranks} environments of a stage, which "
-                    f"env.train.group_size({self.group_size}) does not divide: a group must not be split"
+                    f"a stage has {envs} / {stages} / env.train.group_size({self.group_size}) = {self.most_acting} shares "
+                    f"to give, and there are {role} ranks({ranks}): raise env.train.num_envs or change "
+                    f"cluster.component_placement.{role}"
                 )
         if self.num_envs % self.actor_ranks:
             raise ConfigError(
@@ -97,7 +99,7 @@ class SlotMap:
         """The map for a configuration and the world sizes of the three groups.
 
         Raises:
-            ConfigError: The counts do not divide one another; shows the numbers.
+            ConfigError: The counts do not fit one another; shows the numbers.
         """
         return cls(
             num_envs=cfg.env.train.num_envs,
@@ -125,7 +127,7 @@ class SlotMap:
 
     @property
     def most_acting(self) -> int:
-        """Rollout ranks that there are slots for."""
+        """Rollout ranks, or env ranks, that there are slots for."""
         return self.per_stage // self.group_size
 
     def rollout_share(self, stage: int, rank: int) -> range:
@@ -169,12 +171,18 @@ class SlotMap:
 
     @property
     def unit(self) -> int:
-        """Slots that a rank which joins the env group plays: as many as the others have."""
-        return self.num_envs // self.env_ranks
+        """Slots that a rank which joins the env group plays: as many as the largest unit has."""
+        return max(len(self.unit_share(unit)) for unit in range(self.env_ranks))
+
+    def unit_share(self, unit: int) -> range:
+        """Global slots of a unit: there are as many units as env ranks, and they lie one after the other."""
+        groups = self.num_envs // self.group_size
+        first, last = (groups * bound // self.env_ranks * self.group_size for bound in (unit, unit + 1))
+        return range(first, last)
 
     def unit_for(self, unit: int, actor_rank: int) -> slice:
-        """Which slots of the unit `unit` an actor rank trains on; units lie in the run's slots one after the other."""
-        mine = range(unit * self.unit, (unit + 1) * self.unit)
+        """Which slots of the unit `unit` an actor rank trains on."""
+        mine = self.unit_share(unit)
         return within(overlap(mine, self.actor_share(actor_rank)), mine)
 
     def units_of(self, actor_rank: int) -> list[int]:
@@ -217,9 +225,11 @@ class SlotMap:
         return {OBSERVATIONS: rollout, OUTCOMES: rollout, ACTIONS: Homes(self.env_name, keep)}
 
     def _share(self, stage: int, place: int, places: int) -> range:
-        groups = self.per_stage // self.group_size
-        first, last = (groups * bound // places * self.group_size for bound in (place, place + 1))
-        return range(stage * self.per_stage + first, stage * self.per_stage + last)
+        # What is left over goes to others in each stage, so that ranks have equally much to do over all of them.
+        each, over = divmod(self.per_stage // self.group_size, places)
+        sizes = [each + ((other - stage * over) % places < over) for other in range(place + 1)]
+        last = stage * self.per_stage + sum(sizes) * self.group_size
+        return range(last - sizes[-1] * self.group_size, last)
 
 
 @dataclass(frozen=True)

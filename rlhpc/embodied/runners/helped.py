@@ -170,6 +170,7 @@ class Helped:
     def taken_from(self, units: Sequence[Sequence[Played]]) -> Counter[int]:
         """Transitions of a step's parts by rank, in decisions of slots."""
         found: Counter[int] = Counter()
-        for part in (part for unit in units for part in unit):
-            found[part.rank] += part.decisions * self._slots.unit
+        for number, unit in enumerate(units):
+            for part in unit:
+                found[part.rank] += part.decisions * len(self._slots.unit_share(number))
         return found

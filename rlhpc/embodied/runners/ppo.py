@@ -48,7 +48,7 @@ class PlayingRunner(Runner[Cfg]):
         stop: Asked between steps whether to end early.
 
     Raises:
-        ConfigError: The counts of environments, stages and ranks do not divide one another.
+        ConfigError: The counts of environments, stages and ranks do not fit one another.
     """
 
     #: What the phase is called in which the actors take in what was played.
@@ -361,7 +361,7 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
         stop: Asked between steps whether to end early.
 
     Raises:
-        ConfigError: The counts of environments, stages and ranks do not divide one another.
+        ConfigError: The counts of environments, stages and ranks do not fit one another.
     """
 
     def check(self) -> None:

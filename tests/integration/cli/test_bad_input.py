@@ -105,7 +105,9 @@ CASES = [
     override("micro batch does not divide", "actor.micro_batch_size=100", "global_batch_size (256)"),
     override("micro batch above the batch", "actor.micro_batch_size=512", "global_batch_size (256)"),
     override("group does not divide", "env.train.group_size=3", "env.train.group_size (3)"),
-    override("ranks do not divide", TOGETHER + "{actor: 0, rollout: 0, env: '0:0-2'}", "env gives 3 processes", "(8)"),
+    override(
+        "more ranks than slots", TOGETHER + "{actor: 0, rollout: 0, env: '0:0-8'}", "env gives 9 processes", "(8)"
+    ),
     override("more segments than steps", "runner.segments=5", "more segments than training steps (1)"),
     Case("no length", ("max_steps", "max_epochs"), ("runner.max_steps=-1", "runner.max_epochs=-1")),
     # Names.

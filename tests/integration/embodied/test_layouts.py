@@ -97,11 +97,15 @@ def test_each_row_has_the_episodes_that_ended_in_its_step(runs: Runs, whole: str
 LAYOUTS = {
     "stages": ["rollout.pipeline_stage_num=2"],
     "many-ranks": ["cluster.component_placement={'actor': '0:0-1', 'rollout': '0:0-1', 'env': '0:0-1'}"],
+    "odd-ranks": [
+        "cluster.component_placement={'actor': '0:0-1', 'rollout': '0:0-1', 'env': '0:0-2'}",
+        "rollout.pipeline_stage_num=2",
+    ],
     "micro-batches": ["actor.micro_batch_size=16"],
 }
 
 
-@pytest.mark.parametrize("layout", ["stages", "many-ranks", "micro-batches"])
+@pytest.mark.parametrize("layout", ["stages", "many-ranks", "odd-ranks", "micro-batches"])
 def test_every_layout_learns_the_same(runs: Runs, whole: str, layout: str) -> None:
     runs.finish(layout, *LAYOUTS[layout])
     for row, expected in zip(runs.rows(layout), runs.rows(whole), strict=True):

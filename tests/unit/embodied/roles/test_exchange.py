@@ -12,6 +12,13 @@ LAYOUTS = [
     for n, s, e, r, a in itertools.product((12, 24), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3))
     if n % s == 0 and (n // s) % e == 0 and (n // s) % r == 0
 ]
+#: Numbers of ranks that divide neither the slots nor one another.
+LAYOUTS += [
+    {"num_envs": n, "stages": s, "env_ranks": e, "rollout_ranks": r, "actor_ranks": 2, "group_size": g}
+    for (e, r), (n, s, g) in itertools.product(
+        ((3, 2), (2, 3), (5, 3), (3, 5)), ((20, 1, 1), (20, 2, 1), (20, 1, 2), (60, 3, 2))
+    )
+]
 #: Ranks have gone and joined; shares differ in size.
 LAYOUTS += [
     {
@@ -35,6 +42,12 @@ def test_every_slot_has_one_owner_in_each_role(layout):
     assert sorted(i for s in stages for e in range(m.env_ranks) for i in m.env_share(s, e)) == everything
     assert sorted(i for s in stages for r in m.acting_ranks for i in m.rollout_share(s, r)) == everything
     assert sorted(i for a in range(m.actor_ranks) for i in m.actor_share(a)) == everything
+    envs = [[len(m.env_share(s, e)) for s in stages] for e in range(m.env_ranks)]
+    rollouts = [[len(m.rollout_share(s, r)) for s in stages] for r in m.acting_ranks]
+    for sizes in (envs, rollouts):
+        flat = [size for each in sizes for size in each]
+        whole = [sum(each) for each in sizes]
+        assert min(flat) > 0 and max(flat) - min(flat) <= m.group_size and max(whole) - min(whole) <= m.group_size
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda v: "-".join(str(x) for x in v.values()))
@@ -84,15 +97,16 @@ def test_within():
     ("layout", "words"),
     [
         ({"num_envs": 7, "stages": 2}, ("num_envs(7)", "pipeline_stage_num(2)")),
-        ({"num_envs": 8, "env_ranks": 3}, ("8 % env ranks(3)", "component_placement.env")),
-        ({"num_envs": 8, "rollout_ranks": 3}, ("8 % rollout ranks(3)",)),
+        ({"num_envs": 8, "env_ranks": 9}, ("= 8 shares", "env ranks(9)", "component_placement.env")),
+        ({"num_envs": 8, "stages": 2, "rollout_ranks": 5}, ("= 4 shares", "rollout ranks(5)")),
         ({"num_envs": 8, "actor_ranks": 3}, ("num_envs(8)", "actor ranks(3)")),
-        ({"num_envs": 8, "env_ranks": 4, "group_size": 4}, ("group_size(4)",)),
+        ({"num_envs": 8, "env_ranks": 4, "group_size": 4}, ("group_size(4)", "= 2 shares")),
+        ({"num_envs": 8, "stages": 2, "group_size": 8}, ("group_size(8)", "must not be split")),
         ({"num_envs": 0}, ("num_envs is 0",)),
         ({"num_envs": 8, "stages": 0}, ("pipeline_stage_num is 0",)),
     ],
 )
-def test_counts_that_do_not_divide_are_refused_with_their_numbers(layout, words):
+def test_counts_that_do_not_fit_are_refused_with_their_numbers(layout, words):
     with pytest.raises(ConfigError) as caught:
         SlotMap(**layout)
     for word in words:

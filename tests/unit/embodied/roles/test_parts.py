@@ -139,7 +139,7 @@ def test_the_rest_of_a_shared_step_is_cut_into_pieces() -> None:
     assert ledger.accept(said(one, 3, 3)) and ledger.whole(1)
 
 
-LAYOUTS = [(12, 1, 2, 3), (12, 3, 2, 2), (24, 2, 4, 1), (24, 2, 1, 4), (8, 1, 8, 2)]
+LAYOUTS = [(12, 1, 2, 3), (12, 3, 2, 2), (24, 2, 4, 1), (24, 2, 1, 4), (8, 1, 8, 2), (8, 1, 3, 2), (12, 2, 5, 3)]
 
 
 @pytest.mark.parametrize(("envs", "stages", "ranks", "actors"), LAYOUTS)
@@ -149,7 +149,8 @@ def test_units_are_the_slots_of_a_step(envs: int, stages: int, ranks: int, actor
         mine = []
         for unit in slots.units_of(actor):
             part = slots.unit_for(unit, actor)
-            mine += [unit * slots.unit + at for at in range(part.start, part.stop)]
+            mine += slots.unit_share(unit)[part]
+            assert len(slots.unit_share(unit)) <= slots.unit
         assert mine == list(slots.actor_share(actor))
     keys = [slots.part_key(number, actor) for number in range(5) for actor in range(actors)]
     assert len({*keys}) == len(keys) and [int(key) % actors for key in keys] == [*range(actors)] * 5
