@@ -20,17 +20,22 @@ gc.disable()  # until everything is imported
 pytest_plugins = ["tests.took", "tests.drawn", "tests.accelerators", "tests.warm.workers"]
 
 HERE = Path(__file__).parent
-#: Files of few and long tests. They come first, lest one worker be left with them at the end.
+#: Files of long tests, the longest first: no worker is left with one at the end.
 LONG = (
-    "integration/language/test_engine_runs.py", "integration/language/test_deepspeed.py",
-    "integration/language/test_pretrained.py", "integration/language/test_reasoning.py", "integration/test_workflow.py",
-    "integration/language/test_memory.py", "integration/language/test_groups.py", "docs/test_docs.py",
-    "integration/language/test_reward_model.py", "integration/language/test_replicas.py", "integration/runs/test_resume.py",
-    "integration/training/test_mesh.py", "unit/language/data/test_data_procedural.py",
-    "integration/language/test_rollout_backends.py", "integration/jobs/test_submit.py",
-    "integration/embodied/test_behaviour_cloning.py", "integration/embodied/test_own_python.py",
-    "unit/embodied/envs/test_maniskill_rendered.py", "integration/runtime/test_start_and_end.py",
-    "unit/language/data/test_data_models.py", "integration/embodied/test_off_policy.py",
+    "integration/embodied/test_lerobot.py", "integration/language/test_pretrained.py",
+    "integration/language/test_replicas.py", "integration/language/test_engine_runs.py",
+    "integration/language/test_deepspeed.py", "integration/language/test_reasoning.py", "integration/test_workflow.py",
+    "integration/embodied/test_env_ranks.py", "integration/language/test_memory.py", "integration/jobs/test_submit.py",
+    "integration/embodied/test_off_policy.py", "integration/runs/test_resume.py", "docs/test_docs.py",
+    "integration/runtime/test_start_and_end.py", "integration/language/test_groups.py",
+    "integration/training/test_mesh.py", "integration/runs/test_every_key.py", "integration/runtime/test_leases.py",
+    "integration/language/test_training_backends.py", "integration/cli/test_terminal.py",
+    "integration/language/test_rollout_backends.py", "integration/language/test_agent_runs.py",
+    "integration/runtime/test_elastic_groups.py", "integration/embodied/test_own_python.py",
+    "integration/embodied/test_sharded_policies.py", "unit/language/data/test_data_procedural.py",
+    "integration/language/test_sandbox.py", "integration/language/test_distillation.py",
+    "integration/jobs/test_handover.py", "integration/runs/test_saving.py",
+    "integration/language/test_engine_of_several.py", "integration/language/test_agent_clients.py",
 )  # fmt: skip
 
 
