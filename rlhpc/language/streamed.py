@@ -76,7 +76,8 @@ def stream_folder(
     """
     from rlhpc.checkpoint.boxes import whole
     from rlhpc.language.tokens.model import model_file
-    from rlhpc.training.slices import Slices, missing
+    from rlhpc.training.filling import missing
+    from rlhpc.training.slices import Slices
 
     slices = Slices.of(partial(model_file, str(model.model_path)))
     skeleton = load(model, dtype=dtype, empty=True)

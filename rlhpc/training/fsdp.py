@@ -30,12 +30,13 @@ from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.training.contract import Batch as Given
 from rlhpc.training.contract import Blueprint, Found, Named, Ranks
 from rlhpc.training.dcp import load_sharded, save_sharded
+from rlhpc.training.filling import fill, missing
 from rlhpc.training.mesh import Mesh, shared_by
 from rlhpc.training.parking import ParkingBackend, tensors_in, tensors_of
 from rlhpc.training.pieces import pieces
 from rlhpc.training.plans import make_buffers
 from rlhpc.training.regions import Region, boxes
-from rlhpc.training.slices import Slices, fill, missing
+from rlhpc.training.slices import Slices
 
 if TYPE_CHECKING:
     from rlhpc.training.contract import ActorSection

@@ -54,7 +54,7 @@ class OpenVLAPolicy(TokenPolicy):
                 part.freeze_unused()
         if self.action_head is not None:  # no word is said
             self.vlm.language_model.lm_head.requires_grad_(False)
-        files.load_ours(self)
+        files.load_ours(self, self.source)
 
     def load(self, cfg: ModelConfig) -> None:
         """See `TokenPolicy.load`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from rlhpc.embodied.models.statistics import read_statistics
 from rlhpc.embodied.models.vlm import Eye
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.lora import ADAPTER, adapter_weights, full_weights, is_lora
-
-if TYPE_CHECKING:
-    from rlhpc.embodied.models.openvla import OpenVLAPolicy
 
 HEAD, PROJECTOR = "action_head", "proprio_projector"
 STATISTICS, OURS = "dataset_statistics.json", "rlhpc.safetensors"
@@ -91,11 +88,11 @@ def _loaded(module: Any, file: Path | None) -> Any:
     return module
 
 
-def load_ours(policy: OpenVLAPolicy) -> None:
+def load_ours(policy: nn.Module, folder: Path | None) -> None:
     """Gives a policy the value head and the log-std that its folder has, if they fit it."""
-    if policy.source is not None and (policy.source / OURS).is_file():
+    if folder is not None and (folder / OURS).is_file():
         own = policy.state_dict()
-        found = load_tensors(policy.source / OURS).items()
+        found = load_tensors(folder / OURS).items()
         fitting = {name: value for name, value in found if name in own and own[name].shape == value.shape}
         policy.load_state_dict(fitting, strict=False)
 
@@ -128,7 +125,30 @@ def eye_of(config: OpenVLAConfig, settings: dict[str, Any], space: Any, crop: bo
     return Eye(sizes.pop(), means, stds, bicubic=True, middle=0.9 if crop else 1.0)
 
 
-def release(policy: OpenVLAPolicy, folder: Path, step: int) -> None:
+class Released(Protocol):
+    """What of a policy is written.
+
+    Attributes:
+        vlm: The network, with adapters or without.
+        source: The folder that it was read from; None for a built-in one.
+        tokenizer, eye: Written where there was no such folder.
+        statistics: That scale actions and state, by dataset.
+        action_head, proprio_projector: OFT's.
+    """
+
+    vlm: Any
+    source: Path | None
+    tokenizer: Any
+    eye: Eye
+    statistics: dict[str, Any]
+    action_head: ActionHead | None
+    proprio_projector: ProprioProjector | None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All its tensors, ours among them."""
+
+
+def release(policy: Released, folder: Path, step: int) -> None:
     """Writes a policy as OpenVLA's folders are, with adapters merged, and beside.
 
     Args:
