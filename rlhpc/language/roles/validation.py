@@ -6,7 +6,8 @@ the numbers are those of `rlhpc eval`, on any number of ranks, and training goes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhpc.language.agents.registry import Generation
@@ -14,6 +15,7 @@ from rlhpc.language.config import GrpoConfig
 from rlhpc.language.evaluate import answers_to, identify, problems_of, suites_of
 from rlhpc.language.pass_at_k import summarize
 from rlhpc.language.scoring.asking import Judges
+from rlhpc.runtime.errors import DeadlineExceeded
 
 Row = dict[str, Any]
 #: Texts, for which the driver has no use.
@@ -64,6 +66,32 @@ class Validation:
                 for at, row in enumerate(rows)
             ]
         return found
+
+
+def asked_of_all(
+    firsts: Callable[[], list[int]], ask: Callable[[list[int]], Sequence[Mapping[str, Sequence[Row]]]], timeout: float
+) -> list[Mapping[str, Sequence[Row]]]:
+    """Every rank's rows; of all again, if one was lost with its share.
+
+    Args:
+        firsts: The ranks that answer now: of an engine of several, the first.
+        ask: Asks these; who has no share gives nothing.
+        timeout: Seconds for all of it.
+
+    Raises:
+        DeadlineExceeded: Some share was missing each time.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        ranks = firsts()
+        rows = [made for made in ask(ranks) if made]
+        if len(rows) >= len(ranks):
+            return rows
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"evaluation: {len(rows)} of the {len(ranks)} rollout ranks ({', '.join(map(str, ranks))}) answered "
+                f"their share within runner.step_timeout_s ({timeout:g} s)"
+            )
 
 
 def validation_metrics(parts: Sequence[Mapping[str, Sequence[Row]]]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from rlhpc.language.roles.mates import ranks_of_engine
 from rlhpc.language.roles.prompts import PromptMap, evaluation_phase
 from rlhpc.language.roles.untrained import PREFIX as UNTRAINED
 from rlhpc.language.roles.untrained import REASONS
-from rlhpc.language.roles.validation import validation_metrics
+from rlhpc.language.roles.validation import asked_of_all, validation_metrics
 from rlhpc.language.roles.work import Ledger
 from rlhpc.language.runners.agents import Agents
 from rlhpc.language.runners.others import Made, Others
@@ -286,10 +286,11 @@ class ReasoningRunner(Runner[GrpoConfig]):
         if self.turns:
             self.rollout.reload()
         rated, run = self.others.rate(evaluation_phase(step)), self.agents.serve(evaluation_phase(step))
-        firsts, rows = self.replicas.firsts(), list[Any]()
-        while len(rows) < len(firsts):  # again, if one was lost with its share
-            firsts = self.replicas.firsts()
-            rows = [made for made in self.replicas.of_step().evaluate(step, firsts).wait(self.timeout) if made]
+        rows = asked_of_all(
+            self.replicas.firsts,
+            lambda firsts: self.replicas.of_step().evaluate(step, firsts).wait(self.timeout),
+            self.timeout,
+        )
         metrics = validation_metrics(rows)
         self.others.end(evaluation_phase(step))
         self.agents.end(evaluation_phase(step))
