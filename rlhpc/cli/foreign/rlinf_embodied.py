@@ -153,6 +153,7 @@ def _scale(read: Reading) -> Any:
 
 PLAYED: Rows = [
     ("runner.val_check_interval", "runner.val_check_interval"),
+    ("runner.enable_decoupled_mode", "runner.enable_decoupled_mode"),
     ("algorithm.rollout_steps", _rollout_steps),
     ("env.train.env_type", _env_type),
     ("env.train.env_id", _env_id("train")),

@@ -27,6 +27,9 @@ class PlayingRunnerConfig(EmbodiedRunnerConfig):
 
     stop_return: float | None = None
     """Stop when the mean return of the last 100 training episodes reaches this."""
+    enable_decoupled_mode: bool = False
+    """A rollout rank answers the env ranks that have asked, without waiting for slower ones; what comes of it is the same, bit
+    for bit. Each answer costs a forward pass over all of the rank's slots of a stage."""
 
 
 @dataclass

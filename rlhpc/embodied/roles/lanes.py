@@ -7,8 +7,9 @@ the host.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from rlhpc.embodied.envs.observations import row_bytes
@@ -27,6 +28,8 @@ _LARGEST = 1 << 20
 _ACTION_BYTES = 16 << 10
 #: How often somebody who waits for a rank looks whether it has gone.
 _LOOK_S = 0.5
+#: Who waits for several looks again and again for so long before it naps, and naps for so long at most.
+_SPIN_S, _NAP_S = 0.0005, 0.001
 #: How long the driver may take to notice that a rank has ended which cannot be reached.
 _NOTICE_S = 5.0
 
@@ -115,6 +118,9 @@ class Lane(Protocol):
     def get(self) -> Any:
         """Receives from the other end."""
 
+    def ready(self) -> bool:
+        """Whether `get` would not wait."""
+
 
 class Lanes:
     """A rank's lanes, by stage, each to one of its peers there, in slot order.
@@ -130,21 +136,57 @@ class Lanes:
 
     def put(self, stage: int, part_of: Callable[[range], Any]) -> None:
         """Sends each peer what concerns the slots in common; one that has gone gets nothing."""
-        for index, (_, common, lane) in enumerate(self._stages[stage]):
-            try:
-                lane.put(part_of(common))
-            except PeerLeft:
-                self.lose(stage, index)
+        for index, (_, common, _) in enumerate(self._stages[stage]):
+            self.put_to(stage, index, part_of(common))
+
+    def put_to(self, stage: int, index: int, part: Any) -> None:
+        """Sends one peer, by its place among those of the stage, what concerns the slots in common."""
+        try:
+            self._stages[stage][index][2].put(part)
+        except PeerLeft:
+            self.lose(stage, index)
 
     def get(self, stage: int) -> list[tuple[range, Any]]:
         """The slots in common with each peer, and what it has sent; None of one that has gone."""
-        found: list[tuple[range, Any]] = []
-        for index, (_, common, lane) in enumerate(self._stages[stage]):
-            try:
-                found.append((common, lane.get()))
-            except PeerLeft:
-                self.lose(stage, index)
-                found.append((common, None))
+        return [(common, self.get_from(stage, index)) for index, (_, common, _) in enumerate(self._stages[stage])]
+
+    def get_from(self, stage: int, index: int) -> Any:
+        """What one peer has sent; None if it has gone."""
+        try:
+            return self._stages[stage][index][2].get()
+        except PeerLeft:
+            self.lose(stage, index)
+            return None
+
+    def first(self, among: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Waits until something has come from one of several peers, or one has gone.
+
+        Args:
+            among: The peers, each by stage and place.
+
+        Returns:
+            Those from which `get_from` gets something at once, or None, in the order of the argument.
+
+        Raises:
+            DeadlineExceeded: Nothing came; says from whom.
+        """
+        begun = looked = time.monotonic()
+        while not (found := [at for at in among if self._stages[at[0]][at[1]][2].ready()]):
+            now = time.monotonic()
+            if now - looked > _LOOK_S:
+                looked = now
+                current().check()
+                for stage, index in among:
+                    if current().has_left(self._group, self._stages[stage][index][0]):
+                        self.lose(stage, index)
+                if now - begun > current().wait_deadline:
+                    ranks = sorted({self._stages[stage][index][0] for stage, index in among})
+                    whom = ", ".join(f"{self._group}-{rank}" for rank in ranks)
+                    raise DeadlineExceeded(f"waited {current().wait_deadline:.0f} s for observations from {whom}")
+            if (waited := now - begun) < _SPIN_S:
+                os.sched_yield()
+            else:
+                time.sleep(min(waited / 20, _NAP_S))
         return found
 
     def has_gone(self, stage: int, index: int) -> bool:
@@ -180,6 +222,10 @@ class ChannelLane:
         """Waits for what the other end sent (`Lane.get`)."""
         return get_until_left(self._in, self._in_key, self._peer, self._check)
 
+    def ready(self) -> bool:
+        """Whether something has come (`Lane.ready`)."""
+        return not self._in.empty(self._in_key)
+
 
 class NoLane:
     """In place of a lane to a rank that has gone."""
@@ -194,6 +240,10 @@ class NoLane:
             PeerLeft: Always.
         """
         raise PeerLeft("it has gone")
+
+    def ready(self) -> bool:
+        """Nobody need wait (`Lane.ready`)."""
+        return True
 
 
 class MailboxLane:
@@ -213,6 +263,10 @@ class MailboxLane:
     def get(self) -> Any:
         """Waits for what the other end sent (`Lane.get`)."""
         return self._first.get() if self._is_env else {key: box.get() for key, box in self._boxes.items()}
+
+    def ready(self) -> bool:
+        """Whether all of it has come (`Lane.ready`)."""
+        return self._first.ready() if self._is_env else all(box.ready() for box in self._boxes.values())
 
 
 def agree_on_device(worker: Worker, slots: SlotMap, made_there: Sequence[bool] = ()) -> list[list[bool]]:

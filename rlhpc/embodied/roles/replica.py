@@ -97,7 +97,7 @@ class Replica:
         while made < asked.decisions and not rank.told_to_leave:
             shown = outcomes.shown(made, rank.obs[0])
             with torch.inference_mode():
-                acting.decide(0, made, noise[made], shown, chosen.append)
+                acting.decide(0, [(slice(None), made)], noise[made], shown, chosen.append)
             obs, rewards, terminations, truncations, infos = env.chunk_step(chosen.pop())
             rank.obs[0] = obs
             ended = outcomes.add(made, rewards, terminations, truncations, infos)

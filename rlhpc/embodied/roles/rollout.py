@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -30,6 +30,8 @@ from rlhpc.weights import make_sync
 from rlhpc.weights.target import apply
 
 FILE = "rollout-{rank}.pt"
+#: All slots of a stage.
+EVERY = slice(None)
 Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
@@ -48,16 +50,16 @@ class StageBuffer:
         self.share, self.steps, self.made = share, steps, steps
         self._rows: dict[str, np.ndarray] = {}
 
-    def write(self, t: int, **rows: Any) -> None:
-        """Stores one step, each array or tensor `[n, ...]`."""
+    def write(self, t: int, part: slice, **rows: Any) -> None:
+        """Stores one step of the slots `part`, from arrays or tensors `[n, ...]` of all slots."""
         for name, row in rows.items():
             if name not in self._rows:
                 dtype = np.asarray(as_arrays(row[:0])).dtype
                 self._rows[name] = np.empty((self.steps, *row.shape), dtype)
             if is_tensor(row):
-                torch.from_numpy(self._rows[name][t]).copy_(row)
+                torch.from_numpy(self._rows[name][t, part]).copy_(row[part])
             else:
-                self._rows[name][t] = row
+                self._rows[name][t, part] = row[part]
 
     @property
     def names(self) -> list[str]:
@@ -151,9 +153,13 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         noises = [self._noise(turn.step, share) for share in self.shares]
         for buffer in self.buffers:
             buffer.made = turn.decisions
-        for t in range(turn.decisions):
-            for stage, noise in enumerate(noises):
-                self._act(stage, t, noise[turn.begin + t])
+        noises = [noise[turn.begin : turn.begin + turn.decisions] for noise in noises]
+        if self.cfg.runner.enable_decoupled_mode:
+            self._answer(noises)
+        else:
+            for t in range(turn.decisions):
+                for stage, noise in enumerate(noises):
+                    self._act(stage, t, noise[t])
         self._hand_over()
         return {"busy_s": time.perf_counter() - begun - self._waited}
 
@@ -167,24 +173,80 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         begun = time.perf_counter()
         shown = self.lanes.get(stage)
         self._waited += time.perf_counter() - begun
-        space = self.policy.observation_space  # slots of an env rank that has gone show zeros
-        parts = [blank(space, len(common)) if part is None else part for common, part in shown]
-        self.decide(stage, t, noise, join(parts), partial(self._tell, stage))
+        parts = [self._seen(common, part) for common, part in shown]
+        self.decide(stage, [(EVERY, t)], noise, join(parts), partial(self._tell, stage))
 
-    def decide(self, stage: int, t: int, noise: torch.Tensor, obs: Any, tell: Callable[[np.ndarray], None]) -> None:
-        """Chooses actions, has them told, and writes down what was seen and done."""
-        actions, extras = self._choose(obs, noise, t)
+    def _answer(self, noises: list[torch.Tensor]) -> None:
+        """Acts for whoever has asked, in one pass for all that have by then; nobody waits for another to be done.
+
+        A pass is always over all slots of a stage, those that nobody asks for included, as they were shown last: so what an
+        action is does not depend on who else asks, to the last bit.
+        """
+        shown = [[self._seen(common, None) for _, common in peers] for peers in self.peers]
+        due = {(stage, index): 0 for stage, peers in enumerate(self.peers) for index in range(len(peers))}
+        while due:
+            begun = time.perf_counter()
+            asking = self.lanes.first(due)
+            self._waited += time.perf_counter() - begun
+            for stage in sorted({stage for stage, _ in asking}):
+                self._answer_stage(stage, {i: due[s, i] for s, i in asking if s == stage}, shown[stage], noises[stage])
+            for at in asking:
+                due[at] += 1
+                if due[at] == len(noises[0]):
+                    del due[at]
+
+    def _answer_stage(self, stage: int, asking: dict[int, int], shown: list[Any], noise: torch.Tensor) -> None:
+        """Acts for those peers of a stage that ask, each for a decision of its own; takes what they show into `shown`."""
+        parts = {i: within(common, self.shares[stage]) for i, (_, common) in enumerate(self.peers[stage])}
+        times = torch.zeros(len(self.shares[stage]), dtype=torch.long)
+        for index, t in asking.items():
+            shown[index] = self._seen(self.peers[stage][index][1], self.lanes.get_from(stage, index))
+            times[parts[index]] = t
+
+        def tell(chosen: np.ndarray) -> None:
+            for index in asking:
+                self.lanes.put_to(stage, index, chosen[parts[index]])
+
+        rows = noise[times.to(noise.device), torch.arange(len(times), device=noise.device)]
+        self.decide(stage, [(parts[index], t) for index, t in asking.items()], rows, join(shown), tell)
+
+    def _seen(self, common: range, part: Any) -> Any:
+        """What slots show: zeros, where an env rank has gone or has shown nothing yet."""
+        return blank(self.policy.observation_space, len(common)) if part is None else part
+
+    def decide(
+        self,
+        stage: int,
+        asked: Sequence[tuple[slice, int]],
+        noise: torch.Tensor,
+        obs: Any,
+        tell: Callable[[np.ndarray], None],
+    ) -> None:
+        """Chooses actions, has them told, and writes down what was seen and done.
+
+        Args:
+            stage: The stage.
+            asked: Slots that are asked for, and which of its decisions it is for them.
+            noise: Of all slots of the stage, as are `obs` and the actions.
+            obs: What they show.
+            tell: Takes the actions.
+        """
+        actions, extras = self._choose(obs, noise, asked)
         chosen = actions.cpu().numpy()
         tell(chosen)
         # The environments are busy now; what follows costs no time.
         rows = {name: extra.cpu().numpy() for name, extra in extras.items()}
-        self.buffers[stage].write(t, **columns_of("obs", obs), **{"actions": chosen, **rows})
+        for part, t in asked:
+            self.buffers[stage].write(t, part, **columns_of("obs", obs), **{"actions": chosen, **rows})
 
     def _tell(self, stage: int, chosen: np.ndarray) -> None:
         self.lanes.put(stage, lambda common: chosen[within(common, self.shares[stage])])
 
-    def _choose(self, obs: Any, noise: torch.Tensor, t: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _choose(
+        self, obs: Any, noise: torch.Tensor, asked: Sequence[tuple[slice, int]]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Actions, and what goes into the trajectories beside them."""
+        del asked
         actions, extras = self.policy.predict_action_batch(self._tensor(obs), mode="train", noise=noise)
         rows = {"logprobs": extras["prev_logprobs"], "values": extras["prev_values"]}
         return actions, rows | {f"inputs.{name}": part for name, part in extras.get("inputs", {}).items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +92,19 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         """See `ActingWorker.draws`."""
         self._random = self.steps * self.slots.num_envs if random else 0
 
-    def _choose(self, obs: Any, noise: torch.Tensor, t: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _choose(
+        self, obs: Any, noise: torch.Tensor, asked: Sequence[tuple[slice, int]]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         seen = self._tensor(obs)
-        if t * self.slots.num_envs < self._random:
+        at_random = [part for part, t in asked if t * self.slots.num_envs < self._random]
+        if len(at_random) == len(asked):
             chosen = self.policy.head.uniform(noise)
         else:
             inputs, _ = self.policy.features(seen, True, False)
             assert inputs is not None
             chosen = self.policy.head.act(inputs, noise)[0]
+            for part in at_random:
+                chosen[part] = self.policy.head.uniform(noise)[part]
         return self.policy.executed(seen, chosen), {"actions": chosen}
 
     def shape(self) -> Shape:

@@ -105,6 +105,10 @@ class Mailbox:
         if counters[_AWAITS_WRITTEN]:
             _wake(counters, self._out_address, _WRITTEN)
 
+    def ready(self) -> bool:
+        """Whether the peer's next array is there."""
+        return bool(self._in_counters[_WRITTEN] == self._got + 1)
+
     def get(self) -> np.ndarray:
         """A copy of the peer's next array.
 
