@@ -33,14 +33,14 @@ class Seen:
         grids: `[M, 3]` int64: frames, rows and columns of each picture's patches.
         at: `[M]` int64: at which of the prompt's tokens the first of each picture stands.
         merge: So many patches in each direction become one token.
-        digest: The same for the same pictures, cut in the same way.
+        digests: Of each picture: the same for the same one, cut in the same way.
     """
 
     patches: np.ndarray
     grids: np.ndarray
     at: np.ndarray
     merge: int
-    digest: bytes
+    digests: tuple[bytes, ...]
 
     @property
     def tokens(self) -> np.ndarray:
@@ -123,20 +123,35 @@ class Looker:
 
     def seen(self, prompt: Prompt, ids: Sequence[int]) -> Seen:
         """The pictures of a prompt whose ids `widened` made."""
-        patches, grids, digest = self._patches(prompt.images)
+        patches, grids, digests = self._patches(prompt.images)
         at, token, every = list[int](), 0, np.asarray(ids)
         for grid in grids:
             at.append(token + int((every[token:] == self._token).argmax()))
             token = at[-1] + int(grid.prod() // self._merge**2)
-        return Seen(patches, grids, np.asarray(at, np.int64), self._merge, digest)
+        return Seen(patches, grids, np.asarray(at, np.int64), self._merge, digests)
 
-    def _cut(self, images: tuple[bytes, ...]) -> tuple[np.ndarray, np.ndarray, bytes]:
+    @property
+    def largest(self) -> Seen:
+        """The largest picture that it cuts, all grey, which stands alone."""
+        side = self._cutter.patch_size * self._merge
+        count = max(1, int(self._cutter.size["longest_edge"]) // side**2)
+        grids = np.asarray([[1, self._merge, self._merge * count]], np.int64)
+        width = 3 * self._cutter.temporal_patch_size * self._cutter.patch_size**2
+        patches = np.zeros((int(grids.prod()), width), np.float32)
+        return Seen(patches, grids, np.zeros(1, np.int64), self._merge, (b"",))
+
+    def _cut(self, images: tuple[bytes, ...]) -> tuple[np.ndarray, np.ndarray, tuple[bytes, ...]]:
         made = self._cutter(images=[opened(image) for image in images], return_tensors="np")
         patches = np.ascontiguousarray(made["pixel_values"], np.float32)
         grids = np.ascontiguousarray(made["image_grid_thw"], np.int64)
-        found = hashlib.blake2b(grids.tobytes(), digest_size=16)
-        found.update(patches.tobytes())
-        return patches, grids, found.digest()
+        digests, begin = list[bytes](), 0
+        for grid in grids:
+            end = begin + int(grid.prod())
+            found = hashlib.blake2b(grid.tobytes(), digest_size=16)
+            found.update(patches[begin:end].data)
+            digests.append(found.digest())
+            begin = end
+        return patches, grids, tuple(digests)
 
 
 def opened(image: bytes) -> Any:
@@ -225,7 +240,7 @@ def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
     Raises:
         ConfigError: Names the key.
     """
-    path, actor = str(cfg.actor.model.model_path), cfg.actor
+    path, actor, lora = str(cfg.actor.model.model_path), cfg.actor, cfg.actor.lora
     if shows and cfg.agent.kind != "inline":
         raise ConfigError(
             f"agent.kind is {cfg.agent.kind}, and prompts of data.train show pictures, which agents outside cannot be given; "
@@ -234,11 +249,6 @@ def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
     if not looks(config):
         return
     require_family(config, path, "actor.model.model_path")
-    if cfg.rollout.rollout_backend.lower() != "hf":
-        raise ConfigError(
-            f"rollout.rollout_backend is {cfg.rollout.rollout_backend!r}, and the model in {path} looks at pictures; "
-            "allowed: hf"
-        )
     if str(select(cfg, "rollout.weight_sync")).lower() == "shards":
         raise ConfigError(f"rollout.weight_sync is 'shards', and the model in {path} looks at pictures; allowed: auto")
     if actor.training_backend.lower() != "local":
@@ -246,8 +256,18 @@ def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
             f"actor.training_backend is {actor.training_backend!r}, and the model in {path} looks at pictures: ranks that see "
             "none in a micro-batch would not take part in gathering what looks at them; allowed: local"
         )
-    if actor.model.freeze_vision and actor.lora.rank:
+    if shows and select(cfg, "teacher.rollout_backend"):
         raise ConfigError(
-            f"actor.model.freeze_vision is true and actor.lora.rank is {actor.lora.rank}: adapters leave all else as it is; "
+            "teacher.rollout_backend is 'vllm', and prompts of data.train show pictures, which an engine that scores is not shown; "
+            "allowed: null"
+        )
+    if lora.rank and select(cfg, "rollout.merge_adapters") is False:
+        raise ConfigError(
+            f"rollout.merge_adapters is false, and the model in {path} looks at pictures: vLLM would leave adapters of what looks "
+            "at them out; allowed: true"
+        )
+    if actor.model.freeze_vision and lora.rank:
+        raise ConfigError(
+            f"actor.model.freeze_vision is true and actor.lora.rank is {lora.rank}: adapters leave all else as it is; "
             "say with actor.lora.target_modules which layers get some"
         )

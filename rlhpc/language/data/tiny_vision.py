@@ -101,6 +101,7 @@ def make_tiny_vision_model(
         config_of: Any = transformers.Qwen2_5_VLConfig
     else:
         text["head_dim"] = hidden // heads
+        text["rope_parameters"]["mrope_interleaved"] = True  # as it always is in transformers; vLLM wants it said
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         maker, config_of = transformers.Qwen3VLForConditionalGeneration, transformers.Qwen3VLConfig
     config = config_of(

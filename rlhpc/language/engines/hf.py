@@ -154,9 +154,9 @@ class HFRollout(Engine):
 
     def _admit(self, requests: list[Request]) -> list[Completion]:
         """Prefills prompts, each once, and draws the first token of each request."""
-        by_prompt: dict[tuple[tuple[int, ...], bytes], list[Request]] = {}
+        by_prompt: dict[tuple[tuple[int, ...], tuple[bytes, ...]], list[Request]] = {}
         for request in requests:
-            shown = b"" if request.seen is None else request.seen.digest
+            shown = () if request.seen is None else request.seen.digests
             by_prompt.setdefault((request.prompt_ids, shown), []).append(request)
         taken = [request for alike in by_prompt.values() for request in alike]
         source = [index for index, alike in enumerate(by_prompt.values()) for _ in alike]

@@ -26,8 +26,10 @@ from rlhpc.language.engines.vllm_boxes import Boxes, wanted_boxes
 from rlhpc.language.engines.vllm_experts import FileNames, is_mixture, packing_kernels
 from rlhpc.language.engines.vllm_logprobs import log_before_filters
 from rlhpc.language.engines.vllm_names import tensors_of, under_all_names
+from rlhpc.language.engines.vllm_pictures import shown
 from rlhpc.language.engines.vllm_process import VLLMProcess
 from rlhpc.language.engines.vllm_receipt import reload_counted, require_all_loaded
+from rlhpc.language.tokens.model import auto_class
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.weights.cost import COST
 
@@ -195,6 +197,8 @@ class VLLMRollout(VLLMProcess, Engine):
                 output_kind=RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY,
             )
             prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
+            if request.seen is not None:
+                prompt = shown(request.prompt_ids, request.seen)
             if self._options.keeps_cache:  # none of the keys and values of a request that came before an update
                 prompt["cache_salt"] = str(self.version)
             self._engine.add_request(name, prompt, parameters, lora_request=self._asked(sampling.policy))
@@ -303,6 +307,8 @@ class VLLMRollout(VLLMProcess, Engine):
         if self._slept or not self._options.keeps_cache:
             self._engine.reset_prefix_cache(reset_running_requests=True)
             self._slept = False
+        if self._looks:  # what the old weights saw
+            self._engine.reset_encoder_cache()
         for running, token_ids, _ in self._so_far():
             running.marks.append((len(token_ids), self.version))
         self._torn = ""
@@ -344,6 +350,5 @@ class VLLMRollout(VLLMProcess, Engine):
 
 def _on_meta(config: Any, options: EngineOptions) -> Any:
     with torch.device("meta"):
-        return transformers_module().AutoModelForCausalLM.from_config(
-            config, trust_remote_code=options.trust_remote_code
-        )
+        maker = getattr(transformers_module(), auto_class(config))
+        return maker.from_config(config, trust_remote_code=options.trust_remote_code)

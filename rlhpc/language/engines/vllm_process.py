@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlhpc.language.data.pictures import looks
 from rlhpc.language.engines.ends import first_line
 from rlhpc.language.engines.vllm_launched import one_of_several
+from rlhpc.language.engines.vllm_pictures import take_pictures
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.scratch import cache_folder
 
@@ -58,6 +60,7 @@ class VLLMProcess:
 
     def __init__(self, options: EngineOptions, config: Any, seed: int, link: Link | None = None) -> None:
         self._options, self._sleeps, self._link = options, options.sleeps, link
+        self._looks = looks(config)
         self._build(config, seed)
 
     def _arguments(self) -> dict[str, Any]:
@@ -106,6 +109,9 @@ class VLLMProcess:
             "enable_sleep_mode": self._sleeps and not self._on_cpu,
             **self._arguments(),
         }
+        if self._looks:
+            # Pictures come cut and in the numbers that the model looks at; each request has its own.
+            arguments |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0}
         if self._on_cpu:
             arguments["enforce_eager"] = True
             if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
@@ -129,6 +135,8 @@ class VLLMProcess:
                 **({"enable_expert_parallel": True} if options.divides_experts else {}),
             }
         with _leaving_no_trace(), _unseen_modules(), one_of_several(self._link), self._explained():
+            if self._looks:
+                take_pictures(config, options.model_path, options.trust_remote_code)
             try:
                 engine_args = EngineArgs(**arguments)
             except TypeError as error:

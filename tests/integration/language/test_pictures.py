@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -14,12 +15,16 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra llm")
 
+from engine_models import change
+from engine_ranks import engine_of
 from test_reasoning import TWO_ACTORS, LanguageRun
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from rlhpc.language.data import PromptTokenizer
+from rlhpc.language.data.pictures import Seen
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.data.tiny_vision import FAMILIES, make_tiny_vision_model
+from rlhpc.language.engines import Completion, Request, SamplingParams
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.packing import pack
 from rlhpc.language.tokens.pictures import Pictures, tell_places
@@ -57,13 +62,9 @@ def picture(seed: int, width: int, height: int) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    """Samples with no picture, one, and two between words, as one row and as a rectangle, beside transformers' own way from a
-    conversation to logits, sample by sample; and a batch cut into two and joined again."""
-    make_tiny_vision_model(tmp_path, family=family, hidden=64, heads=2, seed=3)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    encoder = PromptTokenizer(tokenizer, 128, "error", True, key="data.train")
+def shown(folder: Path, family: str) -> tuple[list[list[int]], list[Seen | None]]:
+    """Prompts with no picture, one, and two between words, as tokens and what they show."""
+    encoder = PromptTokenizer(AutoTokenizer.from_pretrained(folder), 128, "error", True, key="data.train")
     unit = 28 if family == "qwen2_5_vl" else 32
     two = picture(1, unit, unit), picture(2, 2 * unit, 4 * unit)
     prompts = [
@@ -71,9 +72,17 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
         Prompt(1, ({"role": "user", "content": "how many="},), images=(picture(0, 3 * unit, 2 * unit),)),
         Prompt(2, ({"role": "user", "content": "a<image>b<image>c="},), images=two),
     ]  # fmt: skip
-    ids = [encoder.encode(prompt) for prompt in prompts]
+    ids = [encoder.encode(prompt) or [] for prompt in prompts]
     assert all(ids)
-    seen = [encoder.seen(prompt, own) for prompt, own in zip(prompts, ids, strict=True)]
+    return ids, [encoder.seen(prompt, own) for prompt, own in zip(prompts, ids, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Samples with no picture, one, and two between words, as one row and as a rectangle, beside transformers' own way from a
+    conversation to logits, sample by sample; and a batch cut into two and joined again."""
+    make_tiny_vision_model(tmp_path, family=family, hidden=64, heads=2, seed=3)
+    ids, seen = shown(tmp_path, family)
     own = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
     theirs = []
     with torch.no_grad():
@@ -111,6 +120,60 @@ def test_the_engine_sees_what_the_trainer_sees(reference: LanguageRun) -> None:
     assert max(row["train/mismatch_abs"] for row in rows) < 1e-5
     moved = [name for name, value in reference.weights(4).items() if not torch.equal(value, start[name])]
     assert any("visual" in name for name in moved) and any("language_model" in name for name in moved)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vllm_says_what_the_trainer_says(family: str, tmp_path: Path) -> None:
+    """Before an update of all weights, of those under way at one, and after: none is answered by what old weights saw. The same
+    tokens with another picture are another prompt, whatever is kept of the first."""
+    make_tiny_vision_model(tmp_path, family=family, hidden=64, heads=2, seed=3)
+    ids, seen = shown(tmp_path, family)
+    other = next(one for one in seen if one is not None)
+    other = dataclasses.replace(other, patches=-other.patches, digests=(b"another",))
+    places = [*zip(ids, seen, strict=True), (ids[1], other)]
+    model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    tell_places(model)
+    engine = engine_of("vllm", tmp_path)
+
+    def asked(first: int, tokens: int) -> list[Request]:
+        sampling = SamplingParams(max_new_tokens=tokens)
+        return [Request(first + n, tuple(own), sampling, n, seen=looked) for n, (own, looked) in enumerate(places)]
+
+    def error(request: Request, done: Completion) -> float:
+        samples = [[*request.prompt_ids, *done.token_ids]]
+        masks = [[False] * len(request.prompt_ids) + [True] * len(done.token_ids)]
+        batch = TokenBatch.of(samples, masks, pictures=Pictures.of([request.seen]))
+        with torch.no_grad():
+            found = batch.of_tokens(model(**batch.inputs()).logits).log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
+        theirs = found.gather(1, torch.tensor(done.token_ids)[:, None]).squeeze(1)
+        now = torch.tensor(done.versions) == engine.version
+        return float((torch.tensor(done.logprobs) - theirs).abs()[now].max()) if now.any() else 0.0
+
+    try:
+        requests = asked(0, 8)
+        done = engine.generate(requests)
+        assert max(map(error, requests, done)) < 2e-5
+        assert done[1].token_ids != done[3].token_ids
+        engine.add(under_way := asked(10, 12))
+        for _ in range(4):
+            assert not engine.step()
+        change(model, 1)
+        engine.update_weights(1, model.state_dict().items())
+        again = engine.generate(requests)
+        assert max(map(error, requests, again)) < 2e-5
+        ended = {one.id: one for _ in range(30) if engine.unfinished() for one in engine.step()}
+        assert max(error(one, ended[one.id]) for one in under_way) < 2e-5
+    finally:
+        engine.close()
+
+
+def test_it_trains_with_vllm(tmp_path: Path) -> None:
+    """From the start to an export of what was drawn by weights after an update, evaluated on the way."""
+    run = LanguageRun(tmp_path / "vllm", "rollout.rollout_backend=vllm", "actor.model.kwargs.heads=1", config=CONFIG)
+    run.train("runner.max_steps=2", "runner.val_check_interval=2")
+    rows = run.rows()
+    assert max(row["train/mismatch_abs"] for row in rows) < 1e-5
+    assert [row["step"] for row in rows if any(name.startswith("eval/") for name in row)] == [2]
 
 
 def test_it_resumes_and_is_evaluated_and_exported(reference: LanguageRun, tmp_path: Path) -> None:
@@ -178,7 +241,10 @@ def test_pictures_of_ones_own(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["actor.model.model_path=builtin:tiny", "actor.model.kwargs={}"], "reads text alone: take a model that looks"),
-        (["rollout.rollout_backend=vllm"], "rollout.rollout_backend is 'vllm', and the model in"),
+        (
+            ["rollout.rollout_backend=vllm", "actor.lora.rank=2", "rollout.merge_adapters=false"],
+            "rollout.merge_adapters is false, and the model in",
+        ),
         (["rollout.weight_sync=shards"], "rollout.weight_sync is 'shards', and the model in"),
         (["actor.training_backend=fsdp"], "actor.training_backend is 'fsdp', and the model in"),
         (["data.train.chat_template=false"], "data.train.chat_template is false: only a chat"),
