@@ -258,13 +258,13 @@ def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
         )
     if shows and select(cfg, "teacher.rollout_backend"):
         raise ConfigError(
-            "teacher.rollout_backend is 'vllm', and prompts of data.train show pictures, which an engine that scores is not shown; "
-            "allowed: null"
+            "teacher.rollout_backend is 'vllm', and prompts of data.train show pictures, which a teacher in vLLM is not "
+            "shown; allowed: null"
         )
     if lora.rank and select(cfg, "rollout.merge_adapters") is False:
         raise ConfigError(
-            f"rollout.merge_adapters is false, and the model in {path} looks at pictures: vLLM would leave adapters of what looks "
-            "at them out; allowed: true"
+            f"rollout.merge_adapters is false, and the model in {path} looks at pictures: vLLM would leave out adapters "
+            "of what looks at them; allowed: true"
         )
     if actor.model.freeze_vision and lora.rank:
         raise ConfigError(

@@ -124,8 +124,8 @@ def test_the_engine_sees_what_the_trainer_sees(reference: LanguageRun) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vllm_says_what_the_trainer_says(family: str, tmp_path: Path) -> None:
-    """Before an update of all weights, of those under way at one, and after: none is answered by what old weights saw. The same
-    tokens with another picture are another prompt, whatever is kept of the first."""
+    """Before an update of all weights, of those under way at one, and after: none is answered by what old weights saw. The
+    same tokens with another picture are another prompt, whatever is kept of the first."""
     make_tiny_vision_model(tmp_path, family=family, hidden=64, heads=2, seed=3)
     ids, seen = shown(tmp_path, family)
     other = next(one for one in seen if one is not None)
