@@ -94,7 +94,7 @@ def _info_of(model: Any) -> Any:
     """What vLLM asks about the pictures of a model, of the class that its own functions expect."""
     base: Any = model._processor_factory.info
 
-    class Info(base):  # type: ignore[misc]  # of vLLM, which is not typed here
+    class Info(base):
         def __init__(self, ctx: Any, largest: Seen) -> None:
             super().__init__(ctx)
             self.largest = largest
