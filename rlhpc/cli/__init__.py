@@ -20,6 +20,7 @@ from rlhpc.cli import (
     join,
     policies,
     replay,
+    robot,
     run,
     scale,
     start,
@@ -37,7 +38,20 @@ __all__ = ["build_parser", "main", "parse", "reported"]
 
 #: How `rlhpc --help` shows the commands.
 GROUPS = {
-    "Train": ("init", "config", "run", "plan", "tune", "train", "submit", "join", "scale", "feedback", "cancel"),
+    "Train": (
+        "init",
+        "config",
+        "run",
+        "plan",
+        "tune",
+        "train",
+        "submit",
+        "join",
+        "robot",
+        "scale",
+        "feedback",
+        "cancel",
+    ),
     "Look at a run": ("status", "logs", "report", "compare"),
     "Use a policy": ("eval", "record", "pairs", "convert"),
     "Data": ("data", "replay", "dagger"),
@@ -48,7 +62,23 @@ GROUPS = {
 def build_parser() -> TopParser:
     """Builds the parser of the command line."""
     parser = TopParser(GROUPS)
-    for part in (init, config, run, start, tune, join, scale, feedback, watch, policies, data, replay, doctor, clean):
+    for part in (
+        init,
+        config,
+        run,
+        start,
+        tune,
+        join,
+        robot,
+        scale,
+        feedback,
+        watch,
+        policies,
+        data,
+        replay,
+        doctor,
+        clean,
+    ):
         part.add_commands(parser.subparsers)
     parser.commands["completion"].set_defaults(parser=parser)  # what it writes a script for
 

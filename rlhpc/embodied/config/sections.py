@@ -59,7 +59,8 @@ class TaskConfig:
     """What is played, or was."""
 
     env_type: str = "gymnasium"
-    """`gymnasium`, `maniskill`, `metaworld`, `libero`, `robot`, a registered name, or `module:Class`."""
+    """`gymnasium`, `maniskill`, `metaworld`, `libero`, `robot`, `distant_robot`, a registered name, or
+    `module:Class`."""
     env_id: str = ""
     """Id of the environment, such as `CartPole-v1`; embodied runs must name one."""
     max_episode_steps: int | None = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhpc.embodied.envs.observations import Obs
+from rlhpc.embodied.envs.timing import Timing
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
@@ -40,6 +41,7 @@ class VectorEnv(ABC):
             Everything else is arrays all the same.
         keep_states: Set by a recording: `infos["final_env_states"]` then has the simulators' states from before the
             resets, where the environment has any (`env_states`).
+        timing: How well a robot keeps its time; None for simulators.
         max_episode_steps: The limit in force, 0 for none; None where the environment does not say.
         record_kwargs: What a recording notes as the environment's arguments, instead of `kwargs`.
     """
@@ -53,6 +55,7 @@ class VectorEnv(ABC):
     keep_states = False
     can_stay_on_device = False
     on_device = False
+    timing: Timing | None = None
     max_episode_steps: int | None = None
     record_kwargs: Mapping[str, Any] | None = None
 

@@ -59,6 +59,7 @@ class JudgedEnv(VectorEnv):
         self.observation_space, self.action_space = env.observation_space, env.action_space
         self.supports_state = env.supports_state
         self.max_episode_steps, self.record_kwargs = env.max_episode_steps, env.record_kwargs
+        self.timing = env.timing
         self._scale, self._relative = np.float32(cfg.reward_scale), cfg.use_rel_reward
         self._before = np.zeros(env.num_envs, np.float32)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 ENVS: Registry[Callable[..., VectorEnv]] = Registry(
     "environment type", "env.env_type", "rlhpc.envs",
     {
+        "distant_robot": "rlhpc.embodied.envs.distant_robot:DistantRobotVectorEnv",
         "gymnasium": "rlhpc.embodied.envs.gymnasium_env:GymnasiumVectorEnv",
         "libero": "rlhpc.embodied.envs.libero:LiberoVectorEnv",
         "maniskill": "rlhpc.embodied.envs.maniskill:ManiSkillVectorEnv",

@@ -12,6 +12,7 @@ import numpy as np
 
 from rlhpc.embodied.envs.base import Step, VectorEnv
 from rlhpc.embodied.envs.episodes import Episodes
+from rlhpc.embodied.envs.timing import Timing
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import load_attribute
 
@@ -76,28 +77,6 @@ class Robot(ABC):
         """Lets go of the hardware."""
 
 
-class Timing:
-    """How well a robot's episodes kept their time.
-
-    Attributes:
-        latency_s: From each observation to the command that the policy gave for it.
-        late: Commands that came after their step was over.
-        dropped: Steps that showed the same observation as the one before.
-        held: Times that it was stopped because no command came.
-    """
-
-    def __init__(self) -> None:
-        self.latency_s: list[float] = []
-        self.late = self.dropped = self.held = 0
-
-    def __str__(self) -> str:
-        if not self.latency_s:
-            return "no steps"
-        middle, most = np.quantile(self.latency_s, (0.5, 0.99)) * 1000
-        counts = f"{self.late} late, {self.dropped} dropped, {self.held} held"
-        return f"{len(self.latency_s)} steps, latency {middle:.1f} ms (99 %: {most:.1f} ms), {counts}"
-
-
 class RobotVectorEnv(VectorEnv):
     """One robot. Its episodes cannot be resumed.
 
@@ -111,22 +90,19 @@ class RobotVectorEnv(VectorEnv):
         num_envs: 1.
         slot_offset: Global number of the slot.
         seed: Of the run.
+        robot: The robot, where it is there already.
     """
 
-    def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
-        if num_envs != 1:
-            raise ConfigError(
-                f"a robot is one slot: set env.train.num_envs, env.eval.num_envs to 1 (a rank has {num_envs})"
-            )
+    timing: Timing
+
+    def __init__(
+        self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, robot: Robot | None = None
+    ) -> None:
         kwargs = {str(name): value for name, value in (cfg.kwargs or {}).items()}
-        self._period = 1.0 / _above_0("hz", kwargs.pop("hz", 10.0))
-        self._stale_s = _above_0("stale_s", kwargs.pop("stale_s", 0.5))
-        change = kwargs.pop("max_change", None)
-        self._change = np.inf if change is None else _above_0("max_change", change)
-        try:
-            self.robot: Robot = load_attribute(cfg.env_id, "env.env_id")(**kwargs)
-        except TypeError as error:
-            raise ConfigError(f"env_id {cfg.env_id!r} refuses kwargs {kwargs}: {error}") from None
+        pace = Pace.of(num_envs, kwargs)
+        self._period, self._stale_s = 1.0 / pace.hz, pace.stale_s
+        self._change = np.inf if pace.max_change is None else pace.max_change
+        self.robot = built(cfg.env_id, "env.env_id", kwargs) if robot is None else robot
         self.num_envs = 1
         self.observation_space, self.action_space = self.robot.observation_space, self.robot.action_space
         self.max_episode_steps = cfg.max_episode_steps or 0
@@ -221,16 +197,66 @@ class RobotVectorEnv(VectorEnv):
                 return why, Verdict(0.0)
             return "", self.robot.judge(self._seen.obs, self._last)
 
-    def close(self) -> None:
-        """Stops it, and lets go of it."""
-        self._closed.set()
+    def hold(self) -> None:
+        """Stops it until the next command."""
         with self._lock:
             self._sent_at = None
             self.robot.stop()
-            self.robot.close()
+
+    def retire(self) -> None:
+        """Stops it, and leaves it to another."""
+        self._closed.set()
+        self.hold()
+
+    def close(self) -> None:
+        """Stops it, and lets go of it."""
+        self.retire()
+        self.robot.close()
 
 
-def _above_0(name: str, value: Any) -> float:
+class Pace(NamedTuple):
+    """How fast a robot is moved: see `RobotVectorEnv`."""
+
+    hz: float
+    stale_s: float
+    max_change: float | None
+
+    @classmethod
+    def of(cls, num_envs: int, kwargs: dict[str, Any]) -> Pace:
+        """Takes what concerns it out of `kwargs`.
+
+        Raises:
+            ConfigError: A number is not above 0, or a rank has several robots.
+        """
+        if num_envs != 1:
+            raise ConfigError(
+                f"a robot is one slot: set env.train.num_envs, env.eval.num_envs to 1 (a rank has {num_envs})"
+            )
+        hz = above_0("hz", kwargs.pop("hz", 10.0))
+        stale_s = above_0("stale_s", kwargs.pop("stale_s", 0.5))
+        change = kwargs.pop("max_change", None)
+        return cls(hz, stale_s, None if change is None else above_0("max_change", change))
+
+
+def built(path: str, key: str, kwargs: dict[str, Any]) -> Robot:
+    """A robot by its class, as `module:Class`.
+
+    Raises:
+        ConfigError: It cannot be imported, or refuses its arguments.
+    """
+    try:
+        robot: Robot = load_attribute(path, key)(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{key.split('.')[-1]} {path!r} refuses kwargs {kwargs}: {error}") from None
+    return robot
+
+
+def above_0(name: str, value: Any) -> float:
+    """A number of `kwargs`.
+
+    Raises:
+        ConfigError: It is not above 0.
+    """
     if not isinstance(value, (int, float)) or not value > 0:
         raise ConfigError(f"env.train.kwargs.{name} is {value!r}; it must be a number above 0")
     return float(value)

@@ -19,6 +19,7 @@ from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.observations import Obs, as_arrays, as_given, join, take
 from rlhpc.embodied.envs.registry import ENVS
+from rlhpc.embodied.envs.timing import timed
 from rlhpc.embodied.roles.lanes import PeerLeft, agree_on_device, open_lanes, put_until_left
 from rlhpc.embodied.roles.outcomes import EpisodeLog, Outcomes, Shape, ppo_shape
 from rlhpc.embodied.roles.parts import Asked, Turn
@@ -118,7 +119,8 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         Returns:
             Episodes that ended, see `EpisodeLog.arrays`; `restarts` `[1]`: simulator processes that died or hung and were
             started again, since this rank started; `spoiled` `[1]`: episodes left out because their return is not finite;
-            `busy_s` `[1]`: seconds in which it did not wait for actions; and `by_device`, `by_host` `[1]`, see `_counted`.
+            `busy_s` `[1]`: seconds in which it did not wait for actions; `by_device`, `by_host` `[1]`, see `_counted`; and
+            how well robots kept their time (`timed`).
 
         Raises:
             NonFinite: A simulator gave a number that is not finite, and `runner.on_nonfinite` is stop.
@@ -151,6 +153,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             "spoiled": np.array([episodes.spoiled]),
             "busy_s": np.array([time.perf_counter() - begun - self._waited]),
             **self._counted(current().service.lane.crossed - before, turn.decisions),
+            **timed(env.timing for env in self.envs),
         }
 
     def _counted(self, crossed: int, decisions: int) -> dict[str, np.ndarray]:

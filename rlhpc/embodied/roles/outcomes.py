@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhpc.embodied.envs.finite import all_finite, bad_rows, bad_slots, cleaned, is_finite
 from rlhpc.embodied.envs.observations import as_given, join, take
+from rlhpc.embodied.envs.timing import TIMED, timed
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -248,13 +249,13 @@ class EpisodeLog:
         return {name: rows[:, i] for i, name in enumerate(names)}
 
 
-#: What a rank that simulates says of a rollout besides its episodes, see `SimulatingWorker.interact`.
+#: What a rank that simulates says of a rollout besides its episodes and `TIMED`, see `SimulatingWorker.interact`.
 COUNTS = ("restarts", "spoiled", "by_device", "by_host", "busy_s")
 
 
 def in_order(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """The ranks' episodes together, by step and then slot: the same whichever rank had which slot."""
-    parts = parts or [{**EpisodeLog().arrays(), **{name: np.zeros(1) for name in COUNTS}}]
+    parts = parts or [{**EpisodeLog().arrays(), **{name: np.zeros(1) for name in COUNTS}, **timed(())}]
     merged = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     order = np.lexsort((merged["slot"], merged["step"]))
-    return {name: column if name in COUNTS else column[order] for name, column in merged.items()}
+    return {name: column if name in (*COUNTS, *TIMED) else column[order] for name, column in merged.items()}

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from rlhpc.embodied.envs.observations import take
+from rlhpc.embodied.envs.timing import timed
 from rlhpc.embodied.roles.outcomes import EpisodeLog
 from rlhpc.embodied.roles.parts import PARTS, PLAYED, Asked, Played
 from rlhpc.embodied.roles.slots import SlotMap, UnitMap
@@ -116,7 +117,8 @@ class Replica:
             acting.cut(columns)
         counts: dict[str, float] = {"restarts": env.restarts, "spoiled": episodes.spoiled, "by_device": 0, "by_host": 0}
         counts["busy_s"] = time.perf_counter() - begun
-        return made, columns, {**episodes.arrays(), **{name: np.array([count]) for name, count in counts.items()}}
+        told = {name: np.array([count]) for name, count in counts.items()}
+        return made, columns, {**episodes.arrays(), **told, **timed([env.timing])}
 
     def _noise(self, asked: Asked) -> torch.Tensor:
         seed = np.random.SeedSequence([*self._words, asked.number]).generate_state(1, np.uint64)[0] >> np.uint64(1)

@@ -24,7 +24,7 @@ from rlhpc.embodied.roles.parts import Turn, divisible
 from rlhpc.embodied.roles.ppo import check_batches
 from rlhpc.embodied.roles.slots import SlotMap
 from rlhpc.embodied.runners.players import Players
-from rlhpc.embodied.runners.rows import ended, joined, ways
+from rlhpc.embodied.runners.rows import ended, joined, kept
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder, note
@@ -272,7 +272,7 @@ class PlayingRunner(Runner[Cfg]):
             row["env/restarts"] = restarts
         if spoiled := int(episodes["spoiled"].sum()):
             row["env/nonfinite_episodes"] = spoiled
-        row.update(ways(episodes))
+        row.update(kept(episodes))
         row.update({f"env/lost_{name}": count for name, count in self.lost.items()})
         self._validate(step, row, timers)
         row.update(timers.pop())

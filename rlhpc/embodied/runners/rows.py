@@ -6,11 +6,15 @@ from collections import Counter
 
 import numpy as np
 
+from rlhpc.embodied.envs.timing import timing_row
 
-def ways(episodes: dict[str, np.ndarray]) -> dict[str, float]:
-    """Where simulators make observations on an accelerator: the share of their messages that stayed on it."""
+
+def kept(episodes: dict[str, np.ndarray]) -> dict[str, float]:
+    """Where simulators make observations on an accelerator, the share of their messages that stayed on it; and how well robots
+    kept their time."""
     by_device, by_host = int(episodes["by_device"].sum()), int(episodes["by_host"].sum())
-    return {"env/on_device": by_device / (by_device + by_host)} if by_device + by_host else {}
+    on_device = {"env/on_device": by_device / (by_device + by_host)} if by_device + by_host else {}
+    return on_device | timing_row(episodes)
 
 
 def ended(episodes: dict[str, np.ndarray]) -> dict[str, float]:

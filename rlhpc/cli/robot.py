@@ -1,0 +1,123 @@
+"""`robot`: invites a robot on another machine to a run, and brings it there."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from pathlib import Path
+from typing import Any
+
+from rlhpc.cli.outputs import check_file
+from rlhpc.cli.parser import add_command
+from rlhpc.cli.streams import tell
+from rlhpc.runtime.errors import ConfigError
+
+_EXAMPLES = (
+    "rlhpc robot invite runs/arm --output arm.key",
+    "scp arm.key lab-pc: && ssh lab-pc",
+    "rlhpc robot serve arm.key --robot my_arm:Arm --kwargs 'address: 192.168.1.5' --ssh '-J me@login node07'",
+)
+
+
+def _robot(args: argparse.Namespace) -> int:
+    if args.overrides:
+        raise ConfigError(f"rlhpc robot takes no overrides ({args.overrides[0]})")
+    return _invite(args) if args.action == "invite" else _serve(args)
+
+
+def _meeting(text: str) -> Path:
+    """The folder in which a run, or a command that was given a folder, meets its robots."""
+    from rlhpc.cli.named import is_run, require_driver
+    from rlhpc.embodied.robots.keys import ROBOTS
+    from rlhpc.jobs.paths import RunPaths
+
+    paths = RunPaths(Path(text).expanduser().absolute())
+    if is_run(paths):
+        return require_driver(paths) / ROBOTS
+    if any(paths.root.glob("slot_*.json")):
+        return paths.root
+    raise ConfigError(f"{text} is no run folder, and in no such folder a robot is waited for (kwargs.folder)")
+
+
+def _invite(args: argparse.Namespace) -> int:
+    from rlhpc.embodied.robots.keys import invite
+
+    if not args.output:
+        raise ConfigError("rlhpc robot invite needs --output, the file for the key")
+    if args.minutes <= 0 or args.wait < 0:
+        raise ConfigError(f"--minutes is {args.minutes:g} and --wait {args.wait:g}; above 0 and at least 0 are wanted")
+    output = check_file("--output", Path(args.output))
+    key = invite(
+        _meeting(args.what), output, slot=args.slot, minutes=args.minutes, wait_s=args.wait, run=args.what
+    )  # fmt: skip
+    place = key.place
+    print(
+        f"{output}: a key for {place.robot} (slot {place.slot}), for one joining within {args.minutes:g} minutes. Take it "
+        f"there (scp {output} ROBOT:), and there:\n"
+        f"  rlhpc robot serve {output.name} --robot MODULE:CLASS --ssh {_reached(place)}"
+    )
+    return 0
+
+
+def _reached(place: Any) -> str:
+    return f"{place.node}" if place.address.startswith("127.") else "LOGIN_NODE"
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from rlhpc.embodied.envs.robot import above_0, built
+    from rlhpc.embodied.robots.keys import Key
+    from rlhpc.embodied.robots.serving import BOUNDS, Served, Way
+    from rlhpc.runtime.plain import read_yaml
+
+    if not args.robot:
+        raise ConfigError("rlhpc robot serve needs --robot, the robot's class as module:Class")
+    if args.patience < 0:
+        raise ConfigError(f"--patience is {args.patience:g}; it must be 0 or more")
+    key = Key.read(Path(args.what).expanduser())
+    way = Way(key, args.ssh, args.address)
+    try:
+        kwargs = read_yaml("{" + args.kwargs + "}")
+    except Exception:
+        raise ConfigError(
+            f"--kwargs is {args.kwargs!r}; it must be as YAML has it: 'address: 192.168.1.5, port: 5'"
+        ) from None
+    given = {name: getattr(args, name) for name in BOUNDS if getattr(args, name) is not None}
+    bounds = {name: above_0(name, value) for name, value in given.items()}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the robot is stopped first
+    Served(built(args.robot, "--robot", kwargs), bounds, tell).serve(key, way, args.patience)
+    return 0
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the commands of this module to the command line."""
+    robot = add_command(
+        commands, "robot", _robot, "invite a robot on another machine to a run, and bring it there", _EXAMPLES
+    )
+    robot.add_argument(
+        "action", choices=("invite", "serve"), help="on the cluster: make a key; at the robot: join by it"
+    )
+    robot.add_argument("what", help="invite: the run's folder; serve: the key's file")
+    robot.add_argument("--output", help="the file to write the key to (invite)")
+    robot.add_argument("--slot", type=int, help="whose key, where a run has several robots (invite)")
+    robot.add_argument("--minutes", type=float, default=60.0, help="how long the key is good for (invite; default 60)")
+    robot.add_argument(
+        "--wait", type=float, default=0.0, metavar="SECONDS",
+        help="how long to wait until the run waits for a robot (invite; default 0)",
+    )  # fmt: skip
+    robot.add_argument("--robot", help="the robot's class, as module:Class (serve)")
+    robot.add_argument(
+        "--kwargs", default="", help="its arguments, as in YAML: 'address: 192.168.1.5, port: 5' (serve)"
+    )
+    robot.add_argument(
+        "--ssh", default="",
+        help="options and host for ssh, which must reach the run's node: '-J me@login node07' (serve; default: no ssh)",
+    )  # fmt: skip
+    robot.add_argument("--address", default="", help="HOST:PORT of a tunnel of your own, in place of --ssh (serve)")
+    robot.add_argument(
+        "--patience", type=float, default=60.0, metavar="SECONDS",
+        help="how long to try to reach the run, also when the line to it was lost (serve; default 60)",
+    )  # fmt: skip
+    most = "that this machine allows at most, whatever the run says (serve)"
+    robot.add_argument("--hz", type=float, help=f"steps a second {most}")
+    robot.add_argument("--stale-s", type=float, help=f"seconds without a command {most}")
+    robot.add_argument("--max-change", type=float, help=f"change of a command from one step to the next {most}")

@@ -1,0 +1,1 @@
+"""Robots on machines outside the cluster: how they come to a run, and what is said between them."""

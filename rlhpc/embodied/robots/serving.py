@@ -1,0 +1,233 @@
+"""The robot's side: brings a robot to a run, moves it as the run says, and stops it when nobody says anything."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shlex
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlhpc.embodied.config import EnvSideConfig
+from rlhpc.embodied.envs.distant_robot import SETTINGS
+from rlhpc.embodied.envs.robot import Robot, RobotVectorEnv
+from rlhpc.embodied.robots.keys import Key, Refused
+from rlhpc.embodied.robots.line import Line, LineLost, Message, give, take
+from rlhpc.embodied.robots.meeting import GREETING_S, join
+from rlhpc.embodied.robots.shapes import told
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.parents import die_with_parent
+
+log = logging.getLogger(__name__)
+
+_LOOK_S, _AGAIN_S = 0.2, 1.0
+#: Of `RobotVectorEnv`'s numbers, those that a robot's own machine may bound, and whether it bounds them from above.
+BOUNDS = ("hz", "stale_s", "max_change")
+
+
+class Way:
+    """How the run's place is reached: directly, or through a child that is `ssh -W`.
+
+    Args:
+        key: Says where the run waits.
+        ssh: Words for ssh: options and a host that reaches the place; empty to connect directly.
+        address: Where to connect directly in the place's stead, as the end of somebody else's tunnel.
+    """
+
+    def __init__(self, key: Key, ssh: str = "", address: str = "") -> None:
+        self._to = (key.place.address, key.place.port)
+        if address:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal():
+                raise ConfigError(f"--address is {address!r}; it must be HOST:PORT")
+            self._to = (host, int(port))
+        self._ssh = shlex.split(ssh)
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __str__(self) -> str:
+        return f"{self._to[0]} port {self._to[1]}" + (f" by ssh {shlex.join(self._ssh)}" if self._ssh else "")
+
+    def open(self) -> socket.socket:
+        """A new connection.
+
+        Raises:
+            OSError: There is none.
+        """
+        self.close()
+        if not self._ssh:
+            return socket.create_connection(self._to, GREETING_S)
+        own, theirs = socket.socketpair()
+        parent = os.getpid()
+        with theirs:
+            self._child = subprocess.Popen(
+                ["ssh", "-W", f"{self._to[0]}:{self._to[1]}", *self._ssh], stdin=theirs.fileno(), stdout=theirs.fileno(),
+                preexec_fn=lambda: die_with_parent(parent),
+            )  # fmt: skip
+        return own
+
+    def close(self) -> None:
+        """Ends the child."""
+        if self._child is not None:
+            self._child.terminate()
+            try:
+                self._child.wait(2)
+            except subprocess.TimeoutExpired:
+                self._child.kill()
+                self._child.wait()
+            self._child = None
+
+
+class Served:
+    """A robot in a run's hands.
+
+    Args:
+        robot: The robot.
+        bounds: What of `BOUNDS` this machine allows at most.
+        tell: Says something to the person at the robot.
+    """
+
+    def __init__(self, robot: Robot, bounds: Mapping[str, float], tell: Callable[[str], None]) -> None:
+        self._robot, self._bounds, self._tell = robot, bounds, tell
+        self._env: RobotVectorEnv | None = None
+        self.steps = 0
+
+    def serve(self, key: Key, way: Way, patience_s: float) -> None:
+        """Serves a run until it lets the robot go.
+
+        Raises:
+            Refused: The run does not take it.
+            RlhpcError: The run is gone, or cannot be reached.
+        """
+        about = json.dumps(told(self._robot.observation_space, self._robot.action_space))
+        name, secret, again = key.id, key.secret, False
+        deadline, why = time.monotonic() + patience_s, ""
+        try:
+            while True:
+                line, session, why = self._join(way, name, secret, about)
+                if line is None:
+                    if time.monotonic() > deadline:
+                        what = "has not come back" if again else "could not be reached"
+                        raise RlhpcError(
+                            f"{key.place.run} {what} in {patience_s:g} s (--patience), at {way}: {why}; the robot is stopped"
+                        )
+                    time.sleep(_AGAIN_S)
+                    continue
+                if not again:
+                    name, secret, again = *session, True
+                    self._tell(f"{key.place.robot} has joined {key.place.run} ({way})")
+                try:
+                    if self._obey(line):
+                        self._tell(f"{key.place.run} has let {key.place.robot} go after {self.steps} steps")
+                        return
+                except LineLost as lost:
+                    self._hold()
+                    self._tell(
+                        f"the line to {key.place.run} is lost ({lost}): the robot is stopped, and tries to come back"
+                    )
+                finally:
+                    line.close()
+                deadline = time.monotonic() + patience_s
+        finally:
+            way.close()
+            if self._env is not None:
+                self._env.close()
+            else:
+                self._robot.stop()
+                self._robot.close()
+
+    def _join(self, way: Way, name: str, secret: str, about: str) -> tuple[Line | None, tuple[str, str], str]:
+        """A line to the run and the session, or why there is none."""
+        try:
+            sock = way.open()
+        except OSError as error:
+            return None, ("", ""), str(error.strerror or error)
+        try:
+            return *join(sock, name, secret, about), ""
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            sock.close()
+            return None, ("", ""), str(error)
+        except Refused:
+            sock.close()
+            raise
+
+    def _hold(self) -> None:
+        if self._env is not None:
+            self._env.hold()
+        else:
+            self._robot.stop()
+
+    def _obey(self, line: Line) -> bool:
+        """Does what the run says; returns once it lets go.
+
+        Raises:
+            LineLost: The run is gone.
+        """
+        while True:
+            message = line.hear(_LOOK_S)
+            if message is None:
+                continue
+            words = message.words
+            if "begin" in words:
+                self._begin(words["begin"], int(words["seed"]))
+            elif words["do"] == "leave":
+                self._hold()
+                with contextlib.suppress(LineLost):
+                    line.say({"number": words["number"]})
+                return True
+            else:
+                try:
+                    self._do(line, message)
+                except LineLost:
+                    raise
+                except Exception as error:
+                    self._hold()
+                    said = f"{type(error).__name__}: {error}"[:500]
+                    with contextlib.suppress(LineLost):
+                        line.say({"number": words["number"], "broken": said})
+                    raise RlhpcError(
+                        f"the robot's own code failed in {words['do']}, and it is stopped: {said}"
+                    ) from error
+
+    def _begin(self, settings: Mapping[str, Any], seed: int) -> None:
+        pace: dict[str, Any] = {}
+        for name in BOUNDS:
+            said = [value for value in (settings[name], self._bounds.get(name)) if value is not None]
+            pace[name] = float(min(said)) if said else None
+        own = {name: settings[name] for name in SETTINGS}
+        limit = int(settings["max_episode_steps"]) or None
+        section = EnvSideConfig(env_type="robot", max_episode_steps=limit, kwargs=pace, **own)
+        if self._env is not None:
+            self._env.retire()
+        self._env = RobotVectorEnv(section, 1, int(settings["slot"]), seed, self._robot)
+
+    def _do(self, line: Line, message: Message) -> None:
+        words, env = message.words, self._env
+        if env is None:
+            raise LineLost("the run did not say how the robot is moved")
+        if words["do"] == "reset":
+            obs, _ = env.reset(None if words["seed"] is None else int(words["seed"]))
+            line.say({"number": words["number"]}, take(_first(obs), "obs"))
+            return
+        obs, rewards, ends, cut, infos = env.step(give(message.arrays, "action")[None])
+        self.steps += 1
+        said: dict[str, Any] = {
+            "number": words["number"], "reward": float(rewards[0]), "ended": bool(ends[0]), "cut": bool(cut[0]),
+            "lost": "lost" in infos,
+        }  # fmt: skip
+        arrays = take(_first(obs), "obs") | env.timing.news()
+        if "episode" in infos:
+            said["episode"] = {name: float(value[0]) for name, value in infos["episode"].items() if name != "mask"}
+            arrays |= take(_first(infos["final_obs"]), "final_obs")
+        line.say(said, arrays)
+
+
+def _first(obs: Any) -> Any:
+    """The observation of the one slot."""
+    return {key: part[0] for key, part in obs.items()} if isinstance(obs, dict) else np.asarray(obs)[0]
