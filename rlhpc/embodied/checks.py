@@ -110,6 +110,8 @@ def check_slots(cfg: PlayingConfig, fail: Fail) -> None:
     """
     if cfg.rollout.weight_sync.lower() == "shards":
         raise fail("rollout.weight_sync", "policies are sent whole: take auto (shards is for language models)")
+    if cfg.env.train.env_type.lower() == "distant_robot" and cfg.runner.val_check_interval > 0:
+        raise fail("runner.val_check_interval", "a robot is in one place at a time: leave it at -1, and use rlhpc eval")
     envs, stages = cfg.env.train.num_envs, cfg.rollout.pipeline_stage_num
     if envs % stages:
         raise fail("env.train.num_envs", f"it must divide by rollout.pipeline_stage_num ({stages})")

@@ -97,8 +97,19 @@ def _key_figures(
             if demonstrations is None
             else ""
         )
+        + _robot(rows)
         + "</div>"
     )
+
+
+def _robot(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How a robot kept its time."""
+    latency = _last(rows, "env/robot_latency_ms_p50")
+    if latency is None:
+        return ""
+    counts = {name: sum(series(rows, f"env/robot_{name}")[1]) for name in ("late", "dropped", "lost")}
+    told = ", ".join(f"{count:.0f} {name}" for name, count in counts.items())
+    return card("Robot", f"{latency:.1f} ms", f"to a command, median of the last step; {told} in all")
 
 
 def _evaluation(evaluations: Sequence[Mapping[str, Any]]) -> str:

@@ -209,6 +209,8 @@ def test_every_metric_is_documented(tiny_run):
     }
     # Its simulators are on the CPU.
     sometimes.add("env/on_device")
+    # And are no robots.
+    sometimes |= {f"env/robot_{what}" for what in ("late", "dropped", "held", "lost")}
     # Nobody joins it.
     sometimes.add("env/joined_transitions")
     # All of its numbers are finite, and its loss is ppo.

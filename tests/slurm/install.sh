@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The Debian packages of a real Slurm for the tests of this folder. Needs root; starts no service.
+# The Debian packages of a real Slurm for the tests of this folder, and of sshd for others. Needs root; starts no service.
 set -euo pipefail
 
-packages=(slurmctld slurmd slurm-client slurmdbd munge mariadb-server iproute2 iputils-ping util-linux procps)
+packages=(slurmctld slurmd slurm-client slurmdbd munge mariadb-server iproute2 iputils-ping util-linux procps openssh-server openssh-client)
 
 missing=()
 for package in "${packages[@]}"; do

@@ -151,10 +151,10 @@ class Meeting:
             if self._line is not None:  # it has lost it, or it would not come
                 self._line.close()
             return
-        if self._line is not None and not self._line.lost:
-            raise Refused("the run has its robot already")
 
         def fits() -> None:
+            if self._line is not None and not self._line.lost:
+                raise Refused("the run has its robot already")
             if why := self._misfit(json.loads(about)):
                 raise Refused(why)
 
