@@ -42,6 +42,8 @@ _EXAMPLES = {
         "rlhpc dagger configs/embodied/push_cube_bc.yaml --expert rlhpc.embodied.envs.experts:push_cube "
         "--rounds 2 demos.path=null",
         "rlhpc dagger configs/embodied/panda_pick_hil.yaml --intervene keyboard env.eval.num_envs=1",
+        "rlhpc dagger configs/embodied/panda_pick_hil.yaml --intervene keyboard --to lerobot --task 'pick the cube' "
+        "env.eval.num_envs=1",
     ),
 }
 
@@ -213,7 +215,8 @@ def _dagger(args: argparse.Namespace) -> int:
             "name who labels: --expert for every step that the clone plays, or --intervene for those it is led in"
         )
     made = dagger(args.config, args.overrides, expert=args.expert, rounds=args.rounds, episodes=args.episodes,
-                  intervene=args.intervene, trust_code=args.trust_checkpoint_code)  # fmt: skip
+                  intervene=args.intervene, trust_code=args.trust_checkpoint_code,
+                  options=format_options(args))  # fmt: skip
     print(made[-1]["checkpoint"])
     return 0
 
@@ -252,13 +255,7 @@ def add_commands(commands: Any) -> None:
     record.add_argument(
         "--output", required=True, help="the .h5 file; a .json of the same name goes beside it. lerobot: the folder"
     )
-    record.add_argument(
-        "--to",
-        choices=("hdf5", "lerobot"),
-        default="hdf5",
-        help="format: ManiSkill's HDF5 (default), or LeRobot's v3.0",
-    )
-    add_format(record)
+    _add_to(record)
     add_words(record)
     pairs = add_command(
         commands,
@@ -310,3 +307,15 @@ def add_commands(commands: Any) -> None:
     dagger.add_argument("--intervene", metavar="WHO", help=f"{_INTERVENE}; only what they do is cloned")
     dagger.add_argument("--rounds", type=int, default=3, help="how often the clone plays (default 3)")
     dagger.add_argument("--episodes", type=int, default=20, help="episodes it plays each time (default 20)")
+    _add_to(dagger)
+
+
+def _add_to(parser: argparse.ArgumentParser) -> None:
+    """Adds in which format episodes are written."""
+    parser.add_argument(
+        "--to",
+        choices=("hdf5", "lerobot"),
+        default="hdf5",
+        help="format of what is written: ManiSkill's HDF5 (default), or LeRobot's v3.0",
+    )
+    add_format(parser)

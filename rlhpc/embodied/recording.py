@@ -36,12 +36,20 @@ class EpisodeRecorder(Watch):
         wanted: How many to write.
         teacher: Its actions are written instead of those played (DAgger), without rewards, which belong to the actions
             played.
+        gated: Knows who acted, where somebody may take over.
     """
 
     def __init__(
-        self, writer: EpisodeWriter, env: VectorEnv, *, only_success: bool, wanted: int, teacher: Any = None
+        self,
+        writer: EpisodeWriter,
+        env: VectorEnv,
+        *,
+        only_success: bool,
+        wanted: int,
+        teacher: Any = None,
+        gated: Gated | None = None,
     ) -> None:
-        self._teacher = teacher
+        self._teacher, self._gated = teacher, gated
         self._writer, self._env, self._only_success, self._wanted = writer, env, only_success, wanted
         self._before: dict[str, Any] = {}
         self._open: list[list[dict[str, Any]]] = [[] for _ in range(env.num_envs)]
@@ -78,6 +86,8 @@ class EpisodeRecorder(Watch):
         for slot in np.flatnonzero(slots).tolist():
             step = {name: _row(value, slot) for name, value in self._before.items()}
             step |= {"rewards": rewards[slot], "terminations": terminations[slot], "truncations": truncations[slot]}
+            if self._gated is not None:
+                step["taken"] = bool(self._gated.taken[slot])
             if "success" in infos:
                 step["success"] = bool(infos["success"][slot])
             self._open[slot].append(step)
@@ -106,6 +116,7 @@ class EpisodeRecorder(Watch):
             **{name: np.array([step[name] for step in steps]) for name in ("terminations", "truncations")},
             "rewards": np.array([step["rewards"] for step in steps]) if self._teacher is None else None,
             "success": success,
+            "taken": None if self._gated is None else np.array([step["taken"] for step in steps]),
             "env_states": None if final is None else _stack([*(s["env_states"] for s in steps), _row(final, slot)]),
         })  # fmt: skip
 
@@ -121,8 +132,8 @@ class TakenRecorder(EpisodeRecorder):
     """
 
     def __init__(self, writer: EpisodeWriter, env: VectorEnv, *, wanted: int, gated: Gated) -> None:
-        super().__init__(writer, env, only_success=False, wanted=wanted)
-        self._gated = gated
+        super().__init__(writer, env, only_success=False, wanted=wanted, gated=gated)
+        self._gated: Gated = gated
         self.taken_steps = 0
 
     @property
@@ -157,7 +168,7 @@ class TakenRecorder(EpisodeRecorder):
             "obs": _stack([*(step["obs"] for step in steps), last]),
             "actions": np.stack([np.asarray(step["actions"]).reshape(-1) for step in steps]),
             **{name: np.array([step[name] for step in steps]) for name in ("rewards", "terminations")},
-            "truncations": truncations,
+            "truncations": truncations, "taken": np.ones(len(steps), bool),
         })  # fmt: skip
 
 
@@ -226,11 +237,14 @@ def record(
             )  # fmt: skip
         with torch.random.fork_rng(devices=[]), opened as writer:
             torch.manual_seed(seed)  # what is sampled is the same each time
+            gated = None
             if intervention is not None:
-                actor = Gated(actor, intervention, env)
-            recorder = EpisodeRecorder(writer, env, only_success=only_success, wanted=episodes, teacher=teacher)
-            if only_taken:
-                recorder = TakenRecorder(writer, env, wanted=episodes, gated=actor)
+                gated = actor = Gated(actor, intervention, env)
+            recorder = EpisodeRecorder(
+                writer, env, only_success=only_success, wanted=episodes, teacher=teacher, gated=gated
+            )
+            if only_taken and gated is not None:
+                recorder = TakenRecorder(writer, env, wanted=episodes, gated=gated)
             while (missing := recorder.missing) > 0:
                 if recorder.played and only_success and not recorder.success_known:
                     raise ConfigError(f"--only-success: {env_cfg.env_id} does not say whether an episode succeeded")

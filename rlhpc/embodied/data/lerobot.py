@@ -20,6 +20,7 @@ import numpy as np
 
 from rlhpc.checkpoint.manifest import is_plain_name
 from rlhpc.embodied.data.trajectory import check
+from rlhpc.embodied.envs.observations import TEXT_BYTES, encode_text
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.shown import first_line
@@ -34,7 +35,8 @@ def read_lerobot(folder: Path) -> Iterator[dict[str, Any]]:
     """The episodes of a dataset's folder, in order, with the fields of `rlhpc.embodied.data.trajectory`.
 
     `observation.state` is "state"; the cameras are "rgb", side by side in the last axis, channels last; further
-    `observation.…` columns keep their names. A dataset with only a state gives arrays.
+    `observation.…` columns keep their names. A frame's task is its "instruction", unless it is only the robot's name. A
+    dataset with only a state, and one task, gives arrays.
 
     Raises:
         ConfigError: A file is missing or not what `info.json` says.
@@ -43,9 +45,10 @@ def read_lerobot(folder: Path) -> Iterator[dict[str, Any]]:
     features = info["features"]
     videos = [name for name, feature in features.items() if feature.get("dtype") == "video"]
     table = _Frames(folder, info)
+    tasks = table.tasks()
     for number, columns in table.episodes():
         pictures = {name: table.frames(name, number, len(columns["action"])) for name in videos}
-        yield _trajectory({**columns, **pictures}, f"{folder}, episode {number}", features)
+        yield _trajectory({**columns, **pictures}, f"{folder}, episode {number}", features, tasks)
 
 
 def _info(folder: Path) -> dict[str, Any]:
@@ -88,6 +91,26 @@ class _Frames:
             return self._parquet.read_table(file, partitioning=None)
         except self._errors as error:
             raise ConfigError(f"{file} cannot be read as Parquet: {first_line(error)}") from None
+
+    def tasks(self) -> dict[int, str]:
+        """Tasks by their numbers; {} where they are not in words."""
+        meta = self._folder / "meta"
+        try:
+            if (meta / "tasks.parquet").is_file():
+                table = self._read(meta / "tasks.parquet")
+                words = next((name for name in ("task", "__index_level_0__") if name in table.column_names), "")
+                numbers = table["task_index"].to_pylist() if words else []
+                rows = list(zip(numbers, table[words].to_pylist(), strict=True)) if words else []
+            elif (meta / "tasks.jsonl").is_file():
+                lines = (meta / "tasks.jsonl").read_text().splitlines()
+                said = [read_json(line) for line in lines if line.strip()]
+                rows = [(row["task_index"], row["task"]) for row in said]
+            else:
+                return {}
+            found = {int(number): str(task) for number, task in rows}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{meta}/tasks.* cannot be read: {first_line(error)}") from None
+        return {} if set(found.values()) <= {"", str(self._info.get("robot_type"))} else found
 
     def episodes(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for file in self._files:
@@ -160,7 +183,9 @@ def decode(path: Path) -> np.ndarray:
         raise ConfigError(f"{path} cannot be read as a video: {error}") from None
 
 
-def _trajectory(columns: dict[str, Any], source: str, features: dict[str, Any]) -> dict[str, Any]:
+def _trajectory(
+    columns: dict[str, Any], source: str, features: dict[str, Any], tasks: dict[int, str]
+) -> dict[str, Any]:
     T = len(columns["action"])
     seen = {name: value for name, value in columns.items() if name.startswith("observation.") and name in features}
     obs: dict[str, np.ndarray] = {}
@@ -172,6 +197,9 @@ def _trajectory(columns: dict[str, Any], source: str, features: dict[str, Any]) 
             obs["state" if name == _STATE else name.removeprefix("observation.")] = _array(value, np.float32)
     if pictures:
         obs["rgb"] = np.concatenate(pictures, -1)
+    if tasks and "task_index" in columns and (set(obs) != {"state"} or len(tasks) > 1):
+        words = [tasks.get(int(number), "") for number in columns["task_index"]]
+        obs["instruction"] = np.stack([encode_text(text, TEXT_BYTES) for text in words])
     final = {name: np.concatenate([value, value[-1:]]) for name, value in obs.items()}
     done, success = columns.get("next.done"), columns.get("next.success")
     terminations, truncations = np.zeros(T, bool), np.zeros(T, bool)

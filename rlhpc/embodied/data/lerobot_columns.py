@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.embodied.envs.observations import decode_text
 from rlhpc.runtime.errors import ConfigError
 
 #: Files of a folder, and bytes of a file, as lerobot has them.
 CHUNK = 1000
 MOST_BYTES = {"data": 100 << 20, "videos": 200 << 20}
 PATTERN = "chunk-{chunk_index:03d}/file-{file_index:03d}"
+#: In which steps somebody had taken over from the policy; lerobot's own recordings put what a teleoperator says there.
+TAKEN = "complementary_info.is_intervention"
 _OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
@@ -24,6 +27,8 @@ def columns_of(trajectory: Mapping[str, Any]) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for name, value in obs.items() if isinstance(obs, Mapping) else [("state", obs)]:
         column = np.asarray(value)[:-1]
+        if is_instruction(name, column):
+            continue
         if name in ("rgb", "image") or (column.ndim == 4 and column.dtype == np.uint8):
             found |= _cameras(name, column, str(trajectory["source"]))
         else:
@@ -36,7 +41,23 @@ def columns_of(trajectory: Mapping[str, Any]) -> dict[str, np.ndarray]:
     found["next.done"], found["next.truncated"] = terminations | truncations, truncations
     if trajectory.get("success") is not None:
         found["next.success"] = np.asarray(trajectory["success"], bool)
+    if trajectory.get("taken") is not None:
+        found[TAKEN] = np.asarray(trajectory["taken"], bool)
     return found
+
+
+def is_instruction(name: str, column: np.ndarray) -> bool:
+    """Whether an observation is a text, which LeRobot has as a frame's task."""
+    return name == "instruction" and column.dtype == np.uint8 and column.ndim == 2
+
+
+def tasks_of(trajectory: Mapping[str, Any], task: str) -> list[str]:
+    """What is to be done, in words, in each step of an episode; `task` where its observations do not say."""
+    obs, length = trajectory["obs"], len(trajectory["actions"])
+    texts = obs.get("instruction") if isinstance(obs, Mapping) else None
+    if texts is None or not is_instruction("instruction", np.asarray(texts)):
+        return [task] * length
+    return [decode_text(row) or task for row in np.asarray(texts)[:length]]
 
 
 def _cameras(name: str, pictures: np.ndarray, source: str) -> dict[str, np.ndarray]:

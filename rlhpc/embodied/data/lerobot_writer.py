@@ -24,6 +24,7 @@ from rlhpc.embodied.data.lerobot_columns import (
     features_of,
     images,
     table_of,
+    tasks_of,
     tasks_table,
 )
 from rlhpc.embodied.data.lerobot_statistics import Totals
@@ -33,13 +34,17 @@ from rlhpc.embodied.data.writing import FolderWriter
 from rlhpc.runtime.errors import ConfigError
 
 
+class NothingToWrite(ConfigError):
+    """A dataset has at least one episode."""
+
+
 class LeRobotWriter(FolderWriter):
     """A dataset, which takes its name when `close` is called.
 
     Args:
         folder: Of the dataset.
         fps: Frames a second.
-        task: What is done in the episodes, in words.
+        task: What is done in the episodes, in words, where their observations have no `instruction`.
         videos: Pictures go into mp4 files, rather than into the table.
         robot: `robot_type`.
     """
@@ -55,6 +60,7 @@ class LeRobotWriter(FolderWriter):
         self._features: dict[str, Any] = {}
         self._cameras: dict[str, CameraFiles] = {}
         self._rows: list[dict[str, Any]] = []
+        self._tasks: dict[str, int] = {}
         self._totals = Totals()
         self._table: Any = None
         self._file, self._frames = 0, 0
@@ -86,10 +92,11 @@ class LeRobotWriter(FolderWriter):
                 f"{trajectory['source']} has {_said(features)}; the episodes before it have {_said(self._features)}"
             )
         number, length = len(self._rows), len(columns["action"])
+        tasks = tasks_of(trajectory, self._task)
         columns |= {
             "timestamp": np.arange(length, dtype=np.float32) / np.float32(self._fps), "frame_index": np.arange(length),
             "episode_index": np.full(length, number), "index": self._frames + np.arange(length),
-            "task_index": np.zeros(length, np.int64),
+            "task_index": np.array([self._tasks.setdefault(task, len(self._tasks)) for task in tasks], np.int64),
         }  # fmt: skip
         statistics = {
             name: self._totals.add(name, column, name in images(features)) for name, column in columns.items()
@@ -99,7 +106,7 @@ class LeRobotWriter(FolderWriter):
             places |= camera.add(columns[name])
         self._write(table_of(columns, self._features, self._arrow))
         self._rows.append({
-            "episode_index": number, "tasks": [self._task], "length": length,
+            "episode_index": number, "tasks": list(dict.fromkeys(tasks)), "length": length,
             "data/chunk_index": self._file // CHUNK, "data/file_index": self._file % CHUNK,
             "dataset_from_index": self._frames, "dataset_to_index": self._frames + length, **places,
             **{f"stats/{name}/{key}": v.tolist() for name, each in statistics.items() for key, v in each.items()},
@@ -129,7 +136,7 @@ class LeRobotWriter(FolderWriter):
         """
         with self.finished:
             if not self._rows:
-                raise ConfigError("there is no episode to write")
+                raise NothingToWrite("there is no episode to write")
             self._table.close()
             for name, camera in self._cameras.items():
                 self._features[name]["info"] = camera.close()
@@ -137,14 +144,14 @@ class LeRobotWriter(FolderWriter):
             (meta / "episodes" / "chunk-000").mkdir(parents=True)
             episodes = self._arrow.Table.from_pylist(self._rows)
             self._parquet.write_table(episodes, meta / "episodes" / "chunk-000" / "file-000.parquet")
-            self._parquet.write_table(tasks_table([self._task], self._arrow), meta / "tasks.parquet")
+            self._parquet.write_table(tasks_table(list(self._tasks), self._arrow), meta / "tasks.parquet")
             (meta / "stats.json").write_text(json.dumps(self._totals.all(), indent=4) + "\n")
             (meta / "info.json").write_text(json.dumps(self._info(), indent=4) + "\n")
 
     def _info(self) -> dict[str, Any]:
         return {
             "codebase_version": "v3.0", "robot_type": self._robot, "total_episodes": len(self._rows),
-            "total_frames": self._frames, "total_tasks": 1, "chunks_size": CHUNK,
+            "total_frames": self._frames, "total_tasks": len(self._tasks), "chunks_size": CHUNK,
             "data_files_size_in_mb": MOST_BYTES["data"] >> 20, "video_files_size_in_mb": MOST_BYTES["videos"] >> 20,
             "fps": self._fps, "splits": {"train": f"0:{len(self._rows)}"}, "data_path": f"data/{PATTERN}.parquet",
             "video_path": f"videos/{{video_key}}/{PATTERN}.mp4" if self._cameras else None, "features": self._features,

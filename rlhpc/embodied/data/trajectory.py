@@ -5,6 +5,7 @@ actions        [T, A]; a discrete action is one integer, [T, 1]
 rewards        [T] float32, or None where none were recorded
 terminations, truncations   [T] bool
 success        [T] bool, or None where the simulator does not say
+taken          [T] bool, steps in which somebody had taken over from the policy; only in recordings of such
 env_states     nested dict of [T+1, ...] as ManiSkill's `get_state_dict`, or None
 seed           of the episode's reset, or None
 source         file and episode, for messages

@@ -27,7 +27,9 @@ from rlhpc.runtime.parents import die_with_parent
 
 log = logging.getLogger(__name__)
 
-_LOOK_S, _AGAIN_S = 0.2, 1.0
+_LOOK_S = 0.2
+#: Between two tries to reach the run: the first pause, and the longest.
+_AGAIN_S = (0.5, 4.0)
 #: Of `RobotVectorEnv`'s numbers, those that a robot's own machine may bound, and whether it bounds them from above.
 BOUNDS = ("hz", "stale_s", "max_change")
 
@@ -107,7 +109,7 @@ class Served:
         """
         about = json.dumps(told(self._robot.observation_space, self._robot.action_space))
         name, secret, again = key.id, key.secret, False
-        deadline, why = time.monotonic() + patience_s, ""
+        deadline, why, pause = time.monotonic() + patience_s, "", _AGAIN_S[0]
         try:
             while True:
                 line, session, why = self._join(way, name, secret, about)
@@ -117,7 +119,8 @@ class Served:
                         raise RlhpcError(
                             f"{key.place.run} {what} in {patience_s:g} s (--patience), at {way}: {why}; the robot is stopped"
                         )
-                    time.sleep(_AGAIN_S)
+                    time.sleep(pause)
+                    pause = min(2 * pause, _AGAIN_S[1])
                     continue
                 if not again:
                     name, secret, again = *session, True
@@ -133,7 +136,7 @@ class Served:
                     )
                 finally:
                     line.close()
-                deadline = time.monotonic() + patience_s
+                deadline, pause = time.monotonic() + patience_s, _AGAIN_S[0]
         finally:
             way.close()
             if self._env is not None:

@@ -151,6 +151,9 @@ def windows_of(obs: Any, space: Any) -> Any:
     boxes, parts = boxes_of(space), obs if isinstance(obs, dict) else {"": obs}
     found = {}
     for name, part in parts.items():
+        if name == "instruction" and name in boxes and part.ndim == 2:  # a text may have another room elsewhere
+            room = boxes[name].shape[-1]
+            part = np.pad(part[:, :room], ((0, 0), (0, max(0, room - part.shape[1]))))
         found[name] = part
         if name in boxes and 1 < part.ndim == len(boxes[name].shape) and boxes[name].shape[1:] == part.shape[1:]:
             steps = np.arange(len(part))[:, None] + np.arange(1 - boxes[name].shape[0], 1)

@@ -16,6 +16,8 @@ from typing import Any
 from rlhpc.checkpoint import newest_valid
 from rlhpc.config.typed import typed
 from rlhpc.embodied.config import BcConfig
+from rlhpc.embodied.data.datasets import Options
+from rlhpc.embodied.data.lerobot_writer import NothingToWrite
 from rlhpc.embodied.elsewhere import where_it_can
 from rlhpc.embodied.evaluate import record_episodes
 from rlhpc.embodied.intervention import named_intervention
@@ -31,7 +33,7 @@ from rlhpc.runtime.plain import read_json
 
 def dagger(
     config: str | Path, overrides: Sequence[str], *, expert: str | None, rounds: int, episodes: int,
-    intervene: str | None = None, trust_code: bool = False,
+    intervene: str | None = None, trust_code: bool = False, options: Options | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Trains a policy by DAgger.
 
@@ -43,6 +45,7 @@ def dagger(
             Rounds end when nobody does any more.
         rounds: How often the clone plays.
         episodes: Episodes of each round.
+        options: In which format the data of rounds are written; ManiSkill's HDF5 by default.
         trust_code: Import what a checkpoint that is the expert names as `module:Class`, also where the configuration does not.
 
     Returns:
@@ -67,7 +70,7 @@ def dagger(
             raise ConfigError(
                 "demos.path is null; --intervene goes on from a first clone: record demonstrations, and name them"
             )
-        data = [_labelled(folder / "round_0.h5", expert, first, episodes, None, None, trust_code)]
+        data = [_labelled(folder, 0, expert, first, episodes, None, None, trust_code, options) or ""]
     made: list[dict[str, Any]] = []
     start: list[str] = []
     for k in range(rounds + 1):
@@ -84,9 +87,10 @@ def dagger(
         made.append({"name": paths.root.name, "checkpoint": str(found.path), "data": list(data)})
         start = [f"runner.init_from={_quoted(str(found.path))}"]
         if k < rounds:
-            output = folder / f"round_{k + 1}.h5"
-            data.append(_labelled(output, expert, cfg, episodes, str(found.path), intervene, trust_code))
-            if intervene is not None and not read_json(output.with_suffix(".json").read_bytes())["episodes"]:
+            student = str(found.path)
+            made_of = _labelled(folder, k + 1, expert, cfg, episodes, student, intervene, trust_code, options)
+            data.append(made_of or "")
+            if made_of is None:
                 note(f"nobody took over in {episodes} episodes; {made[-1]['checkpoint']} is the last policy")
                 return made
     return made
@@ -105,31 +109,41 @@ def _quoted(path: str) -> str:
 
 
 def _labelled(
-    output: Path, expert: str | None, cfg: BcConfig, episodes: int, student: str | None, intervene: str | None,
-    trust_code: bool,
-) -> str:  # fmt: skip
-    """The file of a round: episodes of the student (of the expert itself, without one) with the expert's actions, or what was
-    done by somebody who took over."""
-    if not output.is_file():
+    folder: Path, number: int, expert: str | None, cfg: BcConfig, episodes: int, student: str | None, intervene: str | None,
+    trust_code: bool, options: Options | None,
+) -> str | None:  # fmt: skip
+    """The data of a round: episodes of the student (of the expert itself, without one) with the expert's actions, or what was
+    done by somebody who took over; None if nobody did."""
+    file, dataset = folder / f"round_{number}.h5", folder / f"round_{number}"
+    output = dataset if options is not None and options.to == "lerobot" else file
+    output = next(
+        (there for there in (file, dataset) if there.exists()), output
+    )  # a round keeps the format it began in
+    if not output.exists():
         # Not the episodes of evaluations, and different ones in every round.
-        number = int(output.stem.rpartition("_")[2])
         seed = cfg.runner.seed + 7919 * (number + 1)
         actor = str(student or expert)
-        found = where_it_can(
-            actor,
-            record_episodes,
-            actor,
-            cfg,
-            output,
-            episodes=episodes,
-            seed=seed,
-            teacher=expert if student and not intervene else None,
-            intervene=intervene,
-            only_taken=intervene is not None,
-            trust_code=trust_code,
-        )
+        try:
+            found = where_it_can(
+                actor,
+                record_episodes,
+                actor,
+                cfg,
+                output,
+                episodes=episodes,
+                seed=seed,
+                teacher=expert if student and not intervene else None,
+                intervene=intervene,
+                only_taken=intervene is not None,
+                trust_code=trust_code,
+                options=options,
+            )
+        except NothingToWrite:
+            return None
         who = f"labelled by {expert}"
         if intervene is not None:
             who = f"{found['taken_steps']} of {found['steps']} steps by whoever took over"
         note(f"{found['played']} episodes, mean return {found['return_mean']:.2f}, {who} → {output}")
+    if output == file and intervene is not None and not read_json(output.with_suffix(".json").read_bytes())["episodes"]:
+        return None
     return str(output)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as parquet
 import pytest
 import yaml
 
@@ -162,6 +163,12 @@ def test_discrete_actions(here: Path, tmp_path: Path) -> None:
     assert rows("bc")[-1]["train/value_loss"] < rows("bc")[0]["train/value_loss"]
 
 
+def intervened(folder: str) -> list[bool]:
+    """Of a LeRobot dataset's frames, where somebody had taken over."""
+    table = parquet.read_table(Path(folder) / "data/chunk-000/file-000.parquet")
+    return list(table["complementary_info.is_intervention"].to_pylist())
+
+
 def test_dagger(here: Path) -> None:
     """Each round adds what the clone saw, labelled by the expert; a command given again trains nothing again.
 
@@ -202,9 +209,20 @@ def test_what_somebody_does_who_takes_over_is_cloned(here: Path, capsys: pytest.
     assert rows("bc-round1")[-1]["train/demonstrations"] == 10 + len(taken)
     assert json.loads(Path("runs/bc-dagger/round_1.json").read_text())["source_type"] == "human"
 
-    more = [*words, "runner.name=alone"]
+    dataset = ["--to", "lerobot", "--task", "go along", "runner.name=set"]
+    assert (
+        run("dagger", "bc.yaml", "--intervene", person(0.8), "--rounds", "1", "--episodes", "3", *words, *dataset) == 0
+    )
+    for one, two in zip(taken, read_trajectories("runs/set-dagger/round_1"), strict=True):
+        np.testing.assert_array_equal(one["actions"], two["actions"])
+        np.testing.assert_array_equal(one["obs"][:-1], two["obs"][:-1])
+    assert rows("set-round1")[-1]["train/demonstrations"] == 10 + len(taken)
+    assert set(intervened("runs/set-dagger/round_1")) == {True}
+
+    more = [*words, *dataset, "runner.name=alone"]
     assert run("dagger", "bc.yaml", "--intervene", person(9), "--rounds", "2", "--episodes", "2", *more) == 0
     assert "nobody took over in 2 episodes" in capsys.readouterr().err and not Path("runs/alone-round1").exists()
+    assert not Path("runs/alone-dagger/round_1").exists()
 
     record = [
         "record",
@@ -214,11 +232,13 @@ def test_what_somebody_does_who_takes_over_is_cloned(here: Path, capsys: pytest.
         "bc.yaml",
         "--episodes",
         "2",
+        *words,
         "--output",
         "whole.h5",
-        *words,
     ]
     assert run(*record, "--intervene", person(0.8)) == 0
+    assert run(*record[:-1], "whole", "--to", "lerobot", "--intervene", person(0.8)) == 0
+    assert 5 <= sum(intervened("whole")) < 80  # of two whole episodes
     for trajectory in read_trajectories("whole.h5"):
         actions = trajectory["actions"][:, 0]
         np.testing.assert_allclose(trajectory["rewards"], -0.1 * actions**2, atol=1e-6)

@@ -20,6 +20,8 @@ import yaml
 from tests import warm
 from tests.eventually import wait_until
 
+pytestmark = pytest.mark.long
+
 SSHD = Path("/usr/sbin/sshd")
 CONFIG: dict[str, Any] = {
     "runner": {"task_type": "off_policy", "name": "arm", "max_steps": 10_000, "save_interval": -1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,12 +14,14 @@ import pyarrow.parquet as parquet
 import pytest
 
 from rlhpc.cli import main
+from rlhpc.embodied.data.lerobot_writer import LeRobotWriter
 from rlhpc.embodied.data.trajectories import read_trajectories
+from rlhpc.embodied.envs.observations import encode_text
 from tests.unit.embodied.data.test_trajectories import assert_same, episode, write
 
 ROOT = Path(__file__).resolve().parents[4]
 #: LeRobot has a Python of its own.
-LEROBOT = ROOT / ".venv-lerobot" / "bin" / "python"
+LEROBOT = Path(os.environ.get("RLHPC_LEROBOT_PYTHON") or ROOT / ".venv-lerobot" / "bin" / "python")
 FIELDS = ("actions", "rewards", "terminations", "truncations", "success")
 
 
@@ -109,27 +112,58 @@ def test_lerobot_s_layout_statistics_and_videos(tmp_path: Path) -> None:
         apart = np.abs(one["obs"]["rgb"][:-1].astype(int) - two["obs"]["rgb"][:-1])
         assert apart.mean() < 4, "another frame is further off"
     data("convert", tmp_path / "a.h5", "--to", "lerobot", "--output", tmp_path / "images")
+    instructed(tmp_path / "told")
     if LEROBOT.exists():
-        assert read_by_lerobot(tmp_path / "images") == [
+        found, told = read_by_lerobot(tmp_path / "images", tmp_path / "told")
+        assert found == [
             [2, 14, "Task-v1", *np.concatenate([each["actions"] for each in written])[7].tolist()],
             [round(value / 255, 4) for value in seen[7, 9, 20].tolist()], sorted(info["features"]),
         ]  # fmt: skip
+        assert told[0][:3] == [2, 14, "close the drawer"]
 
 
-def read_by_lerobot(folder: Path) -> Any:
+def instructed(folder: Path) -> list[dict[str, Any]]:
+    """Writes two episodes with an instruction, the second with another one in the end; somebody takes over in the first."""
+    lift, close = (encode_text(text, 128) for text in ("lift the cube", "close the drawer"))
+    made = [episode(T, obs={"rgb": pictures(T), "instruction": words, "state": np.zeros((T + 1, 2), np.float32)})
+            for T, words in ((6, np.repeat(lift[None], 7, 0)), (8, np.stack([close] * 5 + [lift] * 4)))]  # fmt: skip
+    with LeRobotWriter(folder, fps=10, task="unused", robot="arm") as writer:
+        writer.add({**made[0], "source": "a", "taken": np.arange(6) > 3})
+        writer.add({**made[1], "source": "b", "taken": np.zeros(8, bool)})
+    return made
+
+
+def test_an_instruction_is_lerobot_s_task_of_each_frame_and_who_acted_is_kept(tmp_path: Path) -> None:
+    made = instructed(tmp_path / "set")
+    table = parquet.read_table(tmp_path / "set/data/chunk-000/file-000.parquet")
+    assert table["task_index"].to_pylist() == [0] * 6 + [1] * 5 + [0] * 3
+    assert table["complementary_info.is_intervention"].to_pylist() == [False] * 4 + [True] * 2 + [False] * 8
+    features = json.loads((tmp_path / "set/meta/info.json").read_text())["features"]
+    assert "observation.instruction" not in features and features["task_index"]["dtype"] == "int64"
+    for given, found in zip(made, read_trajectories(tmp_path / "set"), strict=True):
+        assert_same(
+            {name: value[:-1] for name, value in given["obs"].items()},
+            {name: value[:-1] for name, value in found["obs"].items()},
+        )
+
+
+def read_by_lerobot(*folders: Path) -> Any:
     program = (
         "import json, sys, torch\n"
         "library = torch.library.Library('torchvision', 'DEF')\n"  # an operator that its build of torchvision may lack
         "[library.define(f'{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor') for name in ('nms', 'qnms')]\n"
         "from lerobot.datasets.lerobot_dataset import LeRobotDataset\n"
-        "found = LeRobotDataset('local/set', root=sys.argv[1])\n"
-        "row = found[7]\n"
-        "facts = [found.num_episodes, found.num_frames, row['task'], *row['action'].tolist()]\n"
-        "seen = [round(value, 4) for value in row['observation.images.rgb'][:, 9, 20].tolist()]\n"
-        "print(json.dumps([facts, seen, sorted(found.features)]))\n"
+        "all_found = []\n"
+        "for root in sys.argv[1:]:\n"
+        "    found = LeRobotDataset('local/set', root=root)\n"
+        "    row = found[7]\n"
+        "    facts = [found.num_episodes, found.num_frames, row['task'], *row['action'].tolist()]\n"
+        "    seen = [round(value, 4) for value in row['observation.images.rgb'][:, 9, 20].tolist()]\n"
+        "    all_found.append([facts, seen, sorted(found.features)])\n"
+        "print(json.dumps(all_found))\n"
     )
-    home = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder.parent / "hf"), "HOME": str(folder.parent)}
-    command = [LEROBOT, "-c", program, folder]
+    home = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folders[0].parent / "hf"), "HOME": str(folders[0].parent)}
+    command = [str(LEROBOT), "-c", program, *map(str, folders)]
     done = subprocess.run(command, env=home, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
