@@ -9,6 +9,7 @@ from pathlib import Path
 from rlhpc.config.rules import Fail, check_choice, check_name
 from rlhpc.config.typed import select
 from rlhpc.embodied.config import BcConfig, EmbodiedConfig, PlayingConfig, PolicyConfig, PpoConfig, SacConfig
+from rlhpc.embodied.roles.parts import divisible
 from rlhpc.embodied.update.registry import ALGORITHMS
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.registry import BACKENDS
@@ -158,6 +159,66 @@ def check_divisibility(cfg: PpoConfig, fail: Fail) -> None:
     micro = cfg.actor.micro_batch_size
     if micro is not None and (micro > batch or batch % micro):
         raise fail("actor.micro_batch_size", f"it must divide actor.global_batch_size ({batch})")
+    check_parts(cfg, fail)
+
+
+def check_parts(cfg: PpoConfig, fail: Fail) -> None:
+    """Rollouts that are played in parts can be cut, and parts that are trained on while others are played suffice for that.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+    algorithm, parts = cfg.algorithm, cfg.algorithm.rollout_parts
+    if algorithm.rollout_steps % parts:
+        raise fail("algorithm.rollout_parts", f"it must divide algorithm.rollout_steps ({algorithm.rollout_steps})")
+    if parts > 1 and cfg.env.train.auto_reset and not divisible(cfg):
+        raise fail(
+            "algorithm.rollout_parts",
+            f"algorithm.adv_type {algorithm.adv_type} takes what follows one another as one, which only gae can cut: take 1, "
+            "or env.train.auto_reset false, where each part is an episode",
+        )
+    if parts > 1 and not cfg.env.train.auto_reset and algorithm.max_staleness:
+        raise fail(
+            "algorithm.rollout_parts",
+            "with algorithm.max_staleness and without env.train.auto_reset, a step is an episode: 1",
+        )
+    if cfg.runner.use_training_pipeline:
+        _pipeline(cfg, fail)
+
+
+def _pipeline(cfg: PpoConfig, fail: Fail) -> None:
+    key, algorithm, parts = "runner.use_training_pipeline", cfg.algorithm, cfg.algorithm.rollout_parts
+    if parts < 2:
+        raise fail("algorithm.rollout_parts", f"{key} trains on one part while the next is played: take 2 or more")
+    if algorithm.max_staleness:
+        raise fail(key, "with algorithm.max_staleness whole steps are played meanwhile: choose one of them")
+    for role, section in (("actor", cfg.actor), ("rollout", cfg.rollout)):
+        if section.enable_offload:
+            raise fail(f"{role}.enable_offload", f"with {key} both are at work at once: set it false")
+    if cfg.runner.on_nonfinite.lower() == "skip":
+        raise fail("runner.on_nonfinite", f"what is left out must be known first, which {key} does not wait for: stop")
+    if algorithm.loss_type.lower() == "decoupled_ppo":
+        raise fail(
+            "algorithm.loss_type", f"it asks the weights from before all updates, which {key} does not keep: ppo"
+        )
+    size, batch = cfg.env.train.num_envs * algorithm.rollout_steps // parts, cfg.actor.global_batch_size
+    counted = f"with {key}, a part has {size} transitions"
+    normalize = algorithm.normalize_advantages.lower()
+    if normalize == "batch":
+        raise fail("algorithm.normalize_advantages", f"{counted}, and those of others are not known: minibatch or none")
+    if size % batch and batch % size:
+        raise fail("actor.global_batch_size", f"{counted}: it must divide that, or be a multiple")
+    if batch > size and normalize not in ("none", "false"):
+        raise fail(
+            "algorithm.normalize_advantages",
+            f"{counted}, and a minibatch of {batch} is begun before its last advantages are known: none, or a smaller "
+            "actor.global_batch_size",
+        )
+    levels = {algorithm.logprob_type.lower(), algorithm.reward_type.lower()}
+    if batch > size and (levels != {"chunk_level"} or not cfg.env.train.auto_reset):
+        raise fail(
+            "actor.global_batch_size", f"{counted}, and how much of others trains is not known: take {size} or less"
+        )
 
 
 def check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:

@@ -307,6 +307,11 @@ EVERYWHERE = [
     ),
     Left("runner.resume_dir", "rlhpc does not read RLinf's checkpoints", (None,)),
     Left("runner.weight_sync_interval", "weights go to the rollout after every step", (1,)),
+    Left(
+        "runner.use_training_pipeline",
+        "set it yourself, with minibatches that fit (docs/how-to/simulators.md)",
+        (False,),
+    ),
     Left("runner.local_update_steps runner.log_interval", "the runner is another one"),
     Left("runner.seq_length runner.max_prompt_length", "embodied policies have no sequences", True),
     Left("cluster.node_groups", "write cluster.node_groups yourself: label, node_ranks, env_vars, python_interpreter"),

@@ -27,6 +27,15 @@ class PpoRolloutConfig(RolloutConfig):
 
 
 @dataclass
+class PpoRunnerConfig(PlayingRunnerConfig):
+    """The loop: how long, what is kept, when it is evaluated."""
+
+    use_training_pipeline: bool = False
+    """The first of `algorithm.update_epochs` takes the parts of a rollout (`algorithm.rollout_parts`) in their order, and
+    trains on each as soon as it has been played, while the policy and the simulators play the next ones."""
+
+
+@dataclass
 class PpoAlgorithmConfig:
     """Advantages, losses and the shape of a rollout."""
 
@@ -62,6 +71,9 @@ class PpoAlgorithmConfig:
     """Passes over each rollout."""
     rollout_steps: int = 128
     """T: decisions per slot and step; each is a chunk of `actor.model.num_action_chunks` actions."""
+    rollout_parts: int = 1
+    """Parts in which the decisions of a step are played, one after the other, with the same weights. GAE takes the value of
+    what comes next where a part ends; without `env.train.auto_reset` each part is an episode in every slot."""
     logprob_type: str = "chunk_level"
     """What the policy loss treats as a token: `chunk_level` (all that is decided at once), `action_level` (each
     action of a chunk) or `token_level` (each component of an action)."""
@@ -80,7 +92,7 @@ class PpoConfig(RunConfig):
     """A run of PPO, GRPO and their like in simulators."""
 
     cluster: ElasticClusterConfig = field(default_factory=ElasticClusterConfig)
-    runner: PlayingRunnerConfig = field(default_factory=PlayingRunnerConfig)
+    runner: PpoRunnerConfig = field(default_factory=PpoRunnerConfig)
     algorithm: PpoAlgorithmConfig = field(default_factory=PpoAlgorithmConfig)
     env: RolloutEnvsConfig = field(default_factory=RolloutEnvsConfig)
     rollout: PpoRolloutConfig = field(default_factory=PpoRolloutConfig)

@@ -35,6 +35,7 @@ RANGES: dict[str, Range] = {
     "algorithm.advantage_steps": COUNT,
     "algorithm.improved_fraction": Range(0, 1, above=True, below=True),
     "algorithm.rollout_steps": COUNT,
+    "algorithm.rollout_parts": COUNT,
     "algorithm.tis_cap": POSITIVE,
     "algorithm.max_staleness": NOT_NEGATIVE,
     "algorithm.tau": Range(0, 1, above=True),

@@ -117,8 +117,9 @@ class RolloutEnvConfig(PlayedEnvConfig):
     """Environments of training, where each rollout is learned from as a whole."""
 
     auto_reset: bool = True
-    """Episodes follow one another, across rollouts. If off, each rollout plays one episode in every slot, from its
-    start, and what comes after its end is not trained on; grpo, rloo and their like compare such episodes."""
+    """Episodes follow one another, across rollouts. If off, each rollout (or each of `algorithm.rollout_parts`) plays one
+    episode in every slot, from its start, and what comes after its end is not trained on; grpo, rloo and their like compare
+    such episodes."""
 
 
 @dataclass

@@ -114,7 +114,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         slots for the rest of the step: they get actions of others, which nobody learns from, and episodes with such actions
         are left out; a stage on which nobody acts stands still.
 
-        Where rollouts are `whole`, every slot begins a new episode first, whose start depends on seed and step alone.
+        Where rollouts are `whole`, every slot begins a new episode first, whose start depends on seed, step and turn alone.
 
         Returns:
             Episodes that ended, see `EpisodeLog.arrays`; `restarts` `[1]`: simulator processes that died or hung and were
@@ -128,7 +128,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         stages, begun, self._waited = range(self.slots.stages), time.perf_counter(), 0.0
         outcomes = [self.outcomes_of(turn.step, share) for share in self.shares]
         if self.shape().whole:
-            self.new_episodes(turn.step)
+            self.new_episodes(turn.step, turn.begin)
         episodes, before = EpisodeLog(), current().service.lane.crossed
         for stage in stages:
             self._send(stage, outcomes[stage], 0)
@@ -143,7 +143,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
                     self._send(stage, outcomes[stage], t + 1)
                 ended = outcomes[stage].add(t, rewards, terminations, truncations, infos)
                 if ended is not None:
-                    episodes.add(t, self.shares[stage].start, infos, self._as_meant(stage, ended))
+                    episodes.add(turn.begin + t, self.shares[stage].start, infos, self._as_meant(stage, ended))
         for stage in stages:
             self._tell(stage, outcomes[stage], turn.decisions)
         restarts = sum(env.restarts for env in self.envs)
@@ -183,9 +183,10 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             spoiled=spoiled,
         )  # fmt: skip
 
-    def new_episodes(self, step: int) -> None:
-        """Begins new episodes, whose starts depend on seed and step alone."""
-        seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
+    def new_episodes(self, step: int, begin: int = 0) -> None:
+        """Begins new episodes, whose starts depend on seed, step, and decisions of the step before them alone."""
+        words = [self.seed, step, begin] if begin else [self.seed, step]
+        seed = int(np.random.SeedSequence(words).generate_state(1)[0])
         if self.cfg.env.train.use_fixed_reset_state_ids:
             seed = self.seed
         self.obs = [as_given(env.reset(seed=seed)[0]) for env in self.envs]

@@ -69,7 +69,8 @@ class Intake:
         """
         slots = source.slots
         self._drop(slots, source.useless)
-        whole = [self._turn(acted, source.later) for acted in source.acted]
+        numbers = [acted.turn.number for acted in source.acted]
+        whole = [self._turn(acted, source.later.union(numbers[at + 1 :])) for at, acted in enumerate(source.acted)]
         if source.units is not None:
             whole.append([self._unit(slots, source.units[unit]) for unit in slots.units_of(self._rank)])
         parts = [part for parts in whole for part in parts]

@@ -211,6 +211,12 @@ def divisible(cfg: PlayingConfig) -> bool:
     return ppo is None or (ppo.algorithm.adv_type.lower() == "gae" and ppo.env.train.auto_reset)
 
 
+def cuts(cfg: PlayingConfig) -> int:
+    """Parts in which the decisions of a step are played, one after the other."""
+    ppo: Any = cfg
+    return int(ppo.algorithm.rollout_parts) if hasattr(cfg.algorithm, "adv_type") else 1
+
+
 def most_sharing(decisions: int, units: int) -> int:
     """Ranks for which there is something to do in steps that are shared."""
     return units * max(1, decisions // _LEAST)

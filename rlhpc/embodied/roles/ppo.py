@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from rlhpc.embodied.config import PpoConfig
 from rlhpc.embodied.envs.finite import cleaned, is_finite
 from rlhpc.embodied.envs.observations import is_column
 from rlhpc.embodied.roles.intake import Intake
-from rlhpc.embodied.roles.parts import PARTS
+from rlhpc.embodied.roles.parts import PARTS, cuts
 from rlhpc.embodied.roles.slots import TRAJECTORIES, SlotMap, Source
 from rlhpc.embodied.roles.trainer import Trainer
+from rlhpc.embodied.update.arriving import Arriving
 from rlhpc.embodied.update.blueprint import check_backend
 from rlhpc.embodied.update.ppo import PolicyUpdate
 from rlhpc.runtime.errors import ConfigError
@@ -71,6 +73,9 @@ def by_action(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 class EmbodiedActor(Trainer[PpoConfig]):
     """Trains by PPO and its relatives on what the rollout ranks hand over."""
 
+    #: The step's transitions, where it is trained on while it is played.
+    arriving: Arriving | None = None
+
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> int:
         """Builds policy and optimizer; the initial weights depend on the seed alone.
 
@@ -112,6 +117,8 @@ class EmbodiedActor(Trainer[PpoConfig]):
         """Takes in this step's trajectories of its slots and computes advantages and returns. A slot in which something is not
         finite, or whose env or rollout rank has gone, does not train in this step, nor do those that it is compared with.
 
+        With `runner.use_training_pipeline` these are the trajectories of the step's first part; `update` takes in the others.
+
         Args:
             step: Global step.
             source: Where it is taken from.
@@ -123,6 +130,31 @@ class EmbodiedActor(Trainer[PpoConfig]):
         Raises:
             NonFinite: There is such a slot, and `runner.on_nonfinite` is stop.
         """
+        parts = 1 if self.cfg.algorithm.max_staleness else cuts(self.cfg)
+        if parts == 1:
+            batch, facts = self._take(step, source)
+            self.batch = {name: column.flatten(0, 1) for name, column in batch.items()}
+            return facts
+        told: list[dict[str, float]] = []
+
+        def part(number: int) -> dict[str, torch.Tensor]:
+            later = (acted.turn.number for acted in source.acted[number + 1 :])
+            one = replace(source, acted=source.acted[number : number + 1], later=source.later.union(later))
+            batch, facts = self._take(step, one)
+            told.append(facts)
+            return batch
+
+        self.arriving = Arriving(part, parts, self.steps)
+        if self.cfg.runner.use_training_pipeline:
+            self.arriving.until(0)  # of those to come nothing may be missing
+            return {**told[0], "taken": told[0]["taken"] * parts}
+        self.arriving.until(parts - 1)
+        self.batch, self.arriving = self.arriving.columns, None
+        sums = {name: sum(facts[name] for facts in told) for name in ("left_out", "lost", "taken")}
+        return {"version": min(facts["version"] for facts in told), **sums}
+
+    def _take(self, step: int, source: Source) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """What trains of a step, or of a part of it, `[n, T, ...]`; and what `receive` says of it."""
         columns, version = self.intake.columns(step, source)
         lost = self.intake.lost(columns)
         spoiled = self.intake.spoiled(step, columns)
@@ -151,8 +183,8 @@ class EmbodiedActor(Trainer[PpoConfig]):
         shape = batch["rewards"].shape
         batch["advantages"], batch["returns"] = advantages.reshape(shape), returns.reshape(shape)
         batch["loss_mask"] = sequence["loss_mask"].reshape(shape)
-        self.batch = batch
-        return {
+        found = {name: column for name, column in batch.items() if _trains(name)}
+        return {**found, "mask": batch["loss_mask"].float()}, {
             "version": float(version), "left_out": float(max(0, left_out)), "lost": float(lost.sum()),
             "taken": float((~lost).sum()),
         }  # fmt: skip
@@ -178,22 +210,25 @@ class EmbodiedActor(Trainer[PpoConfig]):
             progress: Part of the run that is done, 0 to 1, for the learning rate.
 
         Returns:
-            Metrics, the same on all ranks, and `update_s`: the seconds that it took.
+            Metrics, the same on all ranks, and `update_s`: the seconds that it took, without those in which it took in parts.
         """
         begun = time.perf_counter()
         rate = self.backend.base_lr * ((1.0 - progress) if self.cfg.algorithm.anneal_lr else 1.0)
-        batch, self.batch = self.batch, {}
-        flat = {name: column.flatten(0, 1) for name, column in batch.items() if _trains(name)}
-        flat["mask"] = batch["loss_mask"].flatten(0, 1).float()
+        arriving, self.arriving = self.arriving, None
+        flat, self.batch = self.batch if arriving is None else arriving.columns, {}
         may_be_empty = skips(self.cfg) or self.cfg.algorithm.max_staleness > 0
         if may_be_empty and not self.all_reduce(flat["mask"].sum()).item():  # Adam would move by its momentum alone
             return {"lr": rate, "epochs": 0.0}
-        explained = self._explained_variance(flat["values"], flat["returns"], flat["mask"])
         held = range(self.share.start * self.steps, self.share.stop * self.steps)
         total = self.slots.num_envs * self.steps
-        metrics = self.update_policy.run(flat, held, total, step, rate)
+        waited = 0.0 if arriving is None else arriving.waited
+        metrics = self.update_policy.run(flat, held, total, step, rate, arriving)
+        explained = self._explained_variance(flat["values"], flat["returns"], flat["mask"])
         self.updates += 1
-        return {**metrics, "explained_variance": explained, "update_s": time.perf_counter() - begun}
+        took = time.perf_counter() - begun
+        if arriving is not None:
+            took -= arriving.waited - waited
+        return {**metrics, "explained_variance": explained, "update_s": took}
 
     def _explained_variance(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
         """1 − Var(returns − values) / Var(returns) over all that trains, over all ranks."""

@@ -62,6 +62,7 @@ class Players:
         decisions: `algorithm.rollout_steps`.
         ahead: Steps that may be played ahead of the actors.
         divisible: Whether the decisions of a slot in a step may be several ranks' one after the other.
+        cuts: Parts in which the decisions of a step are played, each a turn.
         generate: Has rollout ranks act in a turn; returns a handle.
         at_random: Whether all actions of a step are drawn at random.
         restarts: How often ranks of a group may be started again.
@@ -83,6 +84,7 @@ class Players:
         decisions: int,
         ahead: int,
         divisible: bool,
+        cuts: int,
         generate: Callable[[WorkerGroup, Turn], Any],
         at_random: Callable[[int], bool],
         restarts: Callable[[], int],
@@ -92,6 +94,7 @@ class Players:
         self._actor, self._generate = actor, generate
         self.slots, self._ahead, self._timeout = slots, ahead, timeout
         self._decisions, self._divisible, self._turns = decisions, divisible, 0
+        self._part = decisions // cuts
         self._started = range(env.world_size)
         self._there, self._acting = list(self._started), list(range(rollout.world_size))
         self._helped = Helped(env, actor, slots, decisions, ahead, at_random, timeout)
@@ -328,10 +331,13 @@ class Players:
             self._play(step, 0, self._decisions)
 
     def _play(self, step: int, begin: int, decisions: int) -> None:
-        self._turns += 1
-        turn = Turn(self._turns, step, begin, decisions)
-        acting = self._generate(self._who_act(), turn)
-        self._played.append(_Playing(turn, self.slots, acting, self._here("interact", turn)))
+        end = begin + decisions
+        while begin < end:
+            self._turns += 1
+            turn = Turn(self._turns, step, begin, min(end, (begin // self._part + 1) * self._part) - begin)
+            acting = self._generate(self._who_act(), turn)
+            self._played.append(_Playing(turn, self.slots, acting, self._here("interact", turn)))
+            begin += turn.decisions
 
     def plays(self, step: int) -> bool:
         """Whether env and rollout ranks that the run started with play a step, or some of it."""
@@ -364,19 +370,24 @@ class Players:
         units = None if parts is None else keys_of(parts)
         return self._actor.receive(step, Source(self.slots, turns, later, units, tuple(self._helped.useless())))
 
-    def outcome(self, step: int, parts: list[list[Played]] | None) -> tuple[dict[str, np.ndarray], float]:
-        """The episodes of a step, and the seconds in which rollout ranks acted; waits for it.
+    def outcome(self, step: int, parts: list[list[Played]] | None) -> tuple[dict[str, np.ndarray], float, float]:
+        """The episodes of a step, and the seconds in which rollout ranks acted and in which env ranks simulated; waits for it.
 
         Args:
             step: The step.
             parts: What `parts_of` gave of it.
         """
-        episodes, act_s = [part.episodes for unit in parts or () for part in unit], 0.0
-        for playing in self._turns_of(step):
-            episodes += playing.simulating.wait(self._timeout)
+        episodes = [part.episodes for unit in parts or () for part in unit]
+        joined_s, act_s, simulate_s = max((float(part["busy_s"].max()) for part in episodes), default=0.0), 0.0, 0.0
+        turns = self._turns_of(step)
+        for playing in turns:
+            told = playing.simulating.wait(self._timeout)
+            simulate_s += max((float(part["busy_s"].max()) for part in told), default=0.0)
             act_s += max((facts["busy_s"] for facts in playing.acting.wait(self._timeout)), default=0.0)
+            # Restarts are counted since the rank's start.
+            episodes += told if playing is turns[-1] else [{**part, "restarts": np.zeros(1)} for part in told]
             self._played.remove(playing)
-        return in_order(episodes), act_s
+        return in_order(episodes), act_s, max(joined_s, simulate_s)
 
     def joined(self, parts: list[list[Played]] | None) -> collections.Counter[int]:
         """Decisions of a step, in all slots, from each rank that has joined."""

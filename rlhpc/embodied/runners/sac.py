@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhpc.embodied.config import SacConfig
 from rlhpc.embodied.roles.parts import Turn
-from rlhpc.embodied.runners.ppo import PlayingRunner
+from rlhpc.embodied.runners.playing import PlayingRunner
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runtime.group import WorkerGroup
 

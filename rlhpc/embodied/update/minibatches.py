@@ -16,6 +16,14 @@ def permutation(total: int, *entropy: int) -> torch.Tensor:
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))
 
 
+def permutation_by_part(slots: int, steps: int, parts: int, *entropy: int) -> torch.Tensor:
+    """A permutation of a step's transitions, numbered slot by slot, in which each part of its decisions comes in an order of
+    its own, before the part that follows."""
+    size = steps // parts
+    drawn = [permutation(slots * size, *entropy, part) for part in range(parts)]
+    return torch.cat([(one // size) * steps + part * size + one % size for part, one in enumerate(drawn)])
+
+
 def local_minibatches(order: torch.Tensor, size: int, held: range) -> list[torch.Tensor]:
     """The part of each global minibatch that one rank holds.
 

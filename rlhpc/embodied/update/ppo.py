@@ -7,7 +7,7 @@ the metrics once, after the last. In between the ranks exchange gradients and no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,8 +18,9 @@ from rlhpc.algorithms import losses, policy_loss, value_loss
 from rlhpc.algorithms.finite import Skips, listed, nonfinite
 from rlhpc.algorithms.registry import POLICY_LOSSES
 from rlhpc.embodied.envs.observations import rows_of
+from rlhpc.embodied.update.arriving import Arriving
 from rlhpc.embodied.update.blueprint import passed
-from rlhpc.embodied.update.minibatches import local_minibatches, passes, permutation
+from rlhpc.embodied.update.minibatches import local_minibatches, passes, permutation, permutation_by_part
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.contract import Metrics, TrainingBackend
 from rlhpc.training.flat import Reduce
@@ -35,7 +36,8 @@ METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 
 @dataclass
 class Part:
-    """This rank's part of one minibatch, what all ranks' parts add up to, and how many passes they make over it at least."""
+    """This rank's part of one minibatch, what all ranks' parts add up to, how many passes they make over it at least, and what
+    its rows come from while it is trained on."""
 
     indices: torch.Tensor
     count: torch.Tensor
@@ -43,6 +45,7 @@ class Part:
     mean: torch.Tensor
     std: torch.Tensor
     passes: int = 0
+    coming: Arriving | None = None
 
 
 class Micro(NamedTuple):
@@ -106,7 +109,15 @@ class PolicyUpdate:
         if self.decoupled:
             self._loss_options["behave_weight_cap"] = algorithm.tis_cap
 
-    def run(self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, lr: float) -> dict[str, float]:
+    def run(
+        self,
+        batch: dict[str, torch.Tensor],
+        held: range,
+        total: int,
+        step: int,
+        lr: float,
+        arriving: Arriving | None = None,
+    ) -> dict[str, float]:
         """All epochs over one rollout.
 
         Args:
@@ -118,6 +129,8 @@ class PolicyUpdate:
             total: Transitions of all ranks.
             step: Global step, part of the order's seed.
             lr: Learning rate.
+            arriving: What the rows of `batch` come from, if they are not all there: the first epoch takes the parts in
+                their order then, each as soon as it is there.
 
         Returns:
             Metrics, the same on all ranks.
@@ -128,12 +141,11 @@ class PolicyUpdate:
         device = batch["logprobs"].device
         if self.decoupled:
             batch = {**batch, "proximal": self._proximal(batch)}
-        epochs = [self._parts(batch, held, total, step, epoch) for epoch in range(self.epochs)]
         sums = torch.zeros(len(METRICS), dtype=torch.float64, device=device)
         norms = torch.zeros((), dtype=torch.float64, device=device)
         own: dict[str, torch.Tensor] = {}
         updates = 0
-        for number, part in enumerate(part for parts in epochs for part in parts):
+        for number, part in enumerate(self._minibatches(batch, held, total, step, arriving)):
             stats, more = self._accumulate(batch, part)
             if self._too_far(stats):
                 break
@@ -147,13 +159,15 @@ class PolicyUpdate:
             sums += stats
             own = _added(own, more)
             updates += 1
+        if arriving is not None:  # also where the updates have ended early
+            arriving.until(arriving.parts - 1)
         means = (self._sum(sums) / max(updates, 1)).tolist()
         if not math.isfinite(norms):  # an accelerator's norms are read here, before any weight leaves the rank
             raise nonfinite(f"step {step}: the norm of a gradient is not finite")
         return {
             **dict(zip(METRICS, means, strict=True)),
             "grad_norm": float(norms) / max(updates, 1),
-            "epochs": updates / len(epochs[0]),
+            "epochs": updates / -(-total // self.batch_size),
             "lr": lr,
             **self._own_metrics(own, max(updates, 1)),
             **self.skips.counted(),
@@ -210,11 +224,43 @@ class PolicyUpdate:
     def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._reduce(tensor) if self._ranks > 1 else tensor
 
-    def _parts(self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, epoch: int) -> list[Part]:
-        """The minibatches of one epoch; counts and moments of their advantages over all ranks."""
-        order = permutation(total, self.seed, step, epoch)
+    def _minibatches(
+        self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, arriving: Arriving | None
+    ) -> Iterator[Part]:
+        """All minibatches of all epochs. What is known is summed over the ranks before the first of them."""
+        begin = 0
+        if arriving is not None:
+            yield from self._as_they_come(batch, held, total, step, arriving)
+            begin = 1
+        orders = [permutation(total, self.seed, step, epoch) for epoch in range(begin, self.epochs)]
+        epochs = [self._parts(batch, local_minibatches(order, self.batch_size, held)) for order in orders]
+        yield from (part for parts in epochs for part in parts)
+
+    def _as_they_come(
+        self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, arriving: Arriving
+    ) -> Iterator[Part]:
+        """The minibatches of the first epoch. One of several parts begins with the first of them: how much of it trains, and
+        how its advantages are spread, is not known by then. So all of it does, and they stay as they are."""
+        slots, parts = total // arriving.steps, arriving.parts
+        order = permutation_by_part(slots, arriving.steps, parts, self.seed, step, 0)
+        indices = local_minibatches(order, self.batch_size, held)
+        each = total // parts // self.batch_size
+        if each:
+            for part in range(parts):
+                arriving.until(part)
+                yield from self._parts(batch, indices[part * each : (part + 1) * each])
+            return
+        arriving.until(0)
+        device, tokens = batch["logprobs"].device, math.prod(batch["logprobs"].shape[1:])
+        zero = torch.zeros((), device=device)
+        count = zero + self.batch_size
+        for own in indices:
+            yield Part(own.to(device), count, count * tokens, zero, zero + 1, coming=arriving)
+
+    def _parts(self, batch: dict[str, torch.Tensor], indices: list[torch.Tensor]) -> list[Part]:
+        """Minibatches; counts and moments of their advantages over all ranks."""
         device = batch["logprobs"].device
-        indices = [part.to(device) for part in local_minibatches(order, self.batch_size, held)]
+        indices = [part.to(device) for part in indices]
         mask = batch["mask"].double()
         advantages = batch["advantages"].double() * mask
         sums = [mask, advantages, advantages * batch["advantages"]]
@@ -249,10 +295,16 @@ class PolicyUpdate:
         """Gradients of one minibatch; returns this rank's share of its metrics, and of what else the loss measures."""
         stats = torch.zeros(len(METRICS), dtype=torch.float64, device=batch["logprobs"].device)
         more: dict[str, torch.Tensor] = {}
-        chosen = part.indices.split(self._size(part)) if part.indices.numel() else ()
-        micros = [Micro({name: column[indices] for name, column in batch.items()}, part) for indices in chosen]
+
+        def micro(indices: torch.Tensor) -> Micro:
+            return Micro({name: column[indices] for name, column in batch.items()}, part)
+
+        if part.coming is not None:
+            micros = part.coming.awaited(part.indices, self._size(part), micro)
+        else:
+            micros = [micro(rows) for rows in part.indices.split(self._size(part)) if rows.numel()]
         if part.passes > len(micros):
-            micros += [Micro(_idle(batch), part)] * (part.passes - len(micros))
+            micros = [*micros, *[Micro(_idle(batch), part)] * (part.passes - len(micros))]
         for facts in self.backend.forward_backward(micros, self._loss):
             stats += facts.pop("stats")
             more = _added(more, facts)

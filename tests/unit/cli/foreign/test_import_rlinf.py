@@ -165,8 +165,9 @@ def test_ppo_becomes_a_run_of_ours(project: Path, capsys: pytest.CaptureFixture[
         "runner.keep_checkpoints": 5, "cluster.accelerators_per_node": 2, "algorithm.loss_type": "ppo",
         "algorithm.normalize_advantages": "batch", "algorithm.clip_ratio_low": 0.1, "algorithm.clip_ratio_high": 0.3,
         "algorithm.value_coef": 1.0, "algorithm.entropy_coef": 0.01, "algorithm.update_epochs": 8,
-        "algorithm.rollout_steps": 40, "env.train.num_envs": 64, "env.train.env_id": "PushCube-v1",
-        "env.train.max_episode_steps": 40, "env.eval.num_envs": 16, "env.eval.num_episodes": 32, "env.eval.video_episodes": 4,
+        "algorithm.rollout_steps": 40, "algorithm.rollout_parts": 2,
+        "env.train.num_envs": 64, "env.train.env_id": "PushCube-v1", "env.train.max_episode_steps": 40,
+        "env.eval.num_envs": 16, "env.eval.num_episodes": 32, "env.eval.video_episodes": 4,
         "rollout.pipeline_stage_num": 2, "actor.model.model_type": "mlp", "actor.optim.name": "adamw", "actor.optim.lr": 3e-4,
         "actor.optim.adam_eps": 1e-8, "actor.global_batch_size": 1280,
     }  # fmt: skip
@@ -199,15 +200,19 @@ def test_environment_variables_are_not_read(
     assert "/home/somebody" not in text + report and "${oc.env:SECRET_FOLDER}/weights" in report
 
 
-def test_rounds_without_auto_reset_become_slots(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rounds_without_auto_reset_become_parts(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = {
         "algorithm": {"adv_type": "grpo", "loss_type": "actor", "group_size": 8},
         "env": {"train": {"auto_reset": False, "group_size": 8, "use_fixed_reset_state_ids": True}},
     }
     cfg, _, report = imported(put(project, "push.yaml", merged(PPO, own)), capsys)
-    assert (cfg.env.train.num_envs, cfg.algorithm.rollout_steps, cfg.env.train.group_size) == (128, 20, 8)
+    assert (cfg.env.train.num_envs, cfg.algorithm.rollout_steps, cfg.env.train.group_size) == (64, 40, 8)
+    assert cfg.algorithm.rollout_parts == 2
     assert (cfg.algorithm.normalize_advantages, cfg.algorithm.value_coef) == ("none", 0.0)
     assert not cfg.env.train.use_fixed_reset_state_ids  # ours is for the whole run, theirs for a rollout
+    own["algorithm"] = {"loss_type": "decoupled_actor_critic", "staleness_threshold": 1}
+    cfg, _, report = imported(put(project, "push.yaml", merged(PPO, own)), capsys)
+    assert (cfg.env.train.num_envs, cfg.algorithm.rollout_steps, cfg.algorithm.rollout_parts) == (128, 20, 1)
     assert "2 rounds of 64 slots became 128 slots" in " ".join(report.split())
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhpc.embodied.update.minibatches import local_minibatches, permutation
+from rlhpc.embodied.update.minibatches import local_minibatches, permutation, permutation_by_part
 from rlhpc.embodied.update.ppo import PolicyUpdate
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training.adam import AdamOptions
@@ -227,3 +227,12 @@ def test_a_step_ends_before_the_update_of_the_first_minibatch_that_passes_the_kl
     for other, found in train(2, None, target_kl=1e-6).values():
         assert found["epochs"] == 0
         torch.testing.assert_close(other, initial)
+
+
+def test_parts_come_one_after_the_other() -> None:
+    slots, steps, parts = 3, 8, 2
+    order = permutation_by_part(slots, steps, parts, 7, 1)
+    first, second = ((order[:12] % steps).tolist(), (order[12:] % steps).tolist())
+    assert sorted(order.tolist()) == list(range(slots * steps))
+    assert max(first) == 3 and min(second) == 4
+    assert (order[:12] - order[12:] + 4).any(), "each in an order of its own"
