@@ -7,15 +7,18 @@ engine goes on with the others.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import queue
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.agents.helpers import Helpers
+from rlhpc.language.agents.shown import content_of, looker_of, message_text
+from rlhpc.language.data.pictures import Looker, Seen, joined
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
 from rlhpc.runtime.errors import ConfigError
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _IDLE_S = 0.01
-_MARK = "REPLYHERE"
 #: Of `Outcome.metrics`: tokens of roles that are not trained.
 OF_ROLES = "untrained_role"
 
@@ -53,6 +55,7 @@ class Episode:
         above: How much more its role's reward is than the episode's, as the agent says.
         outcome: What an agent outside says of it; None of an agent inside.
         experts: What routers chose for the first of the tokens, prompt included (`Completion.experts`); None if nobody knows.
+        seen: What prompt and answers show, if they show something.
         branches: Where the model read several contexts in it, or was asked by an agent outside: each of these, as an
             episode of its own. `token_ids` and the like are those of the last answer then.
     """
@@ -74,6 +77,7 @@ class Episode:
     outcome: Outcome | None = None
     branches: list[Episode] | None = None
     experts: np.ndarray | None = None
+    seen: Seen | None = None
 
     @property
     def samples(self) -> list[Episode]:
@@ -121,7 +125,7 @@ class Agent:
     stop: tuple[str, ...] = ()
     timeout_s: float = 60.0
 
-    def respond(self, episode: Episode, text: str) -> str | dict[str, str] | None:
+    def respond(self, episode: Episode, text: str) -> str | dict[str, Any] | None:
         """Answers a turn. Called in a thread, for several episodes at a time, but never twice for one.
 
         Args:
@@ -130,7 +134,9 @@ class Agent:
 
         Returns:
             Text to go on after, as it stands; or a message (`{"role": "user", "content": ...}`), which is put in by the
-            chat template; or None: the episode is over.
+            chat template; or None: the episode is over. A message's content is a text or, for a model that looks at
+            pictures, parts: `{"type": "text", "text": ...}`, and `{"type": "image", "image": ...}` with bytes of a PNG or
+            JPEG file, a path, a data URL, or a picture of PIL's.
         """
         raise NotImplementedError
 
@@ -160,6 +166,7 @@ class Episodes:
         self._waiting: dict[int, tuple[Episode, Request, Completion]] = {}
         self._ended: list[Episode] = []
         self._ticket = 0
+        self._looker: Looker | None = None
 
     def add(self, requests: Iterable[Request], prompt: Prompt | None = None) -> None:
         """Starts an episode for each request. `sampling.max_new_tokens` bounds all its turns and answers together.
@@ -170,7 +177,10 @@ class Episodes:
         requests = [self._with_stops(request) for request in requests]
         self._backend.add(requests)
         for request in requests:
-            self._writing[request.id] = Episode(request.id, tuple(request.prompt_ids), prompt), request
+            self._writing[request.id] = self._begun(request, prompt), request
+
+    def _begun(self, request: Request, prompt: Prompt | None) -> Episode:
+        return Episode(request.id, tuple(request.prompt_ids), prompt, seen=request.seen)
 
     def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:
         """Goes on with an episode of one turn that somebody else had to leave.
@@ -184,7 +194,7 @@ class Episodes:
             prompt: The problem.
         """
         assert self._agent is None, "what an agent has under way cannot be handed on"
-        episode, count = Episode(request.id, tuple(request.prompt_ids), prompt), len(drawn.token_ids)
+        episode, count = self._begun(request, prompt), len(drawn.token_ids)
         _append(episode, drawn)
         if drawn.finish_reason != "abort":
             episode.turns = 1
@@ -294,10 +304,19 @@ class Episodes:
         if episode.turns >= self._max_turns:
             self._end(episode, "turns")
             return
-        if isinstance(answer, dict):
-            answer = message_text(self._tokenizer, answer, completion.token_ids)
         left = request.sampling.max_new_tokens - len(episode.token_ids)
-        ids = self._tokenizer.encode(answer, add_special_tokens=False)[:left]
+        try:
+            ids, seen = self._answer(episode, answer, completion.token_ids)
+        except _Unfit as error:
+            log.warning("episode %d: the agent's answer cannot be put in: %s", episode.id, error)
+            self._end(episode, "error")
+            return
+        if len(ids) <= left:
+            episode.seen = joined(episode.seen, seen)
+        elif seen is not None:  # a part of a picture is none
+            self._end(episode, "length")
+            return
+        ids = ids[:left]
         episode.token_ids += ids
         episode.logprobs += [0.0] * len(ids)
         episode.versions += [episode.versions[-1]] * len(ids)
@@ -308,7 +327,7 @@ class Episodes:
             return
         follows = dataclasses.replace(
             request, prompt_ids=(*episode.prompt_ids, *episode.token_ids), seed=_seed(request.seed, episode.turns),
-            sampling=dataclasses.replace(request.sampling, max_new_tokens=left - len(ids)),
+            sampling=dataclasses.replace(request.sampling, max_new_tokens=left - len(ids)), seen=episode.seen,
         )  # fmt: skip
         try:
             self._backend.add([follows])
@@ -317,9 +336,39 @@ class Episodes:
             return
         self._writing[request.id] = episode, request
 
+    def _answer(
+        self, episode: Episode, answer: str | dict[str, Any], drawn: list[int]
+    ) -> tuple[list[int], Seen | None]:
+        """An agent's answer as tokens, and what it shows."""
+        images: tuple[bytes, ...] = ()
+        if isinstance(answer, dict):
+            with _fitting():
+                content, images = content_of(answer.get("content"), trusted=True)
+            answer = message_text(self._tokenizer, {**answer, "content": content}, drawn)
+        ids: list[int] = self._tokenizer.encode(answer, add_special_tokens=False)
+        if not images:
+            return ids, None
+        self._looker = self._looker or looker_of(self._tokenizer)
+        if self._looker is None:
+            raise _Unfit("it shows a picture, and the model reads text alone")
+        with _fitting():
+            return self._looker.look(images, ids, len(episode.prompt_ids) + len(episode.token_ids))
+
     def _end(self, episode: Episode, reason: str) -> None:
         episode.finish_reason = reason
         self._ended.append(episode)
+
+
+class _Unfit(Exception):
+    """An agent's answer that the model cannot be given."""
+
+
+@contextlib.contextmanager
+def _fitting() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise _Unfit(str(error)) from None
 
 
 def _append(episode: Episode, completion: Completion) -> None:
@@ -334,25 +383,3 @@ def _append(episode: Episode, completion: Completion) -> None:
 def _seed(seed: int, after: int) -> int:
     """The seed of what follows so many turns or tokens: with that of the first it would draw the same random numbers again."""
     return (seed * 0x9E3779B1 + after * 0x85EBCA6B) % (1 << 31)
-
-
-def message_text(tokenizer: Any, message: Mapping[str, str], ids: list[int]) -> str:
-    """What the chat template puts between the end of the model's turn and the beginning of its next one.
-
-    Args:
-        tokenizer: Of transformers, with a chat template.
-        message: What stands between.
-        ids: The model's turn; where it has written its end itself, that is not repeated.
-
-    Raises:
-        ConfigError: The template does not show what the model wrote.
-    """
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}, dict(message)]
-    whole: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    _, found, text = whole.partition(_MARK)
-    if not found:
-        raise ConfigError(
-            "rollout.agent answers with a message, but the chat template does not keep the turns before it"
-        )
-    written = tokenizer.decode(ids[-1:], skip_special_tokens=False) if ids else ""
-    return text.removeprefix(written) if written else text

@@ -27,7 +27,8 @@ from rlhpc.language.agents.messages_api import conversation_of, message_error, m
 from rlhpc.language.agents.parsers import Parsers
 from rlhpc.language.agents.sessions import Answer, Session
 from rlhpc.language.agents.streams import ChatStream, MessageStream
-from rlhpc.language.agents.wire import chat_reply, check_chat, generate_reply
+from rlhpc.language.agents.wire import body_of, chat_reply, check_chat, generate_reply
+from rlhpc.language.data.pictures import Looker, Seen
 from rlhpc.language.engines.base import Completion, SamplingParams
 from rlhpc.runtime.scratch import folder_for_sockets
 
@@ -46,7 +47,7 @@ class Drawing:
 
     Attributes:
         session: Who asks.
-        prompt_ids, sampling, seed: What is drawn.
+        prompt_ids, sampling, seed, seen: What is drawn.
         answer: Is called with what was drawn, or why nothing was; by the engine's thread.
         show: Is called with all tokens so far, now and then, where somebody reads along; by the engine's thread.
         given_up: Whether nobody waits for it any more.
@@ -59,6 +60,7 @@ class Drawing:
     answer: Callable[[Completion | Exception], None]
     show: Callable[[list[int]], None] | None = None
     given_up: bool = False
+    seen: Seen | None = None
 
 
 class Reading:
@@ -89,6 +91,7 @@ class Gateway:
         parsers: How replies are read.
         context: Most tokens that the model reads and writes.
         address: Of this host, to listen there for other hosts as well, on a port that the system chooses; "" for none.
+        looker: What looks at pictures; None if the model reads text alone.
 
     Attributes:
         asked: What the engine is to draw.
@@ -99,11 +102,13 @@ class Gateway:
         socket: Path of a UNIX socket where it is, too: for sandboxes without a network.
     """
 
-    def __init__(self, tokenizer: Any, parsers: Parsers, context: int, address: str = "") -> None:
+    def __init__(
+        self, tokenizer: Any, parsers: Parsers, context: int, address: str = "", looker: Looker | None = None
+    ) -> None:
         self.asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.loop = asyncio.new_event_loop()
         self._tokenizer, self._parsers, self._context = tokenizer, parsers, context
-        self._renderer = Renderer(tokenizer)
+        self._renderer = Renderer(tokenizer, looker)
         self._folder = folder_for_sockets("agents")
         self.socket = str(self._folder / "model")
         self.keys = Keys()
@@ -185,8 +190,9 @@ class Gateway:
     # -- the engine -----------------------------------------------------------------------------------------------
 
     async def _draw(
-        self, session: Session, prompt: list[int], sampling: SamplingParams, seed: int, reading: Reading | None = None
-    ) -> Completion:
+        self, session: Session, prompt: list[int], sampling: SamplingParams, seed: int, seen: Seen | None,
+        reading: Reading | None = None,
+    ) -> Completion:  # fmt: skip
         waiting: asyncio.Future[Completion] = self.loop.create_future()
 
         def settle(found: Completion | Exception) -> None:
@@ -201,7 +207,7 @@ class Gateway:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self.loop.call_soon_threadsafe(settle, found)
 
-        drawing = Drawing(session, tuple(prompt), sampling, seed, answer)
+        drawing = Drawing(session, tuple(prompt), sampling, seed, answer, seen=seen)
         if reading is not None:
             reading.prompt = prompt
             drawing.show = partial(self._shown, reading)
@@ -232,7 +238,7 @@ class Gateway:
 
     async def _answer_chat(self, request: web.Request, session: Session) -> web.StreamResponse:
         raw = await request.read()
-        body = _json(raw)
+        body = body_of(raw)
         check_chat(body)
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
         most = body.get("max_completion_tokens") or body.get("max_tokens")
@@ -257,7 +263,7 @@ class Gateway:
 
     async def _answer_message(self, request: web.Request, session: Session) -> web.StreamResponse:
         raw = await request.read()
-        body = _json(raw)
+        body = body_of(raw)
         messages, tools = conversation_of(body)
 
         stream, draw, reading = body.get("stream"), self._draw, Reading()
@@ -278,10 +284,12 @@ class Gateway:
 
     async def _answer_generate(self, request: web.Request, session: Session) -> web.StreamResponse:
         raw = await request.read()
-        body = _json(raw)
+        body = body_of(raw)
         prompt, wanted = body.get("token_ids"), body.get("sampling_params") or {}
         if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
             raise Refused("token_ids must be a list of integers, with at least one")
+        if self._renderer.looker is not None and self._renderer.looker.token in prompt:
+            raise Refused("token_ids has a token of a picture; show pictures by /v1/chat/completions or /v1/messages")
         if wanted.get("n") not in (None, 1):
             raise Refused("n must be 1: ask again for another answer")
 
@@ -294,7 +302,7 @@ class Gateway:
 
     async def _take_feedback(self, request: web.Request) -> web.StreamResponse:
         try:
-            self.feedback.take(key_in(request.headers), _json(await request.read()))
+            self.feedback.take(key_in(request.headers), body_of(await request.read()))
         except Refused as why:
             return web.json_response(_error(why), status=why.status)
         return web.json_response({"status": "taken"})
@@ -368,16 +376,6 @@ async def _more(reading: Reading) -> None:
         async with asyncio.timeout(_ALIVE_S):
             await reading.came.wait()
         reading.came.clear()  # what comes from now on is for the next time
-
-
-def _json(raw: bytes) -> Any:
-    try:
-        body = json.loads(raw)
-    except ValueError:
-        raise Refused("the body is no JSON") from None
-    if not isinstance(body, dict):
-        raise Refused("the body must be a JSON object")
-    return body
 
 
 def _retried(request: web.Request) -> bool:

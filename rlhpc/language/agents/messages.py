@@ -12,7 +12,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlhpc.language.agents.shown import content_of, digest_of
 from rlhpc.language.agents.tree import Tree
+from rlhpc.language.data.pictures import Looker, Seen, joined
+from rlhpc.runtime.errors import ConfigError
 
 #: Stands for the reply of which the tokens are known, in what the template writes.
 _MARK = "REPLYHERE7F3A"
@@ -33,33 +36,8 @@ class Refused(Exception):
         self.status, self.code = status, code
 
 
-def text_of(content: Any) -> str:
-    """The text of a message's content.
-
-    Raises:
-        Refused: It is something else.
-    """
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    try:
-        parts = [part if isinstance(part, str) else (part["type"], part.get("text")) for part in content]
-    except (TypeError, KeyError, AttributeError):
-        raise Refused("a message's content must be a text, or a list of parts of type text") from None
-    texts = []
-    for part in parts:
-        if isinstance(part, str):
-            texts.append(part)
-        elif part[0] in ("text", "input_text", "output_text") and isinstance(part[1], str):
-            texts.append(part[1])
-        else:
-            raise Refused(f"a message has a part of type {part[0]}; this model reads text alone")
-    return "".join(texts)
-
-
 def canonical(message: Mapping[str, Any]) -> Message:
-    """A message as templates take it, whatever way its client writes it.
+    """A message as templates take it, whatever way its client writes it; and its pictures, as `images`, if it shows some.
 
     Raises:
         Refused: It is no message.
@@ -67,7 +45,11 @@ def canonical(message: Mapping[str, Any]) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise Refused("messages must be a list of objects with role and content")
     role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
-    found: Message = {"role": role, "content": text_of(message.get("content"))}
+    try:
+        content, images = content_of(message.get("content"))
+    except ConfigError as error:
+        raise Refused(str(error)) from None
+    found: Message = {"role": role, "content": content, **({"images": images} if images else {})}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if isinstance(reasoning, str) and reasoning:
         found["reasoning_content"] = reasoning
@@ -92,7 +74,9 @@ def _call(call: Any) -> Message:
 
 def key_of(message: Message) -> str:
     """A digest by which a message is known again: of what it says, not of names of calls or white space around it."""
-    said: Message = {**message, "content": message["content"].strip()}
+    said: Message = {**message, "content": _stripped(message["content"])}
+    if "images" in said:
+        said["images"] = [digest_of(image) for image in said["images"]]
     said.pop("tool_call_id", None)
     said.pop("name", None)
     if "reasoning_content" in said:
@@ -100,6 +84,12 @@ def key_of(message: Message) -> str:
     if "tool_calls" in said:
         said["tool_calls"] = [call["function"] for call in said["tool_calls"]]
     return _digest(said)
+
+
+def _stripped(content: Any) -> Any:
+    if isinstance(content, str):
+        return content.strip()
+    return [part["text"].strip() if "text" in part else part for part in content]
 
 
 def keys_of(messages: Sequence[Message], tools: Any) -> tuple[str, ...]:
@@ -116,15 +106,16 @@ class Renderer:
 
     Args:
         tokenizer: Of transformers.
+        looker: What looks at pictures; None if the model reads text alone.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, looker: Looker | None = None) -> None:
+        self.tokenizer, self.looker = tokenizer, looker
 
     def prompt(
         self, tree: Tree, messages: Sequence[Message], keys: tuple[str, ...], tools: Any, role: int = 0
-    ) -> tuple[list[int], int | None]:
-        """The tokens of a conversation, and the turn of the tree that it goes on from, if any.
+    ) -> tuple[list[int], int | None, Seen | None]:
+        """The tokens of a conversation, the turn of the tree that it goes on from, if any, and what it shows, if anything.
 
         Args:
             tree: What is known.
@@ -134,8 +125,10 @@ class Renderer:
             role: Who speaks: nobody goes on from what another has said.
 
         Raises:
-            Refused: The template does not take it.
+            Refused: The template does not take it, or the model reads no pictures.
         """
+        if self.looker is None and any("images" in message for message in messages):
+            raise Refused("a message shows a picture; this model reads text alone")
         known, length = None, 0
         for at, turn in enumerate(tree.turns):
             if turn.role != role:
@@ -146,9 +139,11 @@ class Renderer:
             reply = tree.turns[known]
             behind = self._behind(messages, length - 2, tools, reply.token_ids)
             if behind is not None:
-                return tree.ids(known) + behind, known
-        ids = self._encode(self._text(messages, tools))
-        return ids, tree.continued_by(ids, role)
+                before = tree.ids(known)
+                behind, seen = self._look(messages[length - 1 :], behind, len(before))
+                return before + behind, known, joined(reply.seen, seen)
+        ids, seen = self._look(messages, self._encode(self._text(messages, tools)), 0)
+        return ids, tree.continued_by(ids, role, seen), seen
 
     def _behind(self, messages: Sequence[Message], reply: int, tools: Any, drawn: list[int]) -> list[int] | None:
         """The tokens that the template puts after a reply; None if it does not show it as it stands."""
@@ -163,10 +158,21 @@ class Renderer:
         end = self.tokenizer.decode(drawn[-1:], skip_special_tokens=False) if drawn else ""
         return self._encode(text.removeprefix(end) if end else text)
 
+    def _look(self, messages: Sequence[Message], ids: list[int], behind: int) -> tuple[list[int], Seen | None]:
+        """Tokens of messages, which stand behind others, with all parts of their pictures; and what these are."""
+        images = [image for message in messages for image in message.get("images", ())]
+        if self.looker is None or not images:
+            return ids, None
+        try:
+            return self.looker.look(images, ids, behind)
+        except ConfigError as error:
+            raise Refused(str(error)) from None
+
     def _text(self, messages: Sequence[Message], tools: Any) -> str:
+        said = [{name: value for name, value in message.items() if name != "images"} for message in messages]
         try:
             text: str = self.tokenizer.apply_chat_template(
-                list(messages), tools=tools or None, tokenize=False, add_generation_prompt=True
+                said, tools=tools or None, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # jinja's, and whatever a template's author has it raise
             raise Refused(f"the model's chat template refuses the conversation: {error}") from None

@@ -61,17 +61,25 @@ def _assistant(message: Mapping[str, Any]) -> list[Message]:
 
 def _user(message: Mapping[str, Any]) -> list[Message]:
     """Results of tools are messages of their own; what the user says beside them comes behind."""
-    results, texts = list[Message](), list[str]()
+    results, said = list[Message](), list[Any]()
     for block in _blocks(message.get("content")):
         kind = block.get("type")
         if kind == "tool_result":
-            said = _text(block.get("content") or "")
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
-        elif kind == "text":
-            texts.append(block.get("text", ""))
+            found = [_shown(part) for part in _blocks(block.get("content") or "")]
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": found})
         else:
-            raise Refused(f"a user's message has a block of type {kind}; this model reads text, and results of tools")
-    return [*results, *([{"role": "user", "content": "".join(texts)}] if texts or not results else [])]
+            said.append(_shown(block))
+    return [*results, *([{"role": "user", "content": said}] if said or not results else [])]
+
+
+def _shown(block: Mapping[str, Any]) -> Any:
+    """A block that is a text or a picture, which chat completions take as it stands."""
+    if block.get("type") not in ("text", "image"):
+        raise Refused(
+            f"a user's message or a result of a tool has a block of type {block.get('type')}; this model reads text, pictures "
+            "if it looks at them, and results of tools"
+        )
+    return block
 
 
 def _blocks(content: Any) -> list[Any]:
@@ -85,7 +93,7 @@ def _blocks(content: Any) -> list[Any]:
 def _text(content: Any) -> str:
     found = _blocks(content)
     if any(block.get("type") != "text" for block in found):
-        raise Refused("system and the results of tools must be texts, or blocks of type text")
+        raise Refused("system must be a text, or blocks of type text")
     return "".join(block.get("text", "") for block in found)
 
 

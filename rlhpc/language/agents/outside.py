@@ -23,7 +23,9 @@ from rlhpc.language.agents.messages import Refused
 from rlhpc.language.agents.parsers import Parsers
 from rlhpc.language.agents.played import Played, World
 from rlhpc.language.agents.sessions import OVER, Limits, Session
+from rlhpc.language.agents.shown import looker_of, shown_by
 from rlhpc.language.agents.tree import Tree, Turn
+from rlhpc.language.data.pictures import placed
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion, DropsRequests, Request, RolloutBackend
 from rlhpc.runtime.errors import ConfigError
@@ -98,7 +100,7 @@ class OutsideEpisodes:
         self._distant: Distant | None = None
         if isinstance(runs, Program):
             self._here: Harnesses | Played = Harnesses(runs, self._came)
-        self._gateway = Gateway(tokenizer, parsers, context, address)
+        self._gateway = Gateway(tokenizer, parsers, context, address, looker_of(tokenizer))
         if isinstance(runs, World):
             self._here = Played(runs, self._gateway, self._came)
         if isinstance(runs, Elsewhere):
@@ -137,9 +139,7 @@ class OutsideEpisodes:
         return self._distant or self._here
 
     def _ticket(self, number: int, session: Session, prompt: Prompt | None) -> dict[str, Any]:
-        messages = (
-            [] if prompt is None else [{**m, "role": "user"} if m["role"] == "raw" else m for m in prompt.messages]
-        )
+        messages = [] if prompt is None else _said(prompt)
         task = {"messages": messages, "seed": session.seed, "kwargs": self._options.kwargs}
         if prompt is not None:
             task |= {"id": prompt.id, "question": prompt.question, "answer": prompt.answer, "meta": prompt.meta}
@@ -268,7 +268,7 @@ class OutsideEpisodes:
             drawing.answer(Refused("the episode has ended", 401))
             return
         self._number += 1
-        request = Request(self._number, drawing.prompt_ids, drawing.sampling, drawing.seed)
+        request = Request(self._number, drawing.prompt_ids, drawing.sampling, drawing.seed, drawing.seen)
         try:
             self._backend.add([request])
         except ConfigError as error:  # the context is full, or a token is none
@@ -355,6 +355,16 @@ class OutsideEpisodes:
         if self._failures <= _TOLD or self._failures % 1000 == 0:
             log.warning("episode %d: the agent failed (number %d of these): %s", episode.id, self._failures,
                         episode.outcome.error)  # fmt: skip
+
+
+def _said(prompt: Prompt) -> list[dict[str, Any]]:
+    """A prompt's conversation as agents get it: its pictures are in there."""
+    if not prompt.images:
+        return [{**m, "role": "user"} if m["role"] == "raw" else m for m in prompt.messages]
+    pictures, found = iter(shown_by(prompt.images)), placed(prompt.messages, len(prompt.images))
+    for message in found:
+        message["content"] = [next(pictures) if part["type"] == "image" else part for part in message["content"]]
+    return found
 
 
 def _spare(branches: list[Episode], limits: Limits) -> int:

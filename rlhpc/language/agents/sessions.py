@@ -14,6 +14,7 @@ from typing import Any
 from rlhpc.language.agents.messages import Message, Refused, Renderer, canonical, key_of, keys_of
 from rlhpc.language.agents.parsers import Parsers, Reply
 from rlhpc.language.agents.tree import Tree, Turn
+from rlhpc.language.data.pictures import Seen
 from rlhpc.language.engines.base import Completion, SamplingParams
 
 #: Answers that are kept for a client that asks again.
@@ -71,8 +72,8 @@ class _Asked:
     waiting: int = 0
 
 
-#: Has the engine draw: called with the prompt's tokens, how, and a seed.
-Draw = Callable[["Session", list[int], SamplingParams, int], Coroutine[Any, Any, Completion]]
+#: Has the engine draw: called with the prompt's tokens, how, a seed, and what the prompt shows.
+Draw = Callable[["Session", list[int], SamplingParams, int, "Seen | None"], Coroutine[Any, Any, Completion]]
 
 
 class Session:
@@ -151,11 +152,11 @@ class Session:
             raise Refused("messages must be a list with at least one message")
         said = [canonical(message) for message in messages]
         keys = keys_of(said, tools)
-        prompt, parent = renderer.prompt(self.tree, said, keys, tools, role)
-        completion = await self._draw(prompt, self._by(role, sampling), draw)
+        prompt, parent, seen = renderer.prompt(self.tree, said, keys, tools, role)
+        completion = await self._draw(prompt, self._by(role, sampling), draw, seen)
         reply = parsers.read(completion.token_ids, tools)
         message = reply.message()
-        turn = self._record(prompt, parent, completion, role, (*keys, key_of(canonical(message))))
+        turn = self._record(prompt, parent, completion, role, (*keys, key_of(canonical(message))), seen)
         return Answer(turn, prompt, reply, message)
 
     async def tokens(self, prompt: list[int], role: int, sampling: SamplingParams, draw: Draw) -> Answer:
@@ -202,7 +203,9 @@ class Session:
         policies = self.limits.policies
         return replace(sampling, policy=policies[role]) if policies else sampling
 
-    async def _draw(self, prompt: list[int], sampling: SamplingParams, draw: Draw) -> Completion:
+    async def _draw(
+        self, prompt: list[int], sampling: SamplingParams, draw: Draw, seen: Seen | None = None
+    ) -> Completion:
         drawn = sum(len(turn.token_ids) for turn in self.tree.turns)
         if self._begun >= self.limits.turns or drawn >= self.limits.tokens:
             self.counts["refused"] += 1
@@ -214,14 +217,15 @@ class Session:
             self.counts["refused"] += 1
             raise Refused(f"{MOST_AT_ONCE} calls of the episode are under way", 429, "rate_limit_exceeded")
         # The same prompt twice is two draws, whichever calls come between them.
-        digest = hashlib.blake2b(json.dumps(prompt).encode(), digest_size=16).digest()
+        said = json.dumps(prompt).encode() + b"".join(() if seen is None else seen.digests)
+        digest = hashlib.blake2b(said, digest_size=16).digest()
         self._asked[digest] += 1
         own = self.seed.to_bytes(8, "little") + digest + self._asked[digest].to_bytes(4, "little")
         seed = int.from_bytes(hashlib.blake2b(own, digest_size=8).digest(), "little") >> 1
         self._begun += 1
         self._under_way += 1
         try:
-            completion = await draw(self, prompt, sampling, seed)
+            completion = await draw(self, prompt, sampling, seed, seen)
         except Refused:
             self._begun -= 1
             raise
@@ -232,12 +236,13 @@ class Session:
         return completion
 
     def _record(
-        self, prompt: list[int], parent: int | None, completion: Completion, role: int, keys: tuple[str, ...] = ()
-    ) -> Turn:
+        self, prompt: list[int], parent: int | None, completion: Completion, role: int, keys: tuple[str, ...] = (),
+        seen: Seen | None = None,
+    ) -> Turn:  # fmt: skip
         before = 0 if parent is None else len(self.tree.ids(parent))
         turn = Turn(
             parent, prompt[before:], completion.token_ids, completion.logprobs, completion.versions,
-            completion.finish_reason, keys, role=role, experts=completion.experts,
+            completion.finish_reason, keys, role=role, experts=completion.experts, seen=seen,
         )  # fmt: skip
         self.tree.turns.append(turn)
         return turn

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.data.pictures import Seen
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +34,7 @@ class Turn:
         reward: What this turn was worth by itself, where the agent says so.
         names: Ids that its clients know it by.
         feedback: What somebody has said of it when it was done (`Feedback`); None before.
+        seen: All that it was shown, by it and by the turns before.
     """
 
     parent: int | None
@@ -48,6 +50,7 @@ class Turn:
     experts: np.ndarray | None = None
     names: list[str] = field(default_factory=list)
     feedback: float | None = None
+    seen: Seen | None = None
 
 
 @dataclass
@@ -71,8 +74,9 @@ class Tree:
             found.append(parent)
         return found[::-1]
 
-    def continued_by(self, ids: Sequence[int], role: int = 0) -> int | None:
-        """The longest turn of a role whose tokens these begin with; of equal ones the last. None if there is none."""
+    def continued_by(self, ids: Sequence[int], role: int = 0, seen: Seen | None = None) -> int | None:
+        """The longest turn of a role whose tokens these begin with, and which was shown what these show up to there; of equal
+        ones the last. None if there is none."""
         ids, ends, best = list(ids), dict[int, int](), None
         for at, turn in enumerate(self.turns):  # a parent comes before its children
             begin = 0 if turn.parent is None else ends.get(turn.parent)
@@ -84,7 +88,8 @@ class Tree:
                 begin += len(part)
             else:
                 ends[at] = begin
-                if begin < len(ids) and (best is None or begin >= ends[best]):
+                same = _places(turn.seen) == tuple(place for place in _places(seen) if place[0] < begin)
+                if same and begin < len(ids) and (best is None or begin >= ends[best]):
                     best = at
         return best
 
@@ -103,7 +108,9 @@ class Tree:
             if turn.received:
                 kept.update(self.path(at))
         leaves = kept - {self.turns[at].parent for at in kept}
-        paths = sorted((self.turns[leaf].role, self.ids(leaf), self.path(leaf)) for leaf in leaves)
+        paths = sorted(
+            (self.turns[leaf].role, self.ids(leaf), _places(self.turns[leaf].seen), self.path(leaf)) for leaf in leaves
+        )
         trained, found, spoken = set[int](), list[Episode](), collections.Counter[int]()
         numbers = [spoken.update([turn.role]) or spoken[turn.role] - 1 for turn in self.turns]
         for *_, path in paths:
@@ -120,6 +127,7 @@ class Tree:
             finish_reason=self.turns[path[-1]].finish_reason,
             role=first.role,
             experts=self.turns[path[-1]].experts,
+            seen=self.turns[path[-1]].seen,
         )
         for depth, at in enumerate(path):
             turn, between = self.turns[at], 0
@@ -151,3 +159,7 @@ class Tree:
             found["drawn"] += len(turn.token_ids)
             found["not_received"] += 0 if turn.received else len(turn.token_ids)
         return found
+
+
+def _places(seen: Seen | None) -> tuple[tuple[int, bytes], ...]:
+    return () if seen is None else seen.places

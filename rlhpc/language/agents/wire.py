@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Mapping
@@ -12,6 +13,21 @@ from rlhpc.language.agents.sessions import Answer
 
 #: What would have tokens drawn from another distribution than the one that is trained, so that it cannot be had.
 _CONSTRAINTS = ("logit_bias", "guided_json", "guided_regex", "guided_choice", "structured_outputs")
+
+
+def body_of(raw: bytes) -> Any:
+    """What a call says.
+
+    Raises:
+        Refused: It is no JSON object.
+    """
+    try:
+        body = json.loads(raw)
+    except ValueError:
+        raise Refused("the body is no JSON") from None
+    if not isinstance(body, dict):
+        raise Refused("the body must be a JSON object")
+    return body
 
 
 def check_chat(body: Any) -> None:

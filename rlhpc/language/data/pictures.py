@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 MARK = "<image>"
 #: Families of models that look at pictures, by `model_type`; in all of them a picture's tokens have three positions each.
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+#: Kinds of agents to which a prompt's conversation is given as it is.
+_SHOWN = ("inline", "python", "mcp")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +45,17 @@ class Seen:
     digests: tuple[bytes, ...]
 
     @property
+    def each(self) -> list[tuple[np.ndarray, np.ndarray, bytes]]:
+        """Patches, grid and digest of each picture."""
+        cuts = np.cumsum(self.grids.prod(1))[:-1]
+        return list(zip(np.split(self.patches, cuts), self.grids, self.digests, strict=True))
+
+    @property
+    def places(self) -> tuple[tuple[int, bytes], ...]:
+        """Where each stands, and which it is."""
+        return tuple(zip(self.at.tolist(), self.digests, strict=True))
+
+    @property
     def tokens(self) -> np.ndarray:
         """`[M]`: tokens of each picture."""
         return np.asarray(self.grids.prod(1) // self.merge**2)
@@ -60,6 +73,14 @@ class Seen:
             kinds[0, at : at + size] = 1
         arrays = {"pixel_values": self.patches, "image_grid_thw": self.grids, "mm_token_type_ids": kinds}
         return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+
+
+def joined(first: Seen | None, then: Seen | None) -> Seen | None:
+    """What a text shows, and what is shown behind that, in one."""
+    if first is None or then is None:
+        return first or then
+    arrays = {name: np.concatenate([getattr(first, name), getattr(then, name)]) for name in ("patches", "grids", "at")}
+    return Seen(merge=first.merge, digests=first.digests + then.digests, **arrays)
 
 
 def positions(length: int, at: np.ndarray, grids: np.ndarray, merge: int) -> np.ndarray:
@@ -98,10 +119,10 @@ class Looker:
     """
 
     def __init__(self, cutter: Any, token: int, name: str) -> None:
-        self._token, self._name = token, name
+        self.token, self._name = token, name
         self._merge = int(cutter.merge_size)
         self._cutter = cutter
-        self._patches = lru_cache(maxsize=16)(self._cut)
+        self._one = lru_cache(maxsize=16)(self._cut)
 
     def asked(self, prompt: Prompt) -> list[dict[str, Any]]:
         """A prompt's conversation, with places for its pictures."""
@@ -109,26 +130,52 @@ class Looker:
 
     def widened(self, prompt: Prompt, ids: Sequence[int]) -> list[int]:
         """Token ids with as many of a picture as it has parts, where its template wrote one."""
-        places, grids = [n for n, one in enumerate(ids) if one == self._token], self._patches(prompt.images)[1]
-        if len(places) != len(grids):
-            raise ConfigError(
-                f"prompt {prompt.id} has {len(grids)} pictures, and its text has {len(places)} places for them after the chat "
-                f"template of {self._name}: write {MARK} once for each, or not at all, and not the template's own sign for one"
-            )
-        found, before = list[int](), 0
-        for place, grid in zip(places, grids, strict=True):
-            found += [*ids[before:place], *[self._token] * int(grid.prod() // self._merge**2)]
-            before = place + 1
-        return [*found, *ids[before:]]
+        try:
+            return self.look(prompt.images, ids)[0]
+        except ConfigError as error:
+            raise ConfigError(f"prompt {prompt.id}: {error}") from None
 
     def seen(self, prompt: Prompt, ids: Sequence[int]) -> Seen:
         """The pictures of a prompt whose ids `widened` made."""
-        patches, grids, digests = self._patches(prompt.images)
         at, token, every = list[int](), 0, np.asarray(ids)
-        for grid in grids:
-            at.append(token + int((every[token:] == self._token).argmax()))
-            token = at[-1] + int(grid.prod() // self._merge**2)
-        return Seen(patches, grids, np.asarray(at, np.int64), self._merge, digests)
+        for image in prompt.images:
+            at.append(token + int((every[token:] == self.token).argmax()))
+            token = at[-1] + self._size(image)
+        return self._seen(prompt.images, at)
+
+    def look(self, images: Sequence[bytes], ids: Sequence[int], behind: int = 0) -> tuple[list[int], Seen]:
+        """Token ids with as many of a picture as it has parts, where a chat template wrote one; and what they show.
+
+        Args:
+            images: One or more, in the order in which they stand there.
+            ids: As the template has them: one for each picture.
+            behind: So many tokens stand before these, which the places of what is seen count in.
+
+        Raises:
+            ConfigError: There are more places than pictures, or fewer; or one of them cannot be opened.
+        """
+        places = [n for n, one in enumerate(ids) if one == self.token]
+        if len(places) != len(images):
+            raise ConfigError(
+                f"there are {len(images)} pictures, and the text has {len(places)} places for them after the chat "
+                f"template of {self._name}: write {MARK} once for each, or not at all, and not the template's own sign for one"
+            )
+        found, at, before = list[int](), list[int](), 0
+        for place, image in zip(places, images, strict=True):
+            found += ids[before:place]
+            at.append(behind + len(found))
+            found += [self.token] * self._size(image)
+            before = place + 1
+        return [*found, *ids[before:]], self._seen(images, at)
+
+    def _size(self, image: bytes) -> int:
+        return int(self._one(image)[1].prod() // self._merge**2)
+
+    def _seen(self, images: Sequence[bytes], at: Sequence[int]) -> Seen:
+        patches, grids, digests = zip(*map(self._one, images), strict=True)
+        return Seen(
+            np.concatenate(patches), np.stack(grids), np.asarray(at, np.int64), self._merge, tuple(digests)
+        )  # fmt: skip
 
     @property
     def largest(self) -> Seen:
@@ -140,18 +187,14 @@ class Looker:
         patches = np.zeros((int(grids.prod()), width), np.float32)
         return Seen(patches, grids, np.zeros(1, np.int64), self._merge, (b"",))
 
-    def _cut(self, images: tuple[bytes, ...]) -> tuple[np.ndarray, np.ndarray, tuple[bytes, ...]]:
-        made = self._cutter(images=[opened(image) for image in images], return_tensors="np")
+    def _cut(self, image: bytes) -> tuple[np.ndarray, np.ndarray, bytes]:
+        """Patches, grid and digest of a picture."""
+        made = self._cutter(images=[opened(image)], return_tensors="np")
         patches = np.ascontiguousarray(made["pixel_values"], np.float32)
-        grids = np.ascontiguousarray(made["image_grid_thw"], np.int64)
-        digests, begin = list[bytes](), 0
-        for grid in grids:
-            end = begin + int(grid.prod())
-            found = hashlib.blake2b(grid.tobytes(), digest_size=16)
-            found.update(patches[begin:end].data)
-            digests.append(found.digest())
-            begin = end
-        return patches, grids, tuple(digests)
+        grid = np.asarray(made["image_grid_thw"][0], np.int64)
+        found = hashlib.blake2b(grid.tobytes(), digest_size=16)
+        found.update(patches.data)
+        return patches, grid, found.digest()
 
 
 def opened(image: bytes) -> Any:
@@ -160,14 +203,28 @@ def opened(image: bytes) -> Any:
     Raises:
         ConfigError: It is none, or PIL is missing.
     """
+    return _by_pil(image, lambda found: found.convert("RGB"))
+
+
+def size_of(image: bytes) -> tuple[int, int]:
+    """Width and height of a picture, of which no more is read than says that.
+
+    Raises:
+        ConfigError: It is none, or PIL is missing.
+    """
+    size: tuple[int, int] = _by_pil(image, lambda found: found.size)
+    return size
+
+
+def _by_pil(image: bytes, what: Callable[[Any], Any]) -> Any:
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
     except ImportError:
         raise ConfigError("pictures need Pillow: pip install 'rlhpc[llm]'") from None
     try:
-        return Image.open(io.BytesIO(image)).convert("RGB")
-    except (UnidentifiedImageError, OSError) as error:
-        raise ConfigError(f"a prompt's picture of {len(image)} bytes is none: {error}") from None
+        return what(Image.open(io.BytesIO(image)))
+    except (OSError, ValueError, Image.DecompressionBombError, SyntaxError) as error:  # as its formats' readers raise
+        raise ConfigError(f"a picture of {len(image)} bytes is none: {error}") from None
 
 
 def looks(config: Any) -> bool:
@@ -241,10 +298,10 @@ def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
         ConfigError: Names the key.
     """
     path, actor, lora = str(cfg.actor.model.model_path), cfg.actor, cfg.actor.lora
-    if shows and cfg.agent.kind != "inline":
+    if shows and cfg.agent.kind not in _SHOWN:
         raise ConfigError(
-            f"agent.kind is {cfg.agent.kind}, and prompts of data.train show pictures, which agents outside cannot be given; "
-            "allowed: inline"
+            f"agent.kind is {cfg.agent.kind}, which asks the model with texts of its own, and prompts of data.train show "
+            f"pictures; allowed: {', '.join(_SHOWN)}"
         )
     if not looks(config):
         return

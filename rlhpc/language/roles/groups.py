@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.algorithm.base import ROLLOUT, ROLLOUT_LOGPROBS, VERSIONS, LanguageAlgorithm
-from rlhpc.language.data.pictures import Seen
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.tokens.batches import TokenBatch, cumulated
 from rlhpc.language.tokens.pictures import Pictures
@@ -81,7 +80,7 @@ def column_message(group: Group, maker: str, values: Tensor) -> dict[str, Any]:
 def group_of(
     step: int, position: int, episodes: Mapping[int, Episode], rewards: np.ndarray,
     columns: Sequence[Mapping[str, Sequence[float]]], trains: bool, size: int,
-    agent_weight: float = 0.0, choices: int = 0, seen: Seen | None = None,
+    agent_weight: float = 0.0, choices: int = 0,
 ) -> Group:  # fmt: skip
     """The group of some episodes.
 
@@ -94,7 +93,6 @@ def group_of(
         trains: Whether their tokens are trained on.
         size: G, members of a group.
         choices: Of routers, a token (`SaysExperts`); 0 without.
-        seen: What the prompt shows, which all samples begin with.
         agent_weight: Weight of what the agent says in the reward: a role's own counts as much.
     """
     samples = [(at, member, sample) for at, (member, e) in enumerate(episodes.items()) for sample in e.samples]
@@ -121,7 +119,7 @@ def group_of(
         position * size + number, role, torch.full_like(number, position),
         torch.from_numpy(np.asarray(rewards, np.float32)[each] + above),
         {name: _joined(values) for name, values in named.items()},
-        pictures=Pictures.of([seen] * len(samples)),
+        pictures=Pictures.of([sample.seen for _, _, sample in samples]),
     )  # fmt: skip
     return Group(step, position, batch, torch.tensor([finished[at] for at in each]))
 

@@ -95,7 +95,7 @@ class GroupMaker:
         ]
         made = group_of(
             slot.step, slot.position, judged.episodes, judged.rewards, columns, trains=not judged.why, size=self._size,
-            choices=self._choices, agent_weight=self._agent_weight, seen=slot.seen,
+            choices=self._choices, agent_weight=self._agent_weight,
         )  # fmt: skip
         facts = {"refills": float(slot.vain)}
         if judged.why == "nonfinite":

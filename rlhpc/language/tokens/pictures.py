@@ -37,23 +37,19 @@ class Pictures:
 
     @classmethod
     def of(cls, seen: Sequence[Seen | None]) -> Pictures | None:
-        """Those of samples, each with what it sees; None if none sees anything. The same `Seen` is kept once."""
-        there = {id(one): one for one in seen if one is not None}
+        """Those of samples, each with what it sees; None if none sees anything. The same picture is kept once."""
+        there = [one for one in seen if one is not None]
         if not there:
             return None
-        first, begins = 0, dict[int, int]()
-        for name, one in there.items():
-            begins[name], first = first, first + len(one.grids)
-        shown = [np.arange(len(one.grids)) + begins[id(one)] for one in seen if one is not None]
-        at = [one.at for one in seen if one is not None]
-        every = list(there.values())
+        every = {digest: (patches, grid) for one in there for patches, grid, digest in one.each}
+        place = {digest: number for number, digest in enumerate(every)}
         return cls(
-            torch.from_numpy(np.concatenate([one.patches for one in every])),
-            torch.from_numpy(np.concatenate([one.grids for one in every])),
-            torch.from_numpy(np.concatenate(shown)),
-            torch.from_numpy(np.concatenate(at)),
+            torch.from_numpy(np.concatenate([patches for patches, _ in every.values()])),
+            torch.from_numpy(np.stack([grid for _, grid in every.values()])),
+            torch.tensor([place[digest] for one in there for digest in one.digests]),
+            torch.from_numpy(np.concatenate([one.at for one in there])),
             torch.tensor([0 if one is None else len(one.grids) for one in seen]),
-            every[0].merge,
+            there[0].merge,
         )
 
     @classmethod

@@ -169,3 +169,21 @@ def game(task: Any, model: Any) -> dict[str, Any]:
     if task.kwargs.get("third"):
         model.post("/chat/completions", {"model": "third", "messages": task.messages})
     return {"rewards": {"first": -1, "second": 1 + task.seed}}
+
+
+def looks_again(task: Any, model: Any) -> float:
+    """Is shown another picture by a tool; and asks the same about that alone, as if the model had said the same."""
+    other = {"type": "image_url", "image_url": {"url": task.kwargs["other"]}}
+    said = model.chat(task.messages)
+    shown = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "a"}, other]}
+    model.chat([*task.messages, said, shown])
+    parts = [other if part["type"] == "image_url" else part for part in task.messages[-1]["content"]]
+    instead = {**task.messages[-1], "content": parts}
+    alike = {**said, "content": said["content"].replace("<|image_pad|>", "")}  # it is random, and may write that, too
+    model.chat([*task.messages[:-1], instead, alike, {"role": "user", "content": "="}])
+    with contextlib.suppress(Exception):
+        model.chat(
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}]}]
+        )
+        return -1.0  # it would have been fetched
+    return float(len(said["content"]))

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from engine_ranks import engine_of
 from test_reasoning import TWO_ACTORS, LanguageRun
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from rlhpc.language.agents.episodes import Agent, Episode
+from rlhpc.language.agents.registry import run_episodes
 from rlhpc.language.data import PromptTokenizer
 from rlhpc.language.data.pictures import Seen
 from rlhpc.language.data.prompts import Prompt
@@ -122,6 +125,43 @@ def test_the_engine_sees_what_the_trainer_sees(reference: LanguageRun) -> None:
     assert any("visual" in name for name in moved) and any("language_model" in name for name in moved)
 
 
+def far(model: Any, prompt: Sequence[int], done: Completion | Episode, seen: Seen | None, which: list[bool]) -> float:
+    """How far the log-probs of some of the tokens are from what the model says."""
+    ids = [*prompt, *done.token_ids]
+    batch = TokenBatch.of([ids], [[True] * len(ids)], pictures=Pictures.of([seen]))
+    with torch.no_grad():
+        found = batch.of_tokens(model(**batch.inputs()).logits).log_softmax(-1)[len(prompt) - 1 : -1]
+    theirs = found.gather(1, torch.tensor(done.token_ids)[:, None]).squeeze(1)
+    return max((torch.tensor(done.logprobs) - theirs).abs()[torch.tensor(which)].tolist(), default=0.0)
+
+
+class Shows(Agent):
+    """Answers with a picture, then with a text."""
+
+    def respond(self, episode: Episode, text: str) -> dict[str, Any]:
+        image = {"type": "image", "image": picture(9, 56, 28)}
+        return {"role": "user", "content": ["a", image, "b"] if episode.turns == 1 else "="}
+
+
+def test_an_agent_inside_shows_pictures(tmp_path: Path) -> None:
+    """Behind a prompt that shows some and one that does not: each turn is of a model that sees what there is by then."""
+    make_tiny_vision_model(tmp_path, hidden=64, heads=2, seed=3)
+    ids, seen = shown(tmp_path, "qwen2_5_vl")
+    tokenizer, engine = AutoTokenizer.from_pretrained(tmp_path), engine_of("hf", tmp_path)
+    model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    tell_places(model)
+    # Any token ends a turn: the agent is asked at once.
+    sampling = SamplingParams(max_new_tokens=60, stop_token_ids=tuple(range(len(tokenizer))))
+    requests = [
+        Request(n, tuple(own), sampling, n, seen=looked) for n, (own, looked) in enumerate(zip(ids, seen, strict=True))
+    ]
+    episodes = list(run_episodes(engine, [(one, None) for one in requests], Shows(), tokenizer, 3))
+    assert sorted(len(one.seen.grids) for one in episodes if one.seen) == [1, 2, 3]
+    for one in episodes:
+        assert one.turns == 3 and far(model, one.prompt_ids, one, one.seen, one.loss_mask) < 2e-5
+    engine.close()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vllm_says_what_the_trainer_says(family: str, tmp_path: Path) -> None:
     """Before an update of all weights, of those under way at one, and after: none is answered by what old weights saw. The
@@ -140,14 +180,7 @@ def test_vllm_says_what_the_trainer_says(family: str, tmp_path: Path) -> None:
         return [Request(first + n, tuple(own), sampling, n, seen=looked) for n, (own, looked) in enumerate(places)]
 
     def error(request: Request, done: Completion) -> float:
-        samples = [[*request.prompt_ids, *done.token_ids]]
-        masks = [[False] * len(request.prompt_ids) + [True] * len(done.token_ids)]
-        batch = TokenBatch.of(samples, masks, pictures=Pictures.of([request.seen]))
-        with torch.no_grad():
-            found = batch.of_tokens(model(**batch.inputs()).logits).log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
-        theirs = found.gather(1, torch.tensor(done.token_ids)[:, None]).squeeze(1)
-        now = torch.tensor(done.versions) == engine.version
-        return float((torch.tensor(done.logprobs) - theirs).abs()[now].max()) if now.any() else 0.0
+        return far(model, request.prompt_ids, done, request.seen, [one == engine.version for one in done.versions])
 
     try:
         requests = asked(0, 8)
@@ -167,12 +200,17 @@ def test_vllm_says_what_the_trainer_says(family: str, tmp_path: Path) -> None:
         engine.close()
 
 
-def test_it_trains_with_vllm(tmp_path: Path) -> None:
-    """From the start to an export of what was drawn by weights after an update, evaluated on the way."""
-    run = LanguageRun(tmp_path / "vllm", "rollout.rollout_backend=vllm", "actor.model.kwargs.heads=1", config=CONFIG)
+def test_it_trains_with_vllm_and_an_agent_outside(tmp_path: Path) -> None:
+    """Which sends the pictures of prompts and others, of the same size, by the endpoint: every sample has its own, and none
+    is gone on from for its tokens alone. Evaluated on the way, in the same way."""
+    url = "data:image/png;base64," + base64.b64encode(picture(7, 56, 56)).decode()
+    agent = f"agent={{kind: python, target: 'outside_agents:looks_again', kwargs: {{other: '{url}'}}}}"
+    words = "rollout.rollout_backend=vllm", "actor.model.kwargs.heads=1", "reward.terms=[{name: agent}]", agent
+    run = LanguageRun(tmp_path / "vllm", *words, config=CONFIG)
     run.train("runner.max_steps=2", "runner.val_check_interval=2")
     rows = run.rows()
     assert max(row["train/mismatch_abs"] for row in rows) < 1e-5
+    assert all(row["agent/failed"] == 0 and row["agent/samples"] == 2 and row["train/reward"] > 0 for row in rows)
     assert [row["step"] for row in rows if any(name.startswith("eval/") for name in row)] == [2]
 
 
@@ -252,7 +290,7 @@ def test_pictures_of_ones_own(tmp_path: Path) -> None:
         (["actor.model.freeze_vision=true", "actor.lora.rank=2"], "actor.model.freeze_vision is true and actor.lora"),
         (["data.train.images_key=shown"], "rows.jsonl:1: column 'shown': there is no file"),
         (["data.train.images_key=other"], "data.train.images_key is 'other', but"),
-        (["agent.kind=python", "agent.target=lm_agents:asks"], "prompts of data.train show pictures"),
+        (["agent.kind=command", "agent.command=[true]", "agent.sandbox=none"], "and prompts of data.train show pictures"),
     ],
 )  # fmt: skip
 def test_what_is_said_of_a_mistake(tmp_path: Path, words: list[str], said: str) -> None:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhpc.language.agents.episodes import message_text
 from rlhpc.language.agents.registry import (
     Agent,
     Episodes,
@@ -20,6 +19,7 @@ from rlhpc.language.agents.registry import (
     register_agent,
     run_episodes,
 )
+from rlhpc.language.agents.shown import message_text
 from rlhpc.language.agents.tools import PythonTool, calculator
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines import Completion, Request, SamplingParams
