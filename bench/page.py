@@ -48,6 +48,7 @@ TITLES = {
     "self_play": "Games whose best play is known",
     "distillation": "Distillation beside GRPO",
     "robot": "From demonstrations to RL",
+    "robot_link": "A robot outside the cluster",
     "intervention": "Somebody who takes over",
     "gpu": "On an accelerator",
 }

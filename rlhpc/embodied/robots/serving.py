@@ -9,8 +9,10 @@ import os
 import shlex
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,8 @@ from rlhpc.runtime.parents import die_with_parent
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
+#: In which ssh must have logged in; somebody may have to type a password.
+_LOGIN_S = 60.0
 #: Between two tries to reach the run: the first pause, and the longest.
 _AGAIN_S = (0.5, 4.0)
 #: Of `RobotVectorEnv`'s numbers, those that a robot's own machine may bound, and whether it bounds them from above.
@@ -35,7 +39,7 @@ BOUNDS = ("hz", "stale_s", "max_change")
 
 
 class Way:
-    """How the run's place is reached: directly, or through a child that is `ssh -W`.
+    """How the run's place is reached: directly, or through a child that is `ssh -L`.
 
     Args:
         key: Says where the run waits.
@@ -65,18 +69,36 @@ class Way:
         self.close()
         if not self._ssh:
             return socket.create_connection(self._to, GREETING_S)
-        own, theirs = socket.socketpair()
-        parent = os.getpid()
-        with theirs:
-            self._child = subprocess.Popen(
-                ["ssh", "-W", f"{self._to[0]}:{self._to[1]}", *self._ssh], stdin=theirs.fileno(), stdout=theirs.fileno(),
-                preexec_fn=lambda: die_with_parent(parent),
-            )  # fmt: skip
-        return own
+        with tempfile.TemporaryDirectory(
+            prefix="rlhpc-robot-"
+        ) as folder:  # the socket needs no name once it is connected
+            return self._tunnel(Path(folder) / "run")
+
+    def _tunnel(self, end: Path) -> socket.socket:
+        parent, to = os.getpid(), f"{self._to[0]}:{self._to[1]}"
+        # With a session, however idle, ssh and sshd send what they have at once; without one (-W, -N) the end of a message
+        # may wait 40 ms for a receipt of its beginning. The session ends with this process, and ssh with the session.
+        options = ("-T", "-o", "ExitOnForwardFailure=yes", "-o", "ControlPath=none", "-L", f"{end}:{to}")
+        self._child = subprocess.Popen(
+            ["ssh", *options, *self._ssh, "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            preexec_fn=lambda: die_with_parent(parent),
+        )  # fmt: skip
+        deadline = time.monotonic() + _LOGIN_S
+        while not end.exists():
+            if (code := self._child.poll()) is not None:
+                raise ConnectionError(f"ssh ended with {code}; what it said is above")
+            if time.monotonic() > deadline:
+                raise ConnectionError(f"ssh has not logged in in {_LOGIN_S:g} s")
+            time.sleep(0.02)
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(str(end))
+        return sock
 
     def close(self) -> None:
         """Ends the child."""
         if self._child is not None:
+            assert self._child.stdin is not None
+            self._child.stdin.close()
             self._child.terminate()
             try:
                 self._child.wait(2)

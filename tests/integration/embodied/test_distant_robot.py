@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,11 +16,11 @@ import pytest
 import yaml
 
 from tests import warm
+from tests.distant_arm import Arm, sshd
 from tests.eventually import wait_until
 
 pytestmark = pytest.mark.long
 
-SSHD = Path("/usr/sbin/sshd")
 CONFIG: dict[str, Any] = {
     "runner": {"task_type": "off_policy", "name": "arm", "max_steps": 10_000, "save_interval": -1,
                "logger": {"logger_backends": ["jsonl"]}},
@@ -42,54 +40,9 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture
 def login(tmp_path: Path) -> Iterator[str]:
-    """What ssh needs for a login node of this user's own, which nobody else can enter."""
-    assert SSHD.is_file(), "no sshd: tests/slurm/install.sh installs what the tests need of Debian"
-    if os.getuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)
-    for name in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    (tmp_path / "sshd_config").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {tmp_path}/host\nAuthorizedKeysFile {tmp_path}/user.pub\n"
-        "PidFile none\nUsePAM no\nStrictModes no\nPasswordAuthentication no\n"
-    )
-    (tmp_path / "ssh_config").write_text(
-        f"Host login\n  HostName 127.0.0.1\n  Port {port}\n  IdentityFile {tmp_path}/user\n  IdentitiesOnly yes\n"
-        "  UserKnownHostsFile /dev/null\n  StrictHostKeyChecking no\n  LogLevel ERROR\n  BatchMode yes\n"
-    )
-    with (tmp_path / "sshd.log").open("w") as log:
-        daemon = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(tmp_path / "sshd_config")], stderr=log)
-    wait_until(lambda: "Server listening" in (tmp_path / "sshd.log").read_text(), 20)
-    yield f"-F {tmp_path}/ssh_config login"
-    daemon.terminate()
-    daemon.wait()
-
-
-class Arm:
-    """The robot's machine: nothing of this process's environment, in a folder of its own."""
-
-    def __init__(self, folder: Path, key: Path, ssh: str) -> None:
-        folder.mkdir()
-        key.rename(folder / "arm.key")
-        self._said = folder / "said.txt"
-        with self._said.open("w") as said:
-            self.process = warm.Popen(
-                [sys.executable, "-m", "rlhpc.cli", "robot", "serve", "arm.key", "--ssh", ssh, "--patience", "3",
-                 "--robot", "rlhpc.embodied.envs.simulated_robot:SimulatedRobot", "--kwargs", "simulates: Pendulum-v1"],
-                cwd=folder, env={"HOME": str(folder), "PATH": "/usr/bin:/bin"}, stdout=said, stderr=said,
-                start_new_session=True,
-            )  # fmt: skip
-
-    @property
-    def said(self) -> str:
-        return self._said.read_text()
-
-    @property
-    def tunnel(self) -> psutil.Process:
-        """Its child."""
-        [found] = [child for child in psutil.Process(self.process.pid).children() if child.name() == "ssh"]
-        return found
+    """What ssh needs for a login node."""
+    with sshd(tmp_path) as words:
+        yield words
 
 
 def rows(run: Path) -> list[dict[str, float]]:

@@ -1,0 +1,135 @@
+"""What the way to a robot outside the cluster costs: from an observation to its command, beside a robot in the same process.
+
+    python -m bench.robot_link --ssh 'me@localhost' --repeat 3
+
+A robot that takes its observations when it is asked is moved at `--hz` with commands that cost nothing: in this process
+(`env_type: robot`), in another over TCP, and in another through ssh (`env_type: distant_robot`), in turn. All on one machine:
+what a network adds is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from omegaconf import OmegaConf
+
+from bench.machine import spread, write
+from rlhpc.embodied.config import EnvSideConfig
+from rlhpc.embodied.envs import make_env
+from rlhpc.embodied.envs.robot import Robot, Seen, Verdict
+from rlhpc.embodied.envs.timing import timing_row
+from rlhpc.embodied.robots.keys import invite
+
+ROOT = Path(__file__).resolve().parents[1]
+SHOWS: dict[str, Any] = {"7 numbers": 7, "2 pictures of 128 x 128": {"state": 7, "rgb": [128, 128, 6]}}
+
+
+class Still(Robot):
+    """One that does not move."""
+
+    action_space = spaces.Box(-1, 1, (7,), np.float32)
+
+    def __init__(self, pictures: bool = False) -> None:
+        state = spaces.Box(-np.inf, np.inf, (7,), np.float32)
+        rgb = spaces.Box(0, 255, (128, 128, 6), np.uint8)
+        self.observation_space = spaces.Dict({"state": state, "rgb": rgb}) if pictures else state
+        self._obs = self.observation_space.sample()
+
+    def reset(self, seed: int) -> None:
+        """Is where it was."""
+
+    def act(self, action: np.ndarray) -> None:
+        """Stays."""
+
+    def observe(self) -> Seen:
+        """The same again, seen now."""
+        return Seen(self._obs, time.monotonic())
+
+    def judge(self, obs: Any, action: np.ndarray) -> Verdict:
+        """Nothing."""
+        return Verdict(0.0)
+
+    def stop(self) -> None:
+        """Has not moved."""
+
+
+def measured(env: Any, steps: int) -> dict[str, float]:
+    """A row of metrics."""
+    env.reset()
+    for _ in range(steps):
+        env.step(np.zeros((1, 7), np.float32))
+    return timing_row(env.timing.news())
+
+
+def served(folder: Path, way: str, ssh: str, pictures: bool) -> None:
+    """The robot's machine: comes when it is waited for."""
+    key = folder / f"{way}-{time.monotonic_ns()}.key"
+    invite(folder / "meeting", key, slot=None, minutes=5, wait_s=60, run="bench")
+    words = ["--ssh", ssh] if way == "ssh" else []
+    subprocess.run(
+        [sys.executable, "-m", "rlhpc.cli", "robot", "serve", str(key), "--robot", "bench.robot_link:Still",
+         "--kwargs", f"pictures: {str(pictures).lower()}", *words],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True,
+    )  # fmt: skip
+
+
+def one(way: str, shows: Any, options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """One way, once."""
+    pictures, own = isinstance(shows, dict), {"hz": options.hz, "stale_s": 5.0}
+    if way == "the same process":
+        section = EnvSideConfig(env_type="robot", env_id="bench.robot_link:Still", kwargs={**own, "pictures": pictures})
+    else:
+        bounds = {"low": [-1.0] * 7, "high": [1.0] * 7}
+        kwargs = {**own, "observes": shows, "acts": bounds, "folder": str(folder / "meeting"), "wait_s": 60.0}
+        section = EnvSideConfig(env_type="distant_robot", env_id="still", kwargs=kwargs)
+        threading.Thread(target=served, args=(folder, way, options.ssh, pictures), daemon=True).start()
+    env = make_env(OmegaConf.structured(section), 1)
+    try:
+        return measured(env, options.steps)
+    finally:
+        env.close()
+        time.sleep(1.0)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ssh", default="", help="words for an ssh that ends on this machine; none leaves it out")
+    parser.add_argument("--hz", type=float, default=50.0)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--repeat", type=int, default=3)
+    options = parser.parse_args(arguments)
+    ways = ["the same process", "TCP", *(["ssh"] if options.ssh else [])]
+    rows: dict[str, dict[str, list[dict[str, float]]]] = {shows: {way: [] for way in ways} for shows in SHOWS}
+    with tempfile.TemporaryDirectory() as made:
+        for _ in range(options.repeat):
+            for shows, said in SHOWS.items():
+                for way in ways:
+                    rows[shows][way].append(one(way, said, options, Path(made)))
+                    print(shows, way, rows[shows][way][-1], flush=True)
+    figures: dict[str, Any] = {}
+    for shows, by_way in rows.items():
+        for way, found in by_way.items():
+            names = ("latency_ms_p50", "latency_ms_p95", "latency_ms_max", "link_ms_p50", "late", "dropped")
+            known = [name for name in names if f"env/robot_{name}" in found[0]]
+            figures.setdefault(shows, {})[way] = {
+                name: spread([row[f"env/robot_{name}"] for row in found]) for name in known
+            }
+            p50 = statistics.median(row["env/robot_latency_ms_p50"] for row in found)
+            print(f"{shows}, {way}: {p50:.2f} ms from an observation to its command")
+    words = f"--ssh … --hz {options.hz:g} --steps {options.steps} --repeat {options.repeat}"
+    print(write("robot_link", f"python -m bench.robot_link {words}", {"figures": figures}))
+
+
+if __name__ == "__main__":
+    main()
