@@ -19,6 +19,8 @@ from rlhpc.runtime.errors import ConfigError
 
 #: Stands for the reply of which the tokens are known, in what the template writes.
 _MARK = "REPLYHERE7F3A"
+#: Stands for the sign of a part of a picture where somebody has only written it.
+_SPOKEN = "SPOKENOF9B1C"
 Message = dict[str, Any]
 
 
@@ -140,13 +142,13 @@ class Renderer:
             behind = self._behind(messages, length - 2, tools, reply.token_ids)
             if behind is not None:
                 before = tree.ids(known)
-                behind, seen = self._look(messages[length - 1 :], behind, len(before))
-                return before + behind, known, joined(reply.seen, seen)
-        ids, seen = self._look(messages, self._encode(self._text(messages, tools)), 0)
+                ids, seen = self._encode(behind, messages[length - 1 :], len(before))
+                return before + ids, known, joined(reply.seen, seen)
+        ids, seen = self._encode(self._text(messages, tools), messages)
         return ids, tree.continued_by(ids, role, seen), seen
 
-    def _behind(self, messages: Sequence[Message], reply: int, tools: Any, drawn: list[int]) -> list[int] | None:
-        """The tokens that the template puts after a reply; None if it does not show it as it stands."""
+    def _behind(self, messages: Sequence[Message], reply: int, tools: Any, drawn: list[int]) -> str | None:
+        """What the template puts after a reply; None if it does not show it as it stands."""
         shown = [*messages]
         shown[reply] = {"role": "assistant", "content": _MARK}
         try:
@@ -156,20 +158,30 @@ class Renderer:
         if not found or _MARK in text:
             return None
         end = self.tokenizer.decode(drawn[-1:], skip_special_tokens=False) if drawn else ""
-        return self._encode(text.removeprefix(end) if end else text)
+        return text.removeprefix(end) if end else text
 
-    def _look(self, messages: Sequence[Message], ids: list[int], behind: int) -> tuple[list[int], Seen | None]:
-        """Tokens of messages, which stand behind others, with all parts of their pictures; and what these are."""
+    def _encode(self, text: str, messages: Sequence[Message], behind: int = 0) -> tuple[list[int], Seen | None]:
+        """Tokens of what a template makes of messages, behind so many others, with all parts of their pictures; and these."""
+        ids, spoken = list[int](), set[int]()
+        if self.looker is None:
+            return self.tokenizer.encode(text, add_special_tokens=False), None
+        for number, part in enumerate(text.split(_SPOKEN)):
+            if number:
+                spoken.add(len(ids))
+                ids.append(self.looker.token)
+            ids += self.tokenizer.encode(part, add_special_tokens=False)
         images = [image for message in messages for image in message.get("images", ())]
-        if self.looker is None or not images:
+        if not images:
             return ids, None
         try:
-            return self.looker.look(images, ids, behind)
+            return self.looker.look(images, ids, behind, spoken)
         except ConfigError as error:
             raise Refused(str(error)) from None
 
     def _text(self, messages: Sequence[Message], tools: Any) -> str:
         said = [{name: value for name, value in message.items() if name != "images"} for message in messages]
+        if self.looker is not None:
+            said = _without(said, self.tokenizer.convert_ids_to_tokens(self.looker.token))
         try:
             text: str = self.tokenizer.apply_chat_template(
                 said, tools=tools or None, tokenize=False, add_generation_prompt=True
@@ -178,6 +190,11 @@ class Renderer:
             raise Refused(f"the model's chat template refuses the conversation: {error}") from None
         return text
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+
+def _without(said: Any, sign: str) -> Any:
+    """Messages whose texts have no sign of a part of a picture, but `_SPOKEN`."""
+    if isinstance(said, str):
+        return said.replace(sign, _SPOKEN)
+    if isinstance(said, Mapping):
+        return {name: _without(value, sign) for name, value in said.items()}
+    return [_without(value, sign) for value in said] if isinstance(said, list) else said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -31,24 +31,18 @@ class Seen:
     """The pictures of one prompt.
 
     Attributes:
-        patches: `[P, d]` float32: what the model looks at, picture by picture.
+        patches: Of each picture, `[P, d]` float32: what the model looks at. Turns of an episode share those of earlier ones.
         grids: `[M, 3]` int64: frames, rows and columns of each picture's patches.
         at: `[M]` int64: at which of the prompt's tokens the first of each picture stands.
         merge: So many patches in each direction become one token.
         digests: Of each picture: the same for the same one, cut in the same way.
     """
 
-    patches: np.ndarray
+    patches: tuple[np.ndarray, ...]
     grids: np.ndarray
     at: np.ndarray
     merge: int
     digests: tuple[bytes, ...]
-
-    @property
-    def each(self) -> list[tuple[np.ndarray, np.ndarray, bytes]]:
-        """Patches, grid and digest of each picture."""
-        cuts = np.cumsum(self.grids.prod(1))[:-1]
-        return list(zip(np.split(self.patches, cuts), self.grids, self.digests, strict=True))
 
     @property
     def places(self) -> tuple[tuple[int, bytes], ...]:
@@ -71,7 +65,11 @@ class Seen:
         kinds = np.zeros((1, length), np.int64)
         for at, size in zip(self.at.tolist(), self.tokens.tolist(), strict=True):
             kinds[0, at : at + size] = 1
-        arrays = {"pixel_values": self.patches, "image_grid_thw": self.grids, "mm_token_type_ids": kinds}
+        arrays = {
+            "pixel_values": np.concatenate(self.patches),
+            "image_grid_thw": self.grids,
+            "mm_token_type_ids": kinds,
+        }
         return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
 
 
@@ -79,8 +77,10 @@ def joined(first: Seen | None, then: Seen | None) -> Seen | None:
     """What a text shows, and what is shown behind that, in one."""
     if first is None or then is None:
         return first or then
-    arrays = {name: np.concatenate([getattr(first, name), getattr(then, name)]) for name in ("patches", "grids", "at")}
-    return Seen(merge=first.merge, digests=first.digests + then.digests, **arrays)
+    arrays = {name: np.concatenate([getattr(first, name), getattr(then, name)]) for name in ("grids", "at")}
+    return Seen(
+        first.patches + then.patches, merge=first.merge, digests=first.digests + then.digests, **arrays
+    )  # fmt: skip
 
 
 def positions(length: int, at: np.ndarray, grids: np.ndarray, merge: int) -> np.ndarray:
@@ -143,18 +143,21 @@ class Looker:
             token = at[-1] + self._size(image)
         return self._seen(prompt.images, at)
 
-    def look(self, images: Sequence[bytes], ids: Sequence[int], behind: int = 0) -> tuple[list[int], Seen]:
+    def look(
+        self, images: Sequence[bytes], ids: Sequence[int], behind: int = 0, spoken: Collection[int] = ()
+    ) -> tuple[list[int], Seen]:
         """Token ids with as many of a picture as it has parts, where a chat template wrote one; and what they show.
 
         Args:
             images: One or more, in the order in which they stand there.
             ids: As the template has them: one for each picture.
             behind: So many tokens stand before these, which the places of what is seen count in.
+            spoken: Which of them are no places of pictures, whatever they look like: somebody has only written so.
 
         Raises:
             ConfigError: There are more places than pictures, or fewer; or one of them cannot be opened.
         """
-        places = [n for n, one in enumerate(ids) if one == self.token]
+        places = [n for n, one in enumerate(ids) if one == self.token and n not in spoken]
         if len(places) != len(images):
             raise ConfigError(
                 f"there are {len(images)} pictures, and the text has {len(places)} places for them after the chat "
@@ -174,18 +177,21 @@ class Looker:
     def _seen(self, images: Sequence[bytes], at: Sequence[int]) -> Seen:
         patches, grids, digests = zip(*map(self._one, images), strict=True)
         return Seen(
-            np.concatenate(patches), np.stack(grids), np.asarray(at, np.int64), self._merge, tuple(digests)
+            tuple(patches), np.stack(grids), np.asarray(at, np.int64), self._merge, tuple(digests)
         )  # fmt: skip
 
     @property
-    def largest(self) -> Seen:
-        """The largest picture that it cuts, all grey, which stands alone."""
+    def most(self) -> int:
+        """Most tokens of a picture: larger ones are made smaller."""
         side = self._cutter.patch_size * self._merge
-        count = max(1, int(self._cutter.size["longest_edge"]) // side**2)
-        grids = np.asarray([[1, self._merge, self._merge * count]], np.int64)
+        return max(1, int(self._cutter.size["longest_edge"]) // side**2)
+
+    def blank(self, tokens: int) -> Seen:
+        """A picture of so many tokens, all grey, which stands alone."""
+        grids = np.asarray([[1, self._merge, self._merge * tokens]], np.int64)
         width = 3 * self._cutter.temporal_patch_size * self._cutter.patch_size**2
         patches = np.zeros((int(grids.prod()), width), np.float32)
-        return Seen(patches, grids, np.zeros(1, np.int64), self._merge, (b"",))
+        return Seen((patches,), grids, np.zeros(1, np.int64), self._merge, (b"",))
 
     def _cut(self, image: bytes) -> tuple[np.ndarray, np.ndarray, bytes]:
         """Patches, grid and digest of a picture."""

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from rlhpc.language.data.pictures import make_looker
 
 if TYPE_CHECKING:
-    from rlhpc.language.data.pictures import Seen
+    from rlhpc.language.data.pictures import Looker, Seen
 
 #: Where vLLM has each family's model, and its class there.
 _MODELS = {
@@ -45,12 +46,12 @@ def take_pictures(config: Any, path: str, trust_remote_code: bool) -> None:
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    largest = make_looker(path, trust_remote_code).largest
+    looker = make_looker(path, trust_remote_code)
     module, name = _MODELS[config.model_type]
     theirs: Any = getattr(_imported(f"vllm.model_executor.models.{module}"), name)
     own = type(name, (theirs,), {"__module__": theirs.__module__})
     registered = MULTIMODAL_REGISTRY.register_processor(
-        _Given, info=functools.partial(_info_of(theirs), largest=largest), dummy_inputs=_no_samples
+        _Given, info=functools.partial(_info_of(theirs), looker=looker), dummy_inputs=_no_samples
     )(own)
     ModelRegistry.register_model(name, registered)
 
@@ -73,7 +74,7 @@ def _items(seen: Seen) -> Any:
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
     grids = torch.from_numpy(seen.grids)
-    given = BatchFeature({"pixel_values": torch.from_numpy(seen.patches), "image_grid_thw": grids})
+    given = BatchFeature({"pixel_values": torch.from_numpy(np.concatenate(seen.patches)), "image_grid_thw": grids})
     fields = {
         "pixel_values": MultiModalFieldConfig.flat_from_sizes(_KIND, grids.prod(1)),
         "image_grid_thw": MultiModalFieldConfig.batched(_KIND, keep_on_cpu=True),
@@ -95,16 +96,16 @@ def _info_of(model: Any) -> Any:
     base: Any = model._processor_factory.info
 
     class Info(base):
-        def __init__(self, ctx: Any, largest: Seen) -> None:
+        def __init__(self, ctx: Any, looker: Looker) -> None:
             super().__init__(ctx)
-            self.largest = largest
+            self.looker, self.most = looker, min(looker.most, int(ctx.model_config.max_model_len))
 
         def get_supported_mm_limits(self) -> Mapping[str, int | None]:
             return {_KIND: None}
 
         def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
-            del mm_counts
-            return {_KIND: min(seq_len, int(self.largest.tokens[0]))}
+            del seq_len, mm_counts
+            return {_KIND: self.most}
 
     return Info
 
@@ -124,8 +125,7 @@ class _Given:
     def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], **_: Any) -> Any:
         """The largest picture there is, by which vLLM measures what memory it needs."""
         del mm_counts
-        seen: Seen = self.info.largest
-        return shown([0] * int(seen.tokens[0]), seen)
+        return shown([0] * self.info.most, self.info.looker.blank(self.info.most))
 
 
 def _imported(name: str) -> Any:

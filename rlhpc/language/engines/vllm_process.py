@@ -111,7 +111,9 @@ class VLLMProcess:
         }
         if self._looks:
             # Pictures come cut and in the numbers that the model looks at; each request has its own.
-            arguments |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0}
+            arguments["mm_processor_cache_gb"] = 0
+            if "mm_device_do_normalize" in EngineArgs.__dataclass_fields__:  # earlier ones do not, either
+                arguments["mm_device_do_normalize"] = False
         if self._on_cpu:
             arguments["enforce_eager"] = True
             if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):

@@ -41,7 +41,11 @@ class Pictures:
         there = [one for one in seen if one is not None]
         if not there:
             return None
-        every = {digest: (patches, grid) for one in there for patches, grid, digest in one.each}
+        every = {
+            digest: (patches, grid)
+            for one in there
+            for patches, grid, digest in zip(one.patches, one.grids, one.digests, strict=True)
+        }
         place = {digest: number for number, digest in enumerate(every)}
         return cls(
             torch.from_numpy(np.concatenate([patches for patches, _ in every.values()])),

@@ -179,8 +179,7 @@ def looks_again(task: Any, model: Any) -> float:
     model.chat([*task.messages, said, shown])
     parts = [other if part["type"] == "image_url" else part for part in task.messages[-1]["content"]]
     instead = {**task.messages[-1], "content": parts}
-    alike = {**said, "content": said["content"].replace("<|image_pad|>", "")}  # it is random, and may write that, too
-    model.chat([*task.messages[:-1], instead, alike, {"role": "user", "content": "="}])
+    model.chat([*task.messages[:-1], instead, said, {"role": "user", "content": "<|image_pad|>="}])
     with contextlib.suppress(Exception):
         model.chat(
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}]}]

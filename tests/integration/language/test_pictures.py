@@ -169,7 +169,7 @@ def test_vllm_says_what_the_trainer_says(family: str, tmp_path: Path) -> None:
     make_tiny_vision_model(tmp_path, family=family, hidden=64, heads=2, seed=3)
     ids, seen = shown(tmp_path, family)
     other = next(one for one in seen if one is not None)
-    other = dataclasses.replace(other, patches=-other.patches, digests=(b"another",))
+    other = dataclasses.replace(other, patches=(-other.patches[0],), digests=(b"another",))
     places = [*zip(ids, seen, strict=True), (ids[1], other)]
     model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
     tell_places(model)

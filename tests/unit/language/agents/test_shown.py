@@ -73,7 +73,7 @@ def test_a_model_of_text_is_shown_nothing() -> None:
 
 def test_the_same_tokens_with_another_picture_go_on_from_nothing() -> None:
     def seen(*shades: float) -> Seen:
-        patches = np.concatenate([np.full((4, 2), shade, np.float32) for shade in shades])
+        patches = tuple(np.full((4, 2), shade, np.float32) for shade in shades)
         grids = np.asarray([[1, 2, 2]] * len(shades), np.int64)
         return Seen(patches, grids, 1 + 3 * np.arange(len(shades)), 2, tuple(str(shade).encode() for shade in shades))
 
