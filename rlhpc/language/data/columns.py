@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlhpc.language.data.images import check_images, read_images
+from rlhpc.language.data.images import check_images, names_of, read_images
 from rlhpc.language.data.parts import belongs
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.data.tables import DatasetFolder, Hdf5File, Joined, JsonLines, ParquetFile, Row, Table
@@ -110,9 +110,11 @@ class ColumnProblems:
             if filters and _text(row[column]) != wanted:
                 continue
             messages, _ = self._conversation(row[self._prompt], number)
+            said = json.dumps(messages, sort_keys=True)
             if self._images:
                 self._shown(row, number, check_images)
-            if belongs(json.dumps(messages, sort_keys=True), part, fraction):
+                said += names_of(row[self._images])  # many pictures have one question
+            if belongs(said, part, fraction):
                 rows.append(number)
         if filters and not rows and len(self._table):
             raise ConfigError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhpc.language.data.pictures import opened
+from rlhpc.language.data.pictures import size_of
 from rlhpc.runtime.errors import ConfigError
 
 _URL = "data:image/"
@@ -29,16 +30,24 @@ def read_images(value: Any, folder: Path) -> tuple[bytes, ...]:
 
 
 def check_images(value: Any, folder: Path) -> None:
-    """Refuses what `read_images` would: files are only looked for, bytes are opened.
+    """Refuses what `read_images` would: files are only looked for, and of bytes it is read how large the picture is.
 
     Raises:
         ConfigError: See there.
     """
     for one in _several(value):
         if not isinstance(one, str) or one.startswith(_URL):
-            opened(_bytes(one, folder))
+            size_of(_bytes(one, folder))
         elif not _path(one, folder).is_file():
             raise ConfigError(f"there is no file {_path(one, folder)}")
+
+
+def names_of(value: Any) -> str:
+    """Which pictures a row has, as far as that is known without opening files: paths as they stand, of others a digest."""
+    named = [
+        one if isinstance(one, str) and not one.startswith(_URL) else _bytes(one, Path()) for one in _several(value)
+    ]
+    return repr([one if isinstance(one, str) else hashlib.blake2b(one, digest_size=16).hexdigest() for one in named])
 
 
 def _several(value: Any) -> Sequence[Any]:

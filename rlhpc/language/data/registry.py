@@ -30,6 +30,7 @@ SOURCES: Registry[Callable[..., PromptDataset]] = Registry(
 )  # fmt: skip
 register_source = SOURCES.register
 PARTS = ("train", "eval")
+_MADE_UP = ("reasoning_gym", "arithmetic", "code", "drawn", "environment")
 
 
 def make_dataset(
@@ -54,6 +55,11 @@ def make_dataset(
         raise ConfigError(f"{key}.eval_fraction is {cfg.eval_fraction}; allowed: from 0 to below 1")
     if cfg.size is not None and cfg.size < 1:
         raise ConfigError(f"{key}.size is {cfg.size}; allowed: 1 or more, or null")
+    if cfg.images_key and cfg.source.lower() in _MADE_UP:
+        raise ConfigError(
+            f"{key}.images_key is {cfg.images_key!r}, and source {cfg.source} makes its problems up, without columns: leave "
+            "it out"
+        )
     wording = Wording(cfg.prompt_template, cfg.system_prompt, key=key)
     source = SOURCES.find(cfg.source, f"{key}.source")
     try:

@@ -105,7 +105,8 @@ def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:
             "(rollout.rollout_backend) computes on one: give it a process an accelerator, or take vllm"
         )
     tokenizer, encoder, dataset = open_prompts(cfg)
-    check_looking(cfg, load_model_config(str(model.model_path), model.trust_remote_code), bool(dataset[0].images))
+    shows = bool(dataset[0].images or cfg.data.train.images_key)
+    check_looking(cfg, load_model_config(str(model.model_path), model.trust_remote_code), shows)
     encoder.encode(dataset[0])
     if cfg.actor.training_backend.lower() == "deepspeed":
         deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model, "cpu"))

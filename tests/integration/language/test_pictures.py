@@ -289,6 +289,7 @@ def test_pictures_of_ones_own(tmp_path: Path) -> None:
         (["data.train.kwargs={tasks: colour}"], "data.train.kwargs.tasks is 'colour'; allowed: count, area, side"),
         (["actor.model.freeze_vision=true", "actor.lora.rank=2"], "actor.model.freeze_vision is true and actor.lora"),
         (["data.train.images_key=shown"], "rows.jsonl:1: column 'shown': there is no file"),
+        (["data.train.source=drawn", "data.train.images_key=shown"], "source drawn makes its problems up, without columns"),
         (["data.train.images_key=other"], "data.train.images_key is 'other', but"),
         (["agent.kind=command", "agent.command=[true]", "agent.sandbox=none"], "and prompts of data.train show pictures"),
     ],
