@@ -40,7 +40,9 @@ def _with_tools(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[A
             owners, specs = {}, []
             for section in options["servers"]:
                 shell = section.get("shell")
-                opened = helpers["shell"]() if shell else servers.ToolServer(section["command"], section["url"])
+                opened = (
+                    helpers["shell"]() if shell else servers.ToolServer(section["command"], section["url"], model.looks)
+                )
                 server = stack.enter_context(opened)
                 for tool in server.tools():
                     owners[tool["function"]["name"]] = server
@@ -81,14 +83,13 @@ def _asked(model: Any, messages: list[Any], specs: list[Any] | None = None) -> A
         raise
 
 
-def _called(function: dict[str, Any], owners: dict[str, Any]) -> str:
+def _called(function: dict[str, Any], owners: dict[str, Any]) -> Any:
     if function["name"] not in owners:
         raise ValueError(f"there is no tool {function['name']!r}; there are: {', '.join(owners)}")
     arguments = json.loads(function.get("arguments") or "{}")
     if not isinstance(arguments, dict):
         raise ValueError("arguments must be an object")
-    said: str = owners[function["name"]].call(function["name"], arguments)
-    return said
+    return owners[function["name"]].call(function["name"], arguments)
 
 
 # -- verifiers --------------------------------------------------------------------------------------------------------

@@ -100,7 +100,8 @@ class OutsideEpisodes:
         self._distant: Distant | None = None
         if isinstance(runs, Program):
             self._here: Harnesses | Played = Harnesses(runs, self._came)
-        self._gateway = Gateway(tokenizer, parsers, context, address, looker_of(tokenizer))
+        self._gateway = Gateway(tokenizer, parsers, context, address, looker := looker_of(tokenizer))
+        self._looks = looker is not None
         if isinstance(runs, World):
             self._here = Played(runs, self._gateway, self._came)
         if isinstance(runs, Elsewhere):
@@ -147,7 +148,7 @@ class OutsideEpisodes:
             "id": number, "task": {"question": "", **task}, "base_url": f"{self._gateway.url}/v1",
             "api_key": session.key, "socket": self._gateway.socket, "model": MODEL, "timeout_s": self._options.timeout_s,
             "host": host_id(), "far": self._gateway.far, "session_id": session.name,
-            "process_key": self._gateway.keys.process,
+            "process_key": self._gateway.keys.process, "looks": self._looks,
         }  # fmt: skip
 
     def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:

@@ -34,10 +34,14 @@ class Model:
         api_key: The episode's.
         name: What to call the model.
         process_key, session_id: For a client with one key for many episodes: that key, and this episode's `X-Session-ID`.
+        looks: Whether messages may show it pictures.
         ids: Of the completions that `chat` has got, in order: rewards that come later are about these.
     """
 
-    def __init__(self, base_url: str, api_key: str, name: str, process_key: str = "", session_id: str = "") -> None:
+    def __init__(
+        self, base_url: str, api_key: str, name: str, process_key: str = "", session_id: str = "", looks: bool = False
+    ) -> None:
+        self.looks = looks
         self.base_url, self.api_key, self.name = base_url, api_key, name
         self.process_key, self.session_id = process_key, session_id
         self.ids: list[str] = []
@@ -113,7 +117,7 @@ def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any
     Raises:
         TypeError: It returned something else.
     """
-    own = (ticket["process_key"], ticket["session_id"])
+    own = (ticket["process_key"], ticket["session_id"], ticket["looks"])
     model = Model(ticket["base_url"], ticket["api_key"], ticket["model"], *own)
     value = run(Task(**ticket["task"]), model)
     if inspect.isawaitable(value):

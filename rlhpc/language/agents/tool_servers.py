@@ -116,15 +116,24 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             data = b""
 
 
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    if part.get("type") != "image":
+        return {"type": "text", "text": part.get("text", f"[{part.get('type')}]")}
+    url = f"data:{part.get('mimeType', 'image/png')};base64,{part['data']}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 class ToolServer:
     """A server of tools. Use it in a `with`.
 
     Args:
         command: What starts it as a child, to speak with over its standard streams; or
         url: where it is.
+        looks: Whether who asks looks at pictures; otherwise it reads that there is one.
     """
 
-    def __init__(self, command: Sequence[str] = (), url: str | None = None) -> None:
+    def __init__(self, command: Sequence[str] = (), url: str | None = None, looks: bool = False) -> None:
+        self._looks = looks
         self._wire: Any = _Web(url) if url else _Command(command)
         self._number = 0
 
@@ -152,17 +161,20 @@ class ToolServer:
             if not cursor:
                 return found
 
-    def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What a tool says.
+    def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """What a tool says: a text or, with pictures, parts as messages have them.
 
         Raises:
             ToolFailed: It says that it has failed.
         """
         said = self._ask("tools/call", name=name, arguments=arguments)
-        parts = [part.get("text", f"[{part.get('type')}]") for part in said.get("content") or []]
+        content = said.get("content") or []
+        parts = [part.get("text", f"[{part.get('type')}]") for part in content]
         text = "\n".join(parts) or json.dumps(said.get("structuredContent", ""))
         if said.get("isError"):
             raise ToolFailed(text)
+        if self._looks and any(part.get("type") == "image" for part in content):
+            return [_part(part) for part in content]
         return text
 
     def _ask(self, method: str, **params: Any) -> dict[str, Any]:

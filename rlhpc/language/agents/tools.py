@@ -13,9 +13,9 @@ from typing import Any
 from rlhpc.language.agents.episodes import Agent, Episode
 from rlhpc.language.rewards.sandbox import Sandbox
 
-Tool = Callable[[str], str]
-"""A tool: takes the text of a call and returns the text of its result. What it raises becomes an error message to the
-model."""
+Tool = Callable[[str], Any]
+"""A tool: takes the text of a call and returns the text of its result or, for a model that looks at pictures, a picture of
+PIL's, or the bytes of a file. What it raises becomes an error message to the model."""
 
 _LONGEST = 500
 _MOST_BITS = 4096
@@ -120,7 +120,8 @@ def _with_last_value(source: str) -> str:
 
 
 class ToolAgent(Agent):
-    """Carries out calls such as `<tool>calculator: 12 * 7</tool>`, and goes on after `<result>84</result>`.
+    """Carries out calls such as `<tool>calculator: 12 * 7</tool>`, and goes on after `<result>84</result>`; or, where the
+    result is a picture, after a message of the role tool.
 
     Args:
         tools: By name; None gives `calculator` and `python`.
@@ -136,19 +137,25 @@ class ToolAgent(Agent):
         )
         self._longest = longest
 
-    def respond(self, episode: Episode, text: str) -> str | dict[str, str] | None:
+    def respond(self, episode: Episode, text: str) -> str | dict[str, Any] | None:
         """Carries out the call that ends the turn; a turn without one ends the episode."""
         if "</tool>" not in text:
             return None
         calls = self._CALL.findall(text)
-        return f"<result>{self._result(*calls[-1]) if calls else 'error: write <tool>name: text</tool>'}</result>\n"
+        result = self._result(*calls[-1]) if calls else "error: write <tool>name: text</tool>"
+        if not isinstance(result, str):
+            return {"role": "tool", "content": [{"type": "image", "image": result}]}
+        return f"<result>{result}</result>\n"
 
-    def _result(self, name: str, text: str) -> str:
+    def _result(self, name: str, text: str) -> Any:
         tool = self.tools.get(name)
         if tool is None:
             return f"error: there is no tool {name}; there are {', '.join(self.tools)}"
         try:
-            result = str(tool(text.strip("\n")))
+            found = tool(text.strip("\n"))
+            if isinstance(found, bytes) or hasattr(found, "save"):
+                return found
+            result = str(found)
         except Exception as error:  # the model's mistake, or the tool's: the model is told
             result = f"error: {error}"
         # A result that contains the tags would end itself, or call another tool.

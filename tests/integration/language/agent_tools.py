@@ -9,7 +9,7 @@ from typing import Any
 
 def tools(transport: str) -> None:
     """A server of the Model Context Protocol with its own package."""
-    from mcp.server.fastmcp import FastMCP
+    from mcp.server.fastmcp import FastMCP, Image
 
     server = FastMCP("tests", host="127.0.0.1", port=int(os.environ.get("PORT", "0")))
 
@@ -19,6 +19,11 @@ def tools(transport: str) -> None:
         if a < 0:
             raise ValueError("a is negative")
         return str(a * b)
+
+    @server.tool(structured_output=False)
+    def look() -> list[Any]:
+        """Shows a picture."""
+        return ["there:", Image(data=b"PNG", format="png")]
 
     server.run(transport=transport)
 

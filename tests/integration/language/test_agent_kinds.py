@@ -24,6 +24,7 @@ from test_agent_clients import CLIENTS, VERIFIERS, needs_clients, needs_verifier
 from rlhpc.language.agent_config import ServiceConfig
 from rlhpc.language.agents.services import Services, placed_in
 from rlhpc.language.agents.shells import Shell
+from rlhpc.language.agents.tool_servers import ToolServer
 from rlhpc.runtime.errors import ConfigError
 from tests.sandboxes import SANDBOXES
 
@@ -44,6 +45,10 @@ def found_by_agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     while left := [p for p in psutil.Process().children(recursive=True) if p.pid not in before]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+#: The picture of `agent_tools`, as a message shows it.
+SHOWN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,UE5H"}}
 
 
 def clumsy(prompt: str) -> str:
@@ -68,10 +73,13 @@ def test_servers_of_tools_over_both_transports(tmp_path: Path) -> None:
             assert episode.outcome.metrics["tool_calls"] == 1 and len(episode.samples) == 1 and episode.turns == 2
             text = chat_tokenizer().decode(episode.samples[0].token_ids)
             assert "<tool_response>\n84\n</tool_response>" in text
+            for looks, said in (False, "there:\n[image]"), (True, [{"type": "text", "text": "there:"}, SHOWN]):
+                with ToolServer(**section, looks=looks) as server:
+                    assert server.call("look", {}) == said
         with episodes_of(Scripted(clumsy), kind="mcp", options=options) as generation:
             (episode,) = run_all(generation, 1)
         text = chat_tokenizer().decode(episode.samples[0].token_ids)
-        assert "error: there is no tool 'divide'; there are: multiply" in text and "a is negative" in text
+        assert "error: there is no tool 'divide'; there are: multiply, look" in text and "a is negative" in text
         assert episode.outcome.metrics["tool_errors"] == 2 and episode.outcome.response == "I cannot."
     finally:
         services.close()

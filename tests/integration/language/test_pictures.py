@@ -22,7 +22,7 @@ from test_reasoning import TWO_ACTORS, LanguageRun
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from rlhpc.language.agents.episodes import Agent, Episode
-from rlhpc.language.agents.registry import run_episodes
+from rlhpc.language.agents.registry import ToolAgent, run_episodes
 from rlhpc.language.data import PromptTokenizer
 from rlhpc.language.data.pictures import Seen
 from rlhpc.language.data.prompts import Prompt
@@ -136,11 +136,12 @@ def far(model: Any, prompt: Sequence[int], done: Completion | Episode, seen: See
 
 
 class Shows(Agent):
-    """Answers with a picture, then with a text."""
+    """Answers with a picture of a tool's, then with a text."""
 
-    def respond(self, episode: Episode, text: str) -> dict[str, Any]:
-        image = {"type": "image", "image": picture(9, 56, 28)}
-        return {"role": "user", "content": ["a", image, "b"] if episode.turns == 1 else "="}
+    tools = ToolAgent({"look": lambda _: picture(9, 56, 28), "say": lambda _: "="})
+
+    def respond(self, episode: Episode, text: str) -> str | dict[str, Any] | None:
+        return self.tools.respond(episode, "<tool>look:</tool>" if episode.turns == 1 else "<tool>say:</tool>")
 
 
 def test_an_agent_inside_shows_pictures(tmp_path: Path) -> None:
