@@ -1,0 +1,148 @@
+"""What it brings to train on the first part of a rollout while the rest is played, and to answer env ranks as they ask.
+
+    python -m bench.pipeline --repeat 3
+
+Environments and updates sleep. Training: a rollout is played in a second, in as many parts, and an epoch of training takes a
+half of that, as long, or twice as long; the ratio is a step's time one after the other, by that with
+`runner.use_training_pipeline`. The least that could be is that of a line of two machines without any other cost.
+
+Speed: each decision of an env rank takes 4 ms, and every fourth, drawn at random, 24 ms; the ratio is a rollout's time where
+decisions are made for all ranks at once, by that with `runner.enable_decoupled_mode`. The least is the slowest rank's work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.idle import SleepingEnv
+from bench.machine import spread, write
+from rlhpc.embodied.envs.base import Step
+from rlhpc.embodied.models.mlp import MLPPolicy
+
+ROOT = Path(__file__).resolve().parents[1]
+SLOTS, DECISIONS, ROLLOUT_S = 4, 48, 1.0
+PARTS, EPOCHS_S = (2, 4, 8), (0.5, 1.0, 2.0)
+RANKS, SHORT_S, LONG_S, OFTEN = (2, 4, 8), 0.004, 0.024, 4
+#: Steps of a run, and those of them that are not counted.
+STEPS, WARM = 7, 2
+
+
+class SleepingMLP(MLPPolicy):
+    """Takes its time for each transition that it is trained on."""
+
+    def default_forward(self, inputs: dict[str, Any], *args: Any, **wanted: Any) -> dict[str, torch.Tensor]:
+        """See `Policy.default_forward`."""
+        if torch.is_grad_enabled():
+            time.sleep(float(os.environ["RLHPC_BENCH_SECONDS"]) * len(inputs["actions"]))
+        return super().default_forward(inputs, *args, **wanted)
+
+
+class UnevenEnv(SleepingEnv):
+    """A step takes `SHORT_S`, or now and then `LONG_S`; each rank draws when."""
+
+    def __init__(self, cfg: Any, num_envs: int, slot_offset: int, seed: int) -> None:
+        super().__init__(cfg, num_envs, slot_offset, seed)
+        self._drawn = np.random.default_rng([seed, slot_offset])
+
+    def step(self, actions: np.ndarray) -> Step:
+        """See `VectorEnv.step`."""
+        self._seconds = (LONG_S if self._drawn.integers(OFTEN) == 0 else SHORT_S) / self.num_envs
+        return super().step(actions)
+
+
+def rows(folder: Path, seconds: float, *overrides: str) -> list[dict[str, float]]:
+    """Metrics of a run's steps, in which the training of a transition takes so many seconds."""
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RLHPC_BENCH_SECONDS": str(seconds)}
+    words = (
+        f"runner.run_dir={folder}", "runner.name=run", f"runner.max_steps={STEPS}", "runner.save_interval=-1",
+        f"algorithm.rollout_steps={DECISIONS}", "algorithm.update_epochs=1", "algorithm.normalize_advantages=none",
+        "env.train.env_id=sleep", "actor.model.model_type=bench.pipeline:SleepingMLP", "actor.model.hidden_sizes=[8]",
+        *overrides,
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhpc.cli", "train", str(ROOT / "configs" / "quickstart.yaml"), *words], text=True,
+        cwd=ROOT, capture_output=True, env=os.environ | environment,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][WARM:]
+
+
+def middle(found: Sequence[dict[str, float]], name: str) -> float:
+    """Median over steps."""
+    return statistics.median(row[name] for row in found)
+
+
+def train(folder: Path, parts: int, epoch_s: float, pipeline: bool) -> float:
+    """Seconds of a step."""
+    transitions = SLOTS * DECISIONS
+    found = rows(
+        folder, epoch_s / transitions, "env.train.env_type=bench.idle:SleepingEnv", f"env.train.num_envs={SLOTS}",
+        f"env.train.kwargs={{seconds: {ROLLOUT_S / transitions}}}", f"algorithm.rollout_parts={parts}",
+        f"runner.use_training_pipeline={pipeline}",
+        f"actor.global_batch_size={transitions // max(PARTS)}",
+    )  # fmt: skip
+    return middle(found, "time/step_s")
+
+
+def least(parts: int, epoch_s: float) -> float:
+    """Seconds of a step if it costs nothing to take turns."""
+    play, learn = ROLLOUT_S / parts, epoch_s / parts
+    return play + (parts - 1) * max(play, learn) + learn
+
+
+def play(folder: Path, ranks: int, decoupled: bool) -> tuple[float, float]:
+    """Seconds of a rollout, and of its slowest env rank's own work."""
+    found = rows(
+        folder, 0.0, "env.train.env_type=bench.pipeline:UnevenEnv", f"env.train.num_envs={ranks}",
+        "env.train.kwargs={seconds: 0}", f"actor.global_batch_size={DECISIONS * ranks}",
+        f"cluster.component_placement={{actor: '0', rollout: '0', env: '0:0-{ranks - 1}'}}",
+        f"runner.enable_decoupled_mode={decoupled}",
+    )  # fmt: skip
+    return middle(found, "time/rollout_s"), middle(found, "time/simulate_s")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes `results/pipeline.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args(argv)
+    figures: dict[str, list[float]] = {}
+
+    def note(name: str, figure: float) -> None:
+        figures.setdefault(name, []).append(figure)
+        print(f"{name:75} {figure:6.3f}", flush=True)
+
+    with tempfile.TemporaryDirectory() as there:
+        for turn in range(args.repeat):
+            for epoch_s in EPOCHS_S:
+                for parts in PARTS:
+                    folder = Path(there) / f"train-{turn}-{epoch_s}-{parts}"
+                    after, meanwhile = (train(folder / str(on), parts, epoch_s, on) for on in (False, True))
+                    what = f"training, an epoch of {epoch_s:g} s, {parts} parts"
+                    note(f"{what}: one after the other / meanwhile", after / meanwhile)
+                    note(f"{what}: meanwhile / least", meanwhile / least(parts, epoch_s))
+            for ranks in RANKS:
+                folder = Path(there) / f"play-{turn}-{ranks}"
+                (together, _), (apart, own) = (play(folder / str(on), ranks, on) for on in (False, True))
+                note(f"speed, {ranks} env ranks: together / as they ask", together / apart)
+                note(f"speed, {ranks} env ranks: as they ask / least", apart / own)
+    content = {name: spread(values) for name, values in figures.items()}
+    print(write("pipeline", f"python -m bench.pipeline --repeat {args.repeat}", content))
+
+
+if __name__ == "__main__":
+    main()
