@@ -40,6 +40,7 @@ TITLES = {
     "tail_episodes": "What long episodes leave idle",
     "helpers": "Ranks that join a run",
     "joined_envs": "Env ranks that join a run of SAC",
+    "pipeline": "Training while the rest of a rollout is played, env ranks answered as they ask",
     "overlap": "How phases of a language model's step overlap",
     "trl_grpo": "GRPO beside TRL",
     "demo_llm": "The language model demonstration",
