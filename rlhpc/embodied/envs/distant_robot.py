@@ -38,7 +38,7 @@ class DistantRobotVectorEnv(VectorEnv):
     for. When the line to it is lost, its episode ends as truncated, without an entry in the statistics (`infos["lost"]`),
     and the run waits.
 
-    `kwargs`: `observes` and `acts`, what it shows and takes (see `shapes`); `hz`, `stale_s`, `max_change`, see
+    `kwargs`: `observes` and `acts`, what it shows and takes (see `shapes`); `hz`, `stale_s`, `max_change`, `late`, see
     `RobotVectorEnv`; `wait_s` (600), how long the robot is waited for; `interface` (null), the network interface on which
     it is; `folder` (null), where they meet, which is the run's registry unless it is given.
 
@@ -62,7 +62,7 @@ class DistantRobotVectorEnv(VectorEnv):
             taken(kwargs.pop("acts", None)),
         )
         if kwargs:
-            known = "observes, acts, hz, stale_s, max_change, wait_s, interface, folder"
+            known = "observes, acts, hz, stale_s, max_change, late, wait_s, interface, folder"
             raise ConfigError(f"env.train.kwargs of a distant_robot has {', '.join(kwargs)}; there are {known}")
         self.num_envs, self.max_episode_steps = 1, cfg.max_episode_steps or 0
         settings = {name: getattr(cfg, name) for name in SETTINGS}

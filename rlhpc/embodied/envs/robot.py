@@ -82,7 +82,8 @@ class RobotVectorEnv(VectorEnv):
 
     `kwargs`: `hz` (10), steps a second; `max_change` (null), by how much a number of the command may change in a step;
     `stale_s` (0.5), age at which an observation is none any more, and time without a command after which the robot is
-    stopped; the others are the robot's own. A stop for safety ends the episode as truncated, without an entry in the
+    stopped; `late` (keep), whether it keeps to the last command or must `stop` when the step for the next one is over; the
+    others are the robot's own. A stop for safety ends the episode as truncated, without an entry in the
     statistics.
 
     Args:
@@ -100,7 +101,7 @@ class RobotVectorEnv(VectorEnv):
     ) -> None:
         kwargs = {str(name): value for name, value in (cfg.kwargs or {}).items()}
         pace = Pace.of(num_envs, kwargs)
-        self._period, self._stale_s = 1.0 / pace.hz, pace.stale_s
+        self._period, self._stale_s, self._stops_late = 1.0 / pace.hz, pace.stale_s, pace.late == "stop"
         self._change = np.inf if pace.max_change is None else pace.max_change
         self.robot = built(cfg.env_id, "env.env_id", kwargs) if robot is None else robot
         self.num_envs = 1
@@ -109,16 +110,18 @@ class RobotVectorEnv(VectorEnv):
         self.episodes = Episodes(cfg, 1, slot_offset, seed, self.max_episode_steps)
         self.timing = Timing()
         self._lock = threading.Lock()
-        self._sent_at: float | None = None
+        #: Until when the last command is one; None while the robot is stopped.
+        self._good_until: float | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="robot-watchdog", daemon=True).start()
 
     def _watch(self) -> None:
         """Stops the robot while no commands come: a run trains between its rollouts."""
-        while not self._closed.wait(self._stale_s / 4):
+        look_s = min(self._stale_s, self._period if self._stops_late else self._stale_s) / 4
+        while not self._closed.wait(look_s):
             with self._lock:
-                if self._sent_at is not None and time.monotonic() - self._sent_at > self._stale_s:
-                    self._sent_at = None
+                if self._good_until is not None and time.monotonic() > self._good_until:
+                    self._good_until = None
                     self.timing.held += 1
                     self.robot.stop()
 
@@ -131,7 +134,7 @@ class RobotVectorEnv(VectorEnv):
     def _begin(self) -> Any:
         (seed,) = self.episodes.begin(np.array([0]))
         with self._lock:
-            self._sent_at = None
+            self._good_until = None
             self.robot.stop()
             self.robot.reset(seed)
             self._seen = self.robot.observe()
@@ -174,14 +177,16 @@ class RobotVectorEnv(VectorEnv):
         """Sends the command and waits for the end of the step; why it had to stop, and what the step was worth."""
         with self._lock:
             self.robot.act(self._last)
-            self._sent_at = time.monotonic()
-        self.timing.latency_s.append(self._sent_at - self._seen.taken_at)
-        self._tick += self._period
-        if (left := self._tick - time.monotonic()) < 0:
-            self.timing.late += 1
-            self._tick -= left
-        else:
-            time.sleep(left)
+            sent_at = time.monotonic()
+            self._tick += self._period
+            if (left := self._tick - sent_at) < 0:
+                self.timing.late += 1
+                self._tick -= left
+            self._good_until = sent_at + self._stale_s
+            if self._stops_late:
+                self._good_until = min(self._good_until, self._tick + self._period)
+        self.timing.latency_s.append(sent_at - self._seen.taken_at)
+        time.sleep(max(0.0, left))
         with self._lock:
             before, self._seen = self._seen, self.robot.observe()
             self.timing.dropped += self._seen.taken_at == before.taken_at
@@ -192,7 +197,7 @@ class RobotVectorEnv(VectorEnv):
                 else self.robot.unsafe(self._seen.obs)
             )
             if why:
-                self._sent_at = None
+                self._good_until = None
                 self.robot.stop()
                 return why, Verdict(0.0)
             return "", self.robot.judge(self._seen.obs, self._last)
@@ -200,7 +205,7 @@ class RobotVectorEnv(VectorEnv):
     def hold(self) -> None:
         """Stops it until the next command."""
         with self._lock:
-            self._sent_at = None
+            self._good_until = None
             self.robot.stop()
 
     def retire(self) -> None:
@@ -220,13 +225,14 @@ class Pace(NamedTuple):
     hz: float
     stale_s: float
     max_change: float | None
+    late: str
 
     @classmethod
     def of(cls, num_envs: int, kwargs: dict[str, Any]) -> Pace:
         """Takes what concerns it out of `kwargs`.
 
         Raises:
-            ConfigError: A number is not above 0, or a rank has several robots.
+            ConfigError: A number is not above 0, another value is none, or a rank has several robots.
         """
         if num_envs != 1:
             raise ConfigError(
@@ -235,7 +241,9 @@ class Pace(NamedTuple):
         hz = above_0("hz", kwargs.pop("hz", 10.0))
         stale_s = above_0("stale_s", kwargs.pop("stale_s", 0.5))
         change = kwargs.pop("max_change", None)
-        return cls(hz, stale_s, None if change is None else above_0("max_change", change))
+        if (late := kwargs.pop("late", "keep")) not in ("keep", "stop"):
+            raise ConfigError(f"env.train.kwargs.late is {late!r}; a robot may keep to its last command, or stop")
+        return cls(hz, stale_s, None if change is None else above_0("max_change", change), late)
 
 
 def built(path: str, key: str, kwargs: dict[str, Any]) -> Robot:

@@ -221,7 +221,7 @@ class Served:
                     ) from error
 
     def _begin(self, settings: Mapping[str, Any], seed: int) -> None:
-        pace: dict[str, Any] = {}
+        pace: dict[str, Any] = {"late": settings["late"]}
         for name in BOUNDS:
             said = [value for value in (settings[name], self._bounds.get(name)) if value is not None]
             pace[name] = float(min(said)) if said else None

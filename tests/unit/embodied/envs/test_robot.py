@@ -124,10 +124,26 @@ def test_it_is_held_while_no_command_comes_and_stopped_when_anything_breaks() ->
     env.close()
 
 
+def test_a_command_that_is_late_finds_it_stopped_or_still_moving() -> None:
+    for late in ("keep", "stop"):
+        env = build(hz=50.0, stale_s=60.0, late=late)
+        env.reset()
+        before = env.robot.stops
+        move(env, 0.1)
+        if late == "stop":
+            wait_until(lambda: env.robot.stops > before, 20)  # noqa: B023
+        time.sleep(0.1)  # five steps
+        move(env, 0.1)
+        stopped = (env.timing.late > 0, env.timing.held > 0, env.robot.stops > before)
+        assert stopped == (True, late == "stop", late == "stop")
+        env.close()
+
+
 def test_what_is_said_of_a_mistake() -> None:
     for given, says in (
         ({"num_envs": 2}, "a robot is one slot"),
         ({"hz": 0}, r"kwargs\.hz is 0; it must be a number above 0"),
+        ({"late": "wait"}, r"kwargs\.late is 'wait'; a robot may keep to its last command, or stop"),
         ({"color": "red"}, r"refuses kwargs {'color': 'red'}"),
     ):
         with pytest.raises(ConfigError, match=says):

@@ -163,9 +163,10 @@ def test_it_joins_is_moved_within_its_own_bounds_and_is_let_go(inside: Inside) -
 
 
 def refused(key: Key, robot: Rail | None = None) -> str:
-    with pytest.raises(Refused) as error:
-        Served(robot or Rail(), {}, print).serve(key, Way(key), 5.0)
-    return str(error.value)
+    outside = Outside(key, robot or Rail())
+    outside.join(20)
+    assert isinstance(outside.error, Refused), "it was taken"
+    return str(outside.error)
 
 
 def test_a_key_is_for_one_joining_of_one_robot_in_its_time(inside: Inside, tmp_path: Path) -> None:
