@@ -28,8 +28,8 @@ def _robot(args: argparse.Namespace) -> int:
 def _meeting(text: str) -> Path:
     """The folder in which a run, or a command that was given a folder, meets its robots."""
     from rlhpc.cli.named import is_run, require_driver
-    from rlhpc.embodied.robots.keys import ROBOTS
     from rlhpc.jobs.paths import RunPaths
+    from rlhpc.runtime.registry import ROBOTS
 
     paths = RunPaths(Path(text).expanduser().absolute())
     if is_run(paths):

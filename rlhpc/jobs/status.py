@@ -14,7 +14,7 @@ from rlhpc.jobs.paths import RunPaths, segment_name, step_name
 from rlhpc.jobs.state import FINAL, OVER, Facts, RunState, duration, find_runs, number_of, run_state, states
 from rlhpc.runtime.errors import RlhpcError, UserError
 from rlhpc.runtime.host import host_id
-from rlhpc.runtime.registry import CURRENT, MEMBERS
+from rlhpc.runtime.registry import CURRENT, MEMBERS, ROBOTS
 from rlhpc.runtime.scratch import Scratch
 
 
@@ -108,9 +108,23 @@ def render_status(paths: RunPaths) -> str:
     if rows:
         lines += ["", f"{'group':<12} {'rank':>4}  {'node':<16} {'pid':>8}  state"]
         lines += [_member_line(row, over=found.state in OVER) for row in rows]
+    lines += [] if found.state in OVER else _robot_lines(paths)
     if helpers := helper_lines(paths, over=found.state in OVER):
         lines += ["", *helpers]
     return "\n".join(lines)
+
+
+def _robot_lines(paths: RunPaths) -> list[str]:
+    """Who has come from outside the cluster, and who is waited for."""
+    generation, lines = newest_generation(paths), []
+    for file in sorted((generation / ROBOTS).glob("slot_*.json")) if generation else ():
+        place = read_json(file) or {}
+        began = number_of(place, "since")
+        since = "" if began is None else f" for {duration(max(0.0, time.time() - began))}"
+        name = f"{place.get('robot')} (slot {place.get('slot')})"
+        waits = f"is waited for{since}: rlhpc robot invite {paths.root} --output FILE"
+        lines.append(f"robot        {name} " + (f"has been there{since}" if place.get("there") else waits))
+    return lines
 
 
 def _time_lines(status: dict[str, Any], found: RunState) -> list[str]:

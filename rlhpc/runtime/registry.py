@@ -27,6 +27,8 @@ CURRENT = "current"
 MEMBERS = "members"
 #: Members whose groups go on without them.
 LEFT = "left"
+#: Where those who come from outside the cluster are met.
+ROBOTS = "robots"
 #: Where those who take in weights compute.
 WEIGHTS = "weights"
 

@@ -12,12 +12,12 @@ import numpy as np
 from rlhpc.embodied.envs.base import Step, VectorEnv
 from rlhpc.embodied.envs.robot import Pace, above_0
 from rlhpc.embodied.envs.timing import TIMED, Timing
-from rlhpc.embodied.robots.keys import ROBOTS
 from rlhpc.embodied.robots.line import Line, LineLost, Message, give
 from rlhpc.embodied.robots.meeting import Meeting
 from rlhpc.embodied.robots.shapes import misfit, observed, taken, told
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
 from rlhpc.runtime.network import address_of
+from rlhpc.runtime.registry import ROBOTS
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig

@@ -21,8 +21,6 @@ from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_json
 
-#: Where, in a generation's registry, robots and runs meet.
-ROBOTS = "robots"
 _ID = re.compile(r"[0-9a-f]{16}")
 _FORM = "rlhpc robot key 1"
 _LOOK_S = 0.2
@@ -47,6 +45,8 @@ class Place:
         address, port: Where it listens.
         node: The node it is on.
         run: Name of the run.
+        there: Whether the robot is there.
+        since: When that began, in seconds since the epoch.
     """
 
     robot: str
@@ -55,6 +55,8 @@ class Place:
     port: int
     node: str
     run: str
+    there: bool
+    since: float
 
     def publish(self, folder: Path) -> None:
         replace_durably(_place(folder, self.slot), json.dumps(asdict(self)).encode(), mode=0o600, sync=False)

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ class Meeting:
         _refuse_two(folder, slot)
         self._listener = socket.create_server((address, 0))
         self._listener.settimeout(_LOOK_S)
-        self.place = Place(robot, slot, address, self._listener.getsockname()[1], node_name(), run)
+        port = self._listener.getsockname()[1]
+        self.place = Place(robot, slot, address, port, node_name(), run, there=False, since=time.time())
         self._changed = threading.Condition()
         self._greeting = threading.BoundedSemaphore(_MOST)
         self._line: Line | None = None
@@ -81,6 +83,7 @@ class Meeting:
                 if self._line is not None and not self._line.lost:
                     fresh, self._fresh = self._fresh, False
                     return self._line, fresh
+                self._tell(there=False)
                 self._changed.wait(_LOOK_S)
             check()
             if time.monotonic() > deadline:
@@ -95,6 +98,12 @@ class Meeting:
             self._line.close()
         with contextlib.suppress(OSError):
             self.place.withdraw(self._folder)
+
+    def _tell(self, *, there: bool) -> None:
+        """Whoever asks how the run is doing."""
+        if there != self.place.there:
+            self.place = replace(self.place, there=there, since=time.time())
+            self.place.publish(self._folder)
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -142,6 +151,7 @@ class Meeting:
                 self._session = session_of(secret, own, theirs)
                 self._fresh = True
             self._line = Line(sock, line_key(secret, own, theirs), b"run", b"robot")
+            self._tell(there=True)
             self._changed.notify_all()
         log.info("%s %s", self.place.robot, "is back" if again else "has joined")
         return True

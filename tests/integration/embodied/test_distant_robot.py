@@ -68,6 +68,9 @@ def test_it_joins_over_ssh_is_lost_comes_again_and_stops_when_the_run_is_killed(
         assert invited.returncode == 0, invited.stderr + (tmp_path / "train.log").read_text()
         return Arm(tmp_path / name, key, login)
 
+    def status() -> str:
+        return str(warm.run([*rlhpc, "status", str(root)], capture_output=True, text=True).stdout)
+
     def plays(count: int, what: Callable[[dict[str, float]], bool] = lambda row: True) -> None:
         before = len(rows(root))
         wait_until(lambda: sum(map(what, rows(root)[before:])) >= count, 60)
@@ -76,6 +79,7 @@ def test_it_joins_over_ssh_is_lost_comes_again_and_stops_when_the_run_is_killed(
         first = arrive("first")
         plays(3)
         assert "env/robot_latency_ms_p95" in rows(root)[-1] and "arm has joined arm" in first.said
+        assert "robot        arm (slot 0) has been there for" in status()
         wait_until(lambda: any("env/robot_link_ms_p50" in row for row in rows(root)), 60)
         tunnel = first.tunnel
         tunnel.kill()
@@ -87,6 +91,7 @@ def test_it_joins_over_ssh_is_lost_comes_again_and_stops_when_the_run_is_killed(
         first.process.wait()
         psutil.wait_procs([tunnel], 20)
         assert not tunnel.is_running()
+        wait_until(lambda: "robot        arm (slot 0) is waited for" in status(), 20)
         second = arrive("second")
         plays(1, lambda row: row["env/robot_lost"] == 1)
         plays(2)
