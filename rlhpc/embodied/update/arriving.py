@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -63,6 +63,9 @@ class Awaited(Sequence[Item], Generic[Item]):
 
     def __len__(self) -> int:
         return len(self._makers)
+
+    def __iter__(self) -> Iterator[Item]:
+        return (make() for make in self._makers)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         return self._makers[index]()
