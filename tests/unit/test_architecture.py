@@ -31,8 +31,8 @@ def test_imports_go_down_only() -> None:
 
 
 def test_no_circle_of_imports() -> None:
-    """Those inside functions included."""
-    graph = grimp.build_graph("rlhpc", exclude_type_checking_imports=True, cache_dir=None)
+    """Those inside functions and those for types included."""
+    graph = grimp.build_graph("rlhpc", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     TopologicalSorter(imports).prepare()  # a CycleError names the circle
 

@@ -14,11 +14,12 @@ from rlhpc.embodied.envs.observations import take
 from rlhpc.embodied.envs.timing import timed
 from rlhpc.embodied.roles.outcomes import EpisodeLog
 from rlhpc.embodied.roles.parts import PARTS, PLAYED, Asked, Played
+from rlhpc.embodied.roles.simulating import Cfg, SimulatingWorker
 from rlhpc.embodied.roles.slots import SlotMap, UnitMap
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
+from rlhpc.runtime.lookup import load_attribute
 
 if TYPE_CHECKING:
-    from rlhpc.embodied.roles.env import SimulatingWorker
     from rlhpc.embodied.roles.rollout import ActingWorker
 
 #: What the actor tells a rank of weights that it sends it.
@@ -178,3 +179,26 @@ def open_replica(
     acting = make()
     acting.init_worker(unit, *spaces)
     return Replica(simulating, acting, slots, begun)
+
+
+class JoiningWorker(SimulatingWorker[Cfg]):
+    """An env rank that may have joined the run: then it acts on its slots itself."""
+
+    #: Who acts then.
+    acts: str = ""
+    _replica: Replica | None = None
+
+    def open_replica(self, slots: SlotMap, spaces: tuple[Any, Any], begun: int) -> None:
+        """Builds simulators of its own, and a policy that acts on them."""
+        acts = load_attribute(self.acts, f"who acts for {type(self).__name__}")
+        self._replica = open_replica(self, lambda: acts(self.cfg), slots, spaces, begun)
+
+    def connect_replica(self) -> None:
+        """See `Replica.connect`."""
+        assert self._replica is not None
+        self._replica.connect()
+
+    def play(self, asked: Asked, random: bool) -> None:
+        """See `Replica.play`."""
+        assert self._replica is not None
+        self._replica.play(asked, random)

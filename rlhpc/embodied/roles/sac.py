@@ -18,11 +18,12 @@ from rlhpc.embodied.data.replay import ReplayBuffer
 from rlhpc.embodied.envs.observations import as_arrays, columns_of, rows_of
 from rlhpc.embodied.models import Policy, build_model
 from rlhpc.embodied.models.actor_critic import ActorCritic
-from rlhpc.embodied.roles.env import SimulatingWorker, check_env, check_played
+from rlhpc.embodied.roles.env import check_env, check_played
 from rlhpc.embodied.roles.incomplete import Incomplete
 from rlhpc.embodied.roles.intake import Intake
 from rlhpc.embodied.roles.outcomes import Shape
 from rlhpc.embodied.roles.parts import PARTS, Turn
+from rlhpc.embodied.roles.replica import JoiningWorker
 from rlhpc.embodied.roles.rollout import ActingWorker
 from rlhpc.embodied.roles.slots import TRAJECTORIES, SlotMap, Source
 from rlhpc.embodied.roles.trainer import Trainer
@@ -64,7 +65,7 @@ def _demos(cfg: SacConfig, observation_space: Any, action_space: Any) -> Any:
     return fit(demos, observation_space, action_space, cfg.actor.model.num_action_chunks)
 
 
-class OffPolicyEnvWorker(SimulatingWorker[SacConfig]):
+class OffPolicyEnvWorker(JoiningWorker[SacConfig]):
     """Simulates; what is decided at once is one transition."""
 
     acts = "rlhpc.embodied.roles.sac:OffPolicyRolloutWorker"
