@@ -259,7 +259,7 @@ def make_looker(path: str, trust_remote_code: bool = False, *, key: str = "actor
         cutter = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(
-            f"data: prompts have pictures, and the model in {path} ({key}) has no image processor that can be loaded "
+            f"the model in {path} ({key}) looks at pictures, and has no image processor that can be loaded "
             f"({first_line(error)}): put the preprocessor_config.json that came with it beside config.json"
         ) from None
     return Looker(cutter, int(config.image_token_id), path)

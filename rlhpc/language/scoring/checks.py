@@ -251,9 +251,34 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
         same_vocabulary(cfg, cfg.teacher.model, "teacher.model")
     if TEACHER in ranks and cfg.teacher.rollout_backend:
         _room(cfg, known[TEACHER])
+    _check_looking(cfg, ranks)
     for group in judges(cfg).values():
         with explained(group):
             ENGINES.find(section_of(cfg, group).rollout_backend)
+
+
+def _check_looking(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
+    """Refuses models that are to read what one has read that looks at pictures, and read text alone."""
+    from rlhpc.language.data.pictures import looks
+    from rlhpc.language.engines.ends import load_model_config
+
+    def looking(model: PretrainedConfig) -> bool:
+        return looks(load_model_config(str(model.model_path), model.trust_remote_code))
+
+    if not looking(cfg.actor.model):
+        return
+    path, known = cfg.actor.model.model_path, scoring_groups(cfg)
+    if CRITIC in ranks:
+        raise ConfigError(
+            f"cluster.component_placement.critic: the model in {path} looks at pictures, and critics read text alone; set "
+            "actor.model.value_head=true in its place"
+        )
+    readers = [name for name in known if name in ranks and known[name].scorer.lower() == "process"]
+    for name in readers + [TEACHER] * (distils(cfg) and not looking(cfg.teacher.model)):
+        raise ConfigError(
+            f"{known[name].model_section}.model_path={known[name].model.model_path}: it reads text alone, and is to read what "
+            f"the model in {path} has read, which looks at pictures; take one that does, too, or leave the group {name!r} out"
+        )
 
 
 def _room(cfg: GrpoConfig, teacher: ScoringGroup) -> None:

@@ -152,10 +152,13 @@ def _note(folder: Path, note: dict[str, Any]) -> None:
 def slow_digits(task: Any, model: Any) -> dict[str, Any]:
     """Takes its time, and leaves processes about, while it is asked to."""
     pause = Path(os.environ["RLHPC_TEST_PAUSE"])
-    if pause.exists():
+    seconds = ""
+    with contextlib.suppress(FileNotFoundError):  # it may be gone at any time
+        seconds = pause.read_text()
+    if seconds:
         started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
         pause.with_name(f"left-{started.pid}").touch()
-        time.sleep(float(pause.read_text()))
+        time.sleep(float(seconds))
     return odd_digits(task, model)
 
 

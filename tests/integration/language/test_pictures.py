@@ -286,6 +286,11 @@ def test_pictures_of_ones_own(tmp_path: Path) -> None:
         ),
         (["rollout.weight_sync=shards"], "rollout.weight_sync is 'shards', and the model in"),
         (["actor.training_backend=fsdp"], "actor.training_backend is 'fsdp', and the model in"),
+        (
+            ["algorithm.adv_type=gae", "cluster.component_placement={actor: 0, rollout: 0, critic: 0}",
+             "critic.model.model_path=builtin:tiny_vl"],
+            "looks at pictures, and critics read text alone",
+        ),
         (["data.train.chat_template=false"], "data.train.chat_template is false: only a chat"),
         (["data.train.kwargs={tasks: colour}"], "data.train.kwargs.tasks is 'colour'; allowed: count, area, side"),
         (["actor.model.freeze_vision=true", "actor.lora.rank=2"], "actor.model.freeze_vision is true and actor.lora"),
