@@ -20,7 +20,7 @@ LONG  ?= 1/5
 export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup setup-llm setup-robot setup-lerobot setup-simulators quickstart demo-llm demo-agent demo-robot test test-gpu test-slurm test-all chaos chaos-helpers leftovers attack bad-inputs lint bench bench-gpu docs docs-reference constraints resolve clean
+.PHONY: help setup setup-llm setup-robot setup-lerobot setup-simulators quickstart demo-llm demo-agent demo-robot demo-vla test test-gpu test-slurm test-all chaos chaos-helpers leftovers attack bad-inputs lint bench bench-gpu docs docs-reference constraints resolve clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -73,6 +73,9 @@ demo-agent: setup-llm  ## a tiny model learns to search, by SFT, then GRPO, with
 
 demo-robot: setup-robot  ## a robot arm pushes a cube: demonstrations, a policy from them, evaluation, a film
 	rlhpc run configs/embodied/push_cube_bc.yaml runner.name=demo_robot env.eval.video_episodes=4
+
+demo-vla: setup-robot  ## a flow policy swings a pole up: weak demonstrations, a clone, PPO, PPO alone, films (SEEDS=1 for one seed)
+	python -m bench.demo_vla --seeds $(SEEDS)
 
 test-slurm: WORKERS = $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 2 || echo 0)
 test-slurm: setup  ## the tests on a real Slurm each worker brings up (tests/slurm/install.sh installs it)
