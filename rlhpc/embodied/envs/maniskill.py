@@ -326,11 +326,13 @@ class ManiSkillVectorEnv(VectorEnv):
     def _open_camera(self) -> bool:
         if self._camera is False or not load_maniskill():
             return False
+        from rlhpc.embodied.envs.maniskill_tasks import rendering_task
+
         backend = "gpu" if accelerator() == "cuda" else "cpu"
         wanted = {**self._kwargs, "obs_mode": "none", "sim_backend": "physx_cpu", "render_backend": backend}
         try:
             with torch.inference_mode():
-                self._camera = self._spec.cls(num_envs=1, render_mode="rgb_array", **wanted)
+                self._camera = rendering_task(self._spec.cls)(num_envs=1, render_mode="rgb_array", **wanted)
         except RuntimeError as error:
             log.warning("%s: no pictures, SAPIEN cannot render here: %s", self._env_id, error)
             self._camera = False

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import sapien
+import sapien.render
 import torch
 from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
 from sapien import physx
@@ -36,6 +37,40 @@ class Generators(Sequence[np.random.RandomState]):
         return len(self._seeds)
 
 
+def rendering_task(task: type) -> Any:
+    """A subclass of a ManiSkill task that renders where SAPIEN does already in this process: it has one renderer, and the
+    textures of a task from an MJCF file open it, under another name of the device, where nothing is rendered."""
+
+    base: Any = task
+
+    class Task(base):
+        @property
+        def backend(self) -> Any:
+            return self._backend
+
+        @backend.setter
+        def backend(self, value: Any) -> None:
+            value.render_device = open_renderer(value.render_device)
+            self._backend = value
+
+    Task.__name__ = Task.__qualname__ = task.__name__
+    return Task
+
+
+def open_renderer(device: Any) -> Any:
+    """A device, or the one that SAPIEN's renderer is on if it refuses that; None where nothing is to be rendered."""
+    if device is None:
+        return None
+    try:
+        sapien.render.RenderSystem(device)
+    except RuntimeError:
+        try:
+            return sapien.render.RenderSystem().device
+        except RuntimeError:  # it cannot render here at all, which ManiSkill says
+            return device
+    return device
+
+
 def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int]) -> Any:
     """A subclass of a ManiSkill task whose slots are each reset with a seed of their own.
 
@@ -47,7 +82,7 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
         build_seeds: What tasks draw when they are built (the size of a peg) follows from these, one per slot.
     """
 
-    base: Any = task
+    base: Any = rendering_task(task)
 
     class Task(base):
         _slot_seeds: list[int] | None = None

@@ -23,15 +23,17 @@ def renderer() -> Iterator[None]:
 
     if not load_maniskill():
         pytest.skip("SAPIEN cannot render here; sudo tests/embodied/install.sh")
+    # Of an MJCF file with textures, which open the renderer where SAPIEN likes: what follows renders there, too.
+    first = build("MS-CartpoleSwingUp-v1")
+    first.reset()
     stays = build(obs_mode="rgb", sensor_configs={"width": 32, "height": 32})
     yield
     stays.close()
+    first.close()
 
 
-def build(**kwargs: Any) -> Any:
-    section = EnvSideConfig(
-        env_type="maniskill", env_id="PushCube-v1", simulators=0, kwargs=kwargs, max_episode_steps=4
-    )
+def build(task: str = "PushCube-v1", **kwargs: Any) -> Any:
+    section = EnvSideConfig(env_type="maniskill", env_id=task, simulators=0, kwargs=kwargs, max_episode_steps=4)
     return make_env(OmegaConf.structured(section), 2, seed=1)
 
 
