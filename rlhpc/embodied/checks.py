@@ -19,6 +19,8 @@ MODELS = (
     "mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "iql", "dsrl", "conditioned", "success", "vla", "pi0", "openvla",
     "lerobot",
 )  # fmt: skip
+#: Those that act by a flow (of lerobot's: smolvla, pi0 and pi05).
+FLOWS = ("flow", "pi0", "lerobot")
 #: Those that have critics of actions.
 _CRITICS = ("sac", "crossq", "td3", "iql", "dsrl")
 #: Of these, what behaviour cloning cannot clone into, and why.
@@ -49,6 +51,13 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
         from rlhpc.embodied.models.registry import MODELS as REGISTRY
 
         REGISTRY.find(model.model_type)
+    delay = cfg.env.eval.real_time_chunking.inference_delay
+    if delay is not None and model.model_type.lower() in MODELS and model.model_type.lower() not in FLOWS:
+        raise fail(
+            "env.eval.real_time_chunking.inference_delay",
+            f"it is {delay}, and chunks are guided where a policy acts by a flow: actor.model.model_type {', '.join(FLOWS)}; "
+            f"{model.model_type} does not",
+        )
     for suite in cfg.workflow.eval_suites:
         check_name("workflow.eval_suites", suite, ("default", *cfg.workflow.suites), fail)
     for name, side in (("train", cfg.env.train), ("eval", cfg.env.eval)):

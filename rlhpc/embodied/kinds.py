@@ -214,6 +214,7 @@ class PpoKind(PlayingKind[PpoConfig]):
         """Refuses counts that do not divide, and environments and models that cannot be built."""
         from rlhpc.checkpoint.start import check_start
         from rlhpc.embodied.models import check_policy
+        from rlhpc.embodied.real_time import real_time
         from rlhpc.embodied.roles.env import check_env, check_played
         from rlhpc.embodied.roles.ppo import check_batches
         from rlhpc.embodied.roles.slots import SlotMap
@@ -223,7 +224,10 @@ class PpoKind(PlayingKind[PpoConfig]):
         spaces = check_played(cfg.env.train, _python_of(cfg, "env"))
         if cfg.runner.val_check_interval > 0:
             check_env(cfg.env.eval)
-        check_start(cfg, check_policy(cfg.actor, spaces, [_python_of(cfg, name) for name in ("actor", "rollout")]))
+        policy = check_policy(cfg.actor, spaces, [_python_of(cfg, name) for name in ("actor", "rollout")])
+        check_start(cfg, policy)
+        if policy is not None:
+            real_time(policy, cfg.env.eval)
 
     def goal(self, cfg: PpoConfig) -> float | None:
         """The return at which the run stops, if there is one."""

@@ -14,6 +14,7 @@ from rlhpc.algorithms.finite import bad_tensors, listed, skips
 from rlhpc.embodied.config import EmbodiedConfig, EnvSideConfig, EvalEnvConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
+from rlhpc.embodied.real_time import real_time
 from rlhpc.metrics.statistics import wilson
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, NonFinite, RlhpcError
@@ -87,11 +88,13 @@ def evaluate_policy(
     if wanted < 1:
         raise ConfigError(f"episodes is {wanted}; an evaluation needs at least 1")
     slots, seed = min(env_cfg.num_envs, wanted), eval_seed(env_cfg, seed)
+    late = real_time(policy, env_cfg)
     env = make_env(env_cfg, slots, slot_offset=0, seed=seed, stage="eval")
     try:
         found = play(
-            policy, env, quotas(wanted, slots), torch.device(device), watch=watch(env) if watch else None, told=told
-        )
+            late or policy, env, quotas(wanted, slots), torch.device(device), watch=watch(env) if watch else None,
+            told=told, ended=None if late is None else late.ended,
+        )  # fmt: skip
     finally:
         env.close()
     if bad := [number for number, row in enumerate(found) if not math.isfinite(row["return"])]:
@@ -127,6 +130,7 @@ def play(
     mode: str = "eval",
     watch: Watch | None = None,
     told: Told | None = None,
+    ended: Callable[[np.ndarray], None] | None = None,
 ) -> list[dict[str, float]]:
     """Plays the first `left[i]` episodes of each slot i, from a reset on.
 
@@ -138,6 +142,7 @@ def play(
         mode: "eval" or "train", as `predict_action_batch` takes it.
         watch: Looks on.
         told: Hears how far it is.
+        ended: Hears in which slots an episode has ended.
 
     Returns:
         One row per episode, by slot and order: return, length, and success_once and success_at_end where they are
@@ -160,6 +165,8 @@ def play(
         if watch is not None:
             watch.after(seen < left, rewards, terminations, truncations, infos)
         done = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
+        if ended is not None:
+            ended(done)
         since += 1
         since[done] = 0
         since[seen >= left] = 0

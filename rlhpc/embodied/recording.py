@@ -19,6 +19,7 @@ from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.intervention import Gated, Intervention
 from rlhpc.embodied.play import Watch, eval_seed, play, quotas
+from rlhpc.embodied.real_time import section_of
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
@@ -217,6 +218,10 @@ def record(
     Raises:
         ConfigError: Success is asked for and not known, or too rare.
     """
+    if section_of(env_cfg) is not None:
+        raise ConfigError(
+            "env.eval.real_time_chunking.inference_delay: what is recorded is played by a simulator that waits; take it out"
+        )
     slots, seed = min(env_cfg.num_envs, episodes), eval_seed(env_cfg, seed)
     # States of a simulator are asked for in its own process, where it can be in this one.
     own = env_cfg if env_cfg.simulator_python is not None else changed(env_cfg, "simulators", 0)

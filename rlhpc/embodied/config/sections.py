@@ -132,6 +132,21 @@ class ClonedEnvConfig(TaskConfig):
 
 
 @dataclass
+class RealTimeConfig:
+    """Evaluation as on a robot that does not wait for its policy: real-time chunking, of policies that act by a flow."""
+
+    inference_delay: int | None = None
+    """Steps from an observation until the chunk that is made of it is there; until then the actions of the chunk before are
+    played, and the new one is guided to agree with them. null: the simulator waits for each chunk."""
+    execution_horizon: int | None = None
+    """Actions that are played from one chunk to the next, at least `inference_delay`; both together are at most what the
+    policy predicts at once. null takes `actor.model.num_action_chunks`, or what the delay leaves of the prediction if that is
+    less."""
+    max_guidance_weight: float = 5.0
+    """The most that a chunk is drawn to the actions of the one before; 0 makes each as if there had been no other."""
+
+
+@dataclass
 class EvalEnvConfig(EnvSideConfig):
     """Environments of evaluation: those of training, unless stated otherwise."""
 
@@ -155,6 +170,8 @@ class EvalEnvConfig(EnvSideConfig):
     """Episodes shown side by side in an mp4 file beside the result of `rlhpc eval`; 0 makes none."""
     video_fps: int = 20
     """Pictures per second in that file; one is taken before each decision."""
+    real_time_chunking: RealTimeConfig = field(default_factory=RealTimeConfig)
+    """Whether the policy acts as if it took time."""
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from rlhpc.embodied.envs.observations import count_rows
 from rlhpc.embodied.envs.spaces import space_to_json
 from rlhpc.embodied.models.heads import CategoricalHead, GaussianHead, make_head
 from rlhpc.runtime.environment_values import to_plain
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.models.guidance import Guide
 
 
 def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear:
@@ -138,6 +141,24 @@ class Policy(nn.Module):
             noise = self.head.sample_noise((count_rows(obs),), torch.default_generator).to(head_input.device)
         actions, logprobs = self.head.act(head_input, noise, self.logprob_type)
         return actions, {"prev_logprobs": logprobs, "prev_values": values}
+
+    @property
+    def horizon(self) -> int:
+        """Actions that it predicts at once by a flow, which can be made to agree with others (`plan`); 0 where it has none."""
+        return 0
+
+    def plan(self, obs: Obs, guide: Guide | None = None) -> Tensor:
+        """All that it predicts, the way evaluations act, as the flow has it: `[B, ...]` like its states.
+
+        Args:
+            obs: As `predict_action_batch` takes them.
+            guide: What it should agree with.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not act by a flow")
+
+    def played(self, plan: Tensor, part: slice) -> Tensor:
+        """Actions `[B, n, dim]` of a part of what `plan` gave, as the environment takes them."""
+        raise NotImplementedError(f"{type(self).__name__} does not act by a flow")
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Noise for `predict_action_batch`, `[*shape, ...]`; a row belongs to one slot and step."""

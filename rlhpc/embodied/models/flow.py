@@ -13,7 +13,6 @@ with 1 − t at least 1/K. The log-probability of a chunk is that of all K steps
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,13 +23,12 @@ from torch import Tensor
 from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.envs.observations import count_rows
 from rlhpc.embodied.models.base import Obs, Policy
+from rlhpc.embodied.models.guidance import Guide, Velocity
 from rlhpc.embodied.models.heads import at_level
 from rlhpc.embodied.models.mlp import flat_width, mlp
 from rlhpc.embodied.models.seeing import encoder_of, seen_by
 from rlhpc.runtime.errors import ConfigError
 
-#: Velocity `[B, chunk, dim]` of states `[B, chunk, dim]` at times `[B]`.
-Velocity = Callable[[Tensor, Tensor], Tensor]
 _LOG_2PI = math.log(2 * math.pi)
 _TIME_FEATURES = 32
 
@@ -162,6 +160,22 @@ class FlowActing(Policy):
         actions = self.unscaled(chain[:, -1, : self.chunk, : self.dim])
         logprobs = self._leveled(self.flow.logprobs(velocity, chain))
         return actions, {"prev_logprobs": logprobs, "prev_values": values, "inputs": {"chain": chain}}
+
+    @property
+    def horizon(self) -> int:
+        """See `Policy.horizon`: the chunk."""
+        return self.chunk
+
+    def plan(self, obs: Obs, guide: Guide | None = None) -> Tensor:
+        """See `Policy.plan`."""
+        velocity, _ = self.prepare(obs, True, False)
+        assert velocity is not None  # it was asked for
+        start = self.low.new_zeros(count_rows(obs), *self.state_shape)
+        return self.flow.act(velocity if guide is None else guide(velocity), None, start)[:, -1]
+
+    def played(self, plan: Tensor, part: slice) -> Tensor:
+        """See `Policy.played`."""
+        return self.unscaled(plan[:, part, : self.dim])
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Standard normal `[*shape, K + 1, *state_shape]`: x_1, then that of the steps."""

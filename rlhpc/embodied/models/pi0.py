@@ -11,7 +11,8 @@ from rlhpc.config.sections import LoraConfig
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Obs
-from rlhpc.embodied.models.flow import FlowActing, Velocity
+from rlhpc.embodied.models.flow import FlowActing
+from rlhpc.embodied.models.guidance import Velocity
 from rlhpc.embodied.models.vlm import (
     Eye,
     ValueHead,

@@ -25,6 +25,7 @@ from rlhpc.embodied.models import build_model, check_policy, policy_section
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.models.conditioned import IMPROVEMENT
 from rlhpc.embodied.play import evaluation_metrics
+from rlhpc.embodied.real_time import real_time
 from rlhpc.embodied.roles.env import check_env
 from rlhpc.embodied.roles.trainer import Trainer
 from rlhpc.embodied.update.blueprint import check_backend, passed
@@ -92,7 +93,10 @@ def check_bc(cfg: BcConfig, ranks: dict[str, int], python: str | None = None) ->
     del ranks
     observation_space, action_space = spaces_of(cfg)
     check_backend(cfg.actor)
-    check_start(cfg, check_policy(cfg.actor, (observation_space, action_space), [python]))
+    policy = check_policy(cfg.actor, (observation_space, action_space), [python])
+    check_start(cfg, policy)
+    if policy is not None:
+        real_time(policy, cfg.env.eval)
     if cfg.algorithm.bc_loss == "mse" and not isinstance(action_space, spaces.Box):
         raise ConfigError(f"algorithm.bc_loss is 'mse', and the actions are {action_space}; choose nll")
     if cfg.algorithm.value_model:

@@ -19,7 +19,7 @@ import square  # noqa: E402
 from diffusers import DDPMScheduler  # noqa: E402
 from gymnasium.spaces import Box, Dict  # noqa: E402
 from lerobot.configs.policies import PreTrainedConfig  # noqa: E402
-from lerobot.configs.types import FeatureType, PolicyFeature  # noqa: E402
+from lerobot.configs.types import FeatureType, PolicyFeature, RTCAttentionSchedule  # noqa: E402
 from lerobot.datasets.lerobot_dataset import LeRobotDataset  # noqa: E402
 from lerobot.policies.act.configuration_act import ACTConfig  # noqa: E402
 from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig  # noqa: E402
@@ -28,6 +28,8 @@ from lerobot.policies.pi0 import processor_pi0  # noqa: E402
 from lerobot.policies.pi0.configuration_pi0 import PI0Config  # noqa: E402
 from lerobot.policies.pi05 import processor_pi05  # noqa: E402
 from lerobot.policies.pi05.configuration_pi05 import PI05Config  # noqa: E402
+from lerobot.policies.rtc.configuration_rtc import RTCConfig  # noqa: E402
+from lerobot.policies.rtc.modeling_rtc import RTCProcessor  # noqa: E402
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig  # noqa: E402
 from lerobot.processor import TokenizerProcessorStep  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -44,6 +46,7 @@ from rlhpc.embodied.config import ModelConfig  # noqa: E402
 from rlhpc.embodied.envs.observations import encode_text  # noqa: E402
 from rlhpc.embodied.export import load_exported  # noqa: E402
 from rlhpc.embodied.models import build_model  # noqa: E402
+from rlhpc.embodied.models.guidance import Guide, overlap_weights  # noqa: E402
 from rlhpc.embodied.models.lerobot import openpi  # noqa: E402
 
 #: What stands in a folder as its vision-language model, or tokenizer, and the folder that is taken for it.
@@ -235,6 +238,23 @@ def hold_openpi(family: str) -> None:
     np.testing.assert_allclose(found, OPENPI[family], rtol=1e-4)
 
 
+def hold_real_time(mine: Any, obs: dict[str, torch.Tensor]) -> None:
+    """Weights and correction are those of LeRobot's real-time chunking, which takes the velocity for constant in the state;
+    here its derivative counts, too."""
+    theirs = RTCProcessor(RTCConfig(prefix_attention_schedule=RTCAttentionSchedule.EXP, max_guidance_weight=5.0))
+    x, left, v = torch.randn(3, 4, 4, 4, generator=torch.Generator().manual_seed(3))
+    guide = Guide(left, overlap_weights(4, 1, 1)[:, None], 5.0)
+    for time in (1.0, 0.6, 0.1):
+        expected = theirs.denoise_step(x, left, 1, time, lambda _: v, execution_horizon=3)
+        torch.testing.assert_close(guide(lambda *_: v)(x, torch.full((4,), time)), expected)
+    with torch.no_grad():
+        free, guided = mine.plan(obs), mine.plan(obs, guide)
+        seen, _ = mine.see(obs)
+        constant = mine.denoise(guide(lambda x, t: seen(x, t).detach()), torch.zeros(4, 4, 4))
+    assert not torch.equal(guided, free) and not torch.equal(guided, constant)
+    assert (guided - left)[:, 0].abs().mean() < (free - left)[:, 0].abs().mean()
+
+
 def hold(released: Path, checkpoint: Path) -> None:
     """Holds what was released, as LeRobot loads and plays it, against the checkpoint: actions and loss."""
     mine, obs = load_exported(checkpoint), observations()
@@ -266,6 +286,8 @@ def hold(released: Path, checkpoint: Path) -> None:
         return
     with torch.no_grad():
         actions, _ = mine.predict_action_batch(obs, mode="eval")
+    if config.type in HUB:
+        hold_real_time(mine, obs)
     if config.type in OPENPI:
         assert_loaded(theirs, released)
         hold_openpi(config.type)

@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from rlhpc.embodied.config import ModelConfig
-from rlhpc.embodied.models.flow import Flow, Velocity
+from rlhpc.embodied.models.base import Obs
+from rlhpc.embodied.models.flow import Flow
+from rlhpc.embodied.models.guidance import Guide, Velocity
 from rlhpc.embodied.models.lerobot.denoising import DenoisingPolicy
 
 
@@ -46,6 +48,22 @@ class FlowPolicy(DenoisingPolicy):
     def noise_entropy(self) -> float:
         """See `DenoisingPolicy.noise_entropy`."""
         return self.flow.entropy()
+
+    @property
+    def horizon(self) -> int:
+        """See `Policy.horizon`: all that the network predicts."""
+        return self.state_shape[0]
+
+    def plan(self, obs: Obs, guide: Guide | None = None) -> Tensor:
+        """See `Policy.plan`."""
+        with self.settled():
+            velocity, hidden = self.see(obs)
+            start = hidden.new_zeros(len(hidden), *self.state_shape)
+            return self.denoise(velocity if guide is None else guide(velocity), start)
+
+    def played(self, plan: Tensor, part: slice) -> Tensor:
+        """See `Policy.played`."""
+        return self.processors.after(plan[:, part, : self.dim])
 
     def denoise(self, seen: Velocity, x: Tensor) -> Tensor:
         """See `DenoisingPolicy.denoise`; in LeRobot's own arithmetic."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.embodied.models.base import Obs
-from rlhpc.embodied.models.flow import Velocity
+from rlhpc.embodied.models.guidance import Velocity
 from rlhpc.embodied.models.lerobot.flowing import FlowPolicy
 
 
