@@ -51,7 +51,7 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
         from rlhpc.embodied.models.registry import MODELS as REGISTRY
 
         REGISTRY.find(model.model_type)
-    delay = cfg.env.eval.real_time_chunking.inference_delay
+    delay = select(cfg, "env.eval.real_time_chunking.inference_delay")  # which off-policy runs have not
     if delay is not None and model.model_type.lower() in MODELS and model.model_type.lower() not in FLOWS:
         raise fail(
             "env.eval.real_time_chunking.inference_delay",

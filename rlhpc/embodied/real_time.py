@@ -69,10 +69,10 @@ class RealTime:
         return Guide(left, each.to(left.device)[..., None], self._most)
 
 
-def section_of(env_cfg: EvalEnvConfig) -> RealTimeConfig | None:
-    """`env.eval.real_time_chunking`, if there is to be a delay; configurations of older checkpoints have no such section."""
+def is_late(env_cfg: EvalEnvConfig) -> bool:
+    """Whether there is to be a delay. Off-policy runs and configurations of older checkpoints have no such section."""
     section: RealTimeConfig | None = mapping(env_cfg).get("real_time_chunking")
-    return None if section is None or section.inference_delay is None else section
+    return section is not None and section.inference_delay is not None
 
 
 def real_time(policy: Any, env_cfg: EvalEnvConfig) -> RealTime | None:
@@ -81,11 +81,12 @@ def real_time(policy: Any, env_cfg: EvalEnvConfig) -> RealTime | None:
     Raises:
         ConfigError: It does not act by a flow, or its chunks are too short.
     """
-    section = section_of(env_cfg)
+    section: RealTimeConfig | None = mapping(env_cfg).get("real_time_chunking")
     if section is None:
         return None
-    delay, executed = section.inference_delay, section.execution_horizon
-    assert delay is not None
+    delay, executed, most = section.inference_delay, section.execution_horizon, section.max_guidance_weight
+    if delay is None:
+        return None
     horizon = policy.horizon if isinstance(policy, Policy) else 0
     if not horizon:
         raise ConfigError(
@@ -98,7 +99,7 @@ def real_time(policy: Any, env_cfg: EvalEnvConfig) -> RealTime | None:
             f"{_KEY}: inference_delay is {delay} and execution_horizon {executed}; the former may be no more than the latter, "
             f"and both together no more than the {horizon} actions that the policy predicts at once"
         )
-    return RealTime(policy, delay, executed, section.max_guidance_weight)
+    return RealTime(policy, delay, executed, most)
 
 
 def _copied(obs: Obs) -> Obs:

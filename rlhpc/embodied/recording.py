@@ -19,7 +19,7 @@ from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.intervention import Gated, Intervention
 from rlhpc.embodied.play import Watch, eval_seed, play, quotas
-from rlhpc.embodied.real_time import section_of
+from rlhpc.embodied.real_time import is_late
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
@@ -218,7 +218,7 @@ def record(
     Raises:
         ConfigError: Success is asked for and not known, or too rare.
     """
-    if section_of(env_cfg) is not None:
+    if is_late(env_cfg):
         raise ConfigError(
             "env.eval.real_time_chunking.inference_delay: what is recorded is played by a simulator that waits; take it out"
         )

@@ -488,6 +488,7 @@ _FIRST = {
     "shell": "bash",
     "folders": "x",
     "file": "x.yaml",
+    "what": "x",
     "number": "rollout=2",
     "paths": "x.h5",
     "completion": "chatcmpl-1",

@@ -170,6 +170,12 @@ class EvalEnvConfig(EnvSideConfig):
     """Episodes shown side by side in an mp4 file beside the result of `rlhpc eval`; 0 makes none."""
     video_fps: int = 20
     """Pictures per second in that file; one is taken before each decision."""
+
+
+@dataclass
+class RealTimeEvalEnvConfig(EvalEnvConfig):
+    """Environments of evaluation: those of training, unless stated otherwise."""
+
     real_time_chunking: RealTimeConfig = field(default_factory=RealTimeConfig)
     """Whether the policy acts as if it took time."""
 
@@ -190,6 +196,8 @@ class RolloutEnvsConfig(EnvConfig):
 
     train: RolloutEnvConfig = field(default_factory=RolloutEnvConfig)
     """Training environments."""
+    eval: RealTimeEvalEnvConfig = field(default_factory=RealTimeEvalEnvConfig)
+    """Evaluation environments."""
 
 
 @dataclass
@@ -198,7 +206,7 @@ class ClonedEnvsConfig:
 
     train: ClonedEnvConfig = field(default_factory=ClonedEnvConfig)
     """What the demonstrations are of."""
-    eval: EvalEnvConfig = field(default_factory=EvalEnvConfig)
+    eval: RealTimeEvalEnvConfig = field(default_factory=RealTimeEvalEnvConfig)
     """Evaluation environments."""
 
 

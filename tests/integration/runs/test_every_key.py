@@ -55,7 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "embodied": {
         "defaults": [f"{ROOT}/configs/base/ppo.yaml"],
         "algorithm": {
-            "rollout_steps": 4, "update_epochs": 1, "loss_type": "decoupled_ppo", "tis_cap": 2.0, "anneal_lr": False,
+            "rollout_steps": 4, "rollout_parts": 2, "update_epochs": 1, "loss_type": "decoupled_ppo", "tis_cap": 2.0, "anneal_lr": False,
         },
         "env": PLAYED,
         "actor": POLICY,

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from rlhpc import ConfigError
 from rlhpc.config.typed import typed
-from rlhpc.embodied.config import EvalEnvConfig
+from rlhpc.embodied.config import EvalEnvConfig, RealTimeEvalEnvConfig
 from rlhpc.embodied.models import build_model
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.play import evaluate_policy
@@ -34,7 +34,9 @@ def pendulum(**section: Any) -> EvalEnvConfig:
     given |= {"num_envs": 2, "num_episodes": 4, "simulators": 0, "simulator_python": None, "ignore_terminations": False}
     return typed(
         EvalEnvConfig,
-        OmegaConf.merge(OmegaConf.structured(EvalEnvConfig), given, {"real_time_chunking": section} if section else {}),
+        OmegaConf.merge(
+            OmegaConf.structured(RealTimeEvalEnvConfig), given, {"real_time_chunking": section} if section else {}
+        ),
     )
 
 
