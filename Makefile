@@ -14,7 +14,7 @@ ENDS  ?= 20
 SEED  ?= 1
 SEEDS ?= 3
 PART  ?= 1/1
-LONG  ?= 1/5
+LONG  ?= 1/10
 
 # One thread a process: ranks share the cores, so more only makes them wait for each other.
 export OMP_NUM_THREADS ?= 1
