@@ -397,7 +397,8 @@ def test_one_algorithm_does_not_take_anothers_networks_or_checkpoint():
 def test_noise_of_a_deterministic_actor():
     """Without noise its own action; with noise one beside it, within the bounds, with the noise's density."""
     ours = build_model(model(model_type="td3", exploration_noise=0.25), *SPACES, seed=1)
-    obs, noise = torch.rand(2000, OBS), torch.randn(2000, ACT)
+    draw = torch.Generator().manual_seed(0)
+    obs, noise = torch.rand(2000, OBS, generator=draw), torch.randn(2000, ACT, generator=draw)
     best, _ = ours.predict_action_batch(obs, mode="eval")
     actions, extras = ours.predict_action_batch(obs, noise=noise)
     wanted = (best[:, 0] + 0.25 * noise * torch.tensor((HIGH - LOW) / 2)).clamp(torch.tensor(LOW), torch.tensor(HIGH))
