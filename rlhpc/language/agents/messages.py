@@ -12,8 +12,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhpc.language.agents.shown import content_of, digest_of
+from rlhpc.language.agents.shown import content_of
 from rlhpc.language.agents.tree import Tree
+from rlhpc.language.data.images import digest_of
 from rlhpc.language.data.pictures import Looker, Seen, joined
 from rlhpc.runtime.errors import ConfigError
 

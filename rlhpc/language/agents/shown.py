@@ -4,7 +4,6 @@ what a chat template makes of one."""
 from __future__ import annotations
 
 import base64
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,11 +53,6 @@ def shown_by(images: Sequence[bytes], kind: str = "image/png") -> list[dict[str,
     """Pictures as parts of a message to the endpoint."""
     urls = [f"data:{kind};base64,{base64.b64encode(image).decode()}" for image in images]
     return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-
-
-def digest_of(image: bytes) -> str:
-    """The same for the same file."""
-    return hashlib.blake2b(image, digest_size=16).hexdigest()
 
 
 def looker_of(tokenizer: Any) -> Looker | None:

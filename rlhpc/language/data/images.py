@@ -47,7 +47,12 @@ def names_of(value: Any) -> str:
     named = [
         one if isinstance(one, str) and not one.startswith(_URL) else _bytes(one, Path()) for one in _several(value)
     ]
-    return repr([one if isinstance(one, str) else hashlib.blake2b(one, digest_size=16).hexdigest() for one in named])
+    return repr([one if isinstance(one, str) else digest_of(one) for one in named])
+
+
+def digest_of(image: bytes) -> str:
+    """The same for the same file."""
+    return hashlib.blake2b(image, digest_size=16).hexdigest()
 
 
 def _several(value: Any) -> Sequence[Any]:
