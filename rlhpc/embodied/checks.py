@@ -55,7 +55,7 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
     if delay is not None and model.model_type.lower() in MODELS and model.model_type.lower() not in FLOWS:
         raise fail(
             "env.eval.real_time_chunking.inference_delay",
-            f"it is {delay}, and chunks are guided where a policy acts by a flow: actor.model.model_type {', '.join(FLOWS)}; "
+            f"chunks are guided where a policy acts by a flow: actor.model.model_type {', '.join(FLOWS)}; "
             f"{model.model_type} does not",
         )
     for suite in cfg.workflow.eval_suites:
