@@ -128,20 +128,19 @@ class Looker:
         """A prompt's conversation, with places for its pictures."""
         return placed(prompt.messages, len(prompt.images))
 
-    def widened(self, prompt: Prompt, ids: Sequence[int]) -> list[int]:
-        """Token ids with as many of a picture as it has parts, where its template wrote one."""
+    def widened(self, prompt: Prompt, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Token ids with as many of a picture as it has parts, where its template wrote one, and where each begins."""
         try:
-            return self.look(prompt.images, ids)[0]
+            return self._widened(prompt.images, ids)
         except ConfigError as error:
             raise ConfigError(f"prompt {prompt.id}: {error}") from None
 
-    def seen(self, prompt: Prompt, ids: Sequence[int]) -> Seen:
-        """The pictures of a prompt whose ids `widened` made."""
-        at, token, every = list[int](), 0, np.asarray(ids)
-        for image in prompt.images:
-            at.append(token + int((every[token:] == self.token).argmax()))
-            token = at[-1] + self._size(image)
-        return self._seen(prompt.images, at)
+    def seen(self, images: Sequence[bytes], at: Sequence[int]) -> Seen:
+        """Pictures of which the first tokens stand at these places."""
+        patches, grids, digests = zip(*map(self._one, images), strict=True)
+        return Seen(
+            tuple(patches), np.stack(grids), np.asarray(at, np.int64), self._merge, tuple(digests)
+        )  # fmt: skip
 
     def look(
         self, images: Sequence[bytes], ids: Sequence[int], behind: int = 0, spoken: Collection[int] = ()
@@ -157,6 +156,12 @@ class Looker:
         Raises:
             ConfigError: There are more places than pictures, or fewer; or one of them cannot be opened.
         """
+        found, at = self._widened(images, ids, spoken)
+        return found, self.seen(images, [behind + place for place in at])
+
+    def _widened(
+        self, images: Sequence[bytes], ids: Sequence[int], spoken: Collection[int] = ()
+    ) -> tuple[list[int], list[int]]:
         places = [n for n, one in enumerate(ids) if one == self.token and n not in spoken]
         if len(places) != len(images):
             raise ConfigError(
@@ -166,19 +171,10 @@ class Looker:
         found, at, before = list[int](), list[int](), 0
         for place, image in zip(places, images, strict=True):
             found += ids[before:place]
-            at.append(behind + len(found))
-            found += [self.token] * self._size(image)
+            at.append(len(found))
+            found += [self.token] * int(self._one(image)[1].prod() // self._merge**2)
             before = place + 1
-        return [*found, *ids[before:]], self._seen(images, at)
-
-    def _size(self, image: bytes) -> int:
-        return int(self._one(image)[1].prod() // self._merge**2)
-
-    def _seen(self, images: Sequence[bytes], at: Sequence[int]) -> Seen:
-        patches, grids, digests = zip(*map(self._one, images), strict=True)
-        return Seen(
-            tuple(patches), np.stack(grids), np.asarray(at, np.int64), self._merge, tuple(digests)
-        )  # fmt: skip
+        return [*found, *ids[before:]], at
 
     @property
     def most(self) -> int:

@@ -102,9 +102,9 @@ class PromptTokenizer:
             )
         return make_looker(str(self.tokenizer.name_or_path))
 
-    def seen(self, prompt: Prompt, ids: Sequence[int]) -> Seen | None:
-        """What a prompt shows, of which `encode` made these ids; None if it shows nothing."""
-        return self.looker.seen(prompt, ids) if prompt.images else None
+    def seen(self, prompt: Prompt, at: Sequence[int]) -> Seen | None:
+        """What a prompt shows, whose pictures begin where `encode` says; None if it shows nothing."""
+        return self.looker.seen(prompt.images, at) if prompt.images else None
 
     def text(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """What the model reads, special tokens of the chat template included."""
@@ -129,22 +129,22 @@ class PromptTokenizer:
         text = self.text(messages, add_generation_prompt=add_generation_prompt)
         return self._ids(text, bare=not self.chat_template or messages[0]["role"] == "raw")
 
-    def encode(self, prompt: Prompt) -> list[int] | None:
-        """Token ids up to where the response begins; None for a prompt that is to be dropped.
+    def encode(self, prompt: Prompt) -> tuple[list[int], list[int]] | None:
+        """Token ids up to where the response begins, and at which of them each picture does; None for a prompt that is to be
+        dropped.
 
         Raises:
             ConfigError: The prompt is longer than allowed, or empty.
         """
-        ids = self.encode_messages(self._messages(prompt))
-        if prompt.images:
-            ids = self.looker.widened(prompt, ids)
+        ids, at = self._widened(prompt, self.encode_messages(self._messages(prompt)))
         if not ids:
             raise ConfigError(f"prompt {prompt.id} has no tokens: {_shown(prompt)}")
-        return ids if self._fits(prompt, len(ids), self.max_prompt_tokens, "data.max_prompt_tokens", "tokens") else None
+        fits = self._fits(prompt, len(ids), self.max_prompt_tokens, "data.max_prompt_tokens", "tokens")
+        return (ids, at) if fits else None
 
     def encode_demonstration(
         self, prompt: Prompt, max_tokens: int | None = None
-    ) -> tuple[list[int], list[bool]] | None:
+    ) -> tuple[list[int], list[bool], list[int]] | None:
         """Token ids of prompt, response and end token, and which of them SFT trains on: response and end.
 
         The prompt's ids are those that `encode` gives.
@@ -154,7 +154,7 @@ class PromptTokenizer:
             max_tokens: Most tokens in all, such as the model's context.
 
         Returns:
-            ids and loss mask, equally long; None for a problem that is to be dropped.
+            ids and loss mask, equally long, and at which id each picture begins; None for a problem that is to be dropped.
 
         Raises:
             ConfigError: There is no response or no end token, or it is too long.
@@ -165,14 +165,13 @@ class PromptTokenizer:
             raise ConfigError(
                 f"the tokenizer of {self.tokenizer.name_or_path} has no end token (eos_token); sft needs one"
             )
-        ids = self.encode(prompt)
-        if ids is None:
+        encoded = self.encode(prompt)
+        if encoded is None:
             return None
+        ids, at = encoded
         bare = not self.chat_template or prompt.messages[0]["role"] == "raw"
         # Encoded together where the prompt's ids come out the same: some tokenizers put a space before any text.
-        together = self._ids(self.text(self._messages(prompt)) + prompt.response, bare=bare)
-        if prompt.images:
-            together = self.looker.widened(prompt, together)
+        together, _ = self._widened(prompt, self._ids(self.text(self._messages(prompt)) + prompt.response, bare=bare))
         if together[: len(ids)] == ids and len(together) > len(ids):
             response = together[len(ids) :]
         else:
@@ -183,7 +182,7 @@ class PromptTokenizer:
             prompt, len(whole), max_tokens, "the model's context", "tokens with its response"
         ):
             return None
-        return whole, [False] * len(ids) + [True] * (len(whole) - len(ids))
+        return whole, [False] * len(ids) + [True] * (len(whole) - len(ids)), at
 
     def fitting(
         self, dataset: PromptDataset, *, demonstrations: bool = False, max_tokens: int | None = None
@@ -210,6 +209,9 @@ class PromptTokenizer:
                 f"all {len(dataset)} prompts are longer than data.max_prompt_tokens={self.max_prompt_tokens}{also}"
             )
         return dataset if len(kept) == len(dataset) else _Chosen(dataset, kept)
+
+    def _widened(self, prompt: Prompt, ids: list[int]) -> tuple[list[int], list[int]]:
+        return self.looker.widened(prompt, ids) if prompt.images else (ids, [])
 
     def _ids(self, text: str, bare: bool) -> list[int]:
         # A chat template writes its own beginning; bare text gets the tokenizer's, but no end.

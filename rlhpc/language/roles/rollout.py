@@ -313,8 +313,8 @@ class LanguageRolloutWorker(Worker):
             draw = np.random.default_rng(seed_of(self.seed, step, position, attempt, -1))
             index = int(draw.integers(len(self.dataset)))
         prompt = self.dataset[index]
-        ids = tuple(self.encoder.encode(prompt) or ())
-        return Slot(step, position, attempt, prompt, ids, seen=self.encoder.seen(prompt, ids))
+        ids, at = self.encoder.encode(prompt) or ((), ())
+        return Slot(step, position, attempt, prompt, tuple(ids), seen=self.encoder.seen(prompt, at))
 
     def _requests(self, slot: Slot) -> list[Request]:
         """A request for each member of the group; from now on it is under way."""

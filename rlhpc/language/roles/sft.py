@@ -53,10 +53,10 @@ class SftActor(LanguageActor[SftConfig]):
             prompt = self.dataset[index]
             encoded = self.encoder.encode_demonstration(prompt, self.max_tokens)
             assert encoded is not None, "those that do not fit are dropped at the start"
-            ids, mask = encoded
+            ids, mask, at = encoded
             samples.append(ids)
             masks.append(mask)
-            seen.append(self.encoder.seen(prompt, ids))
+            seen.append(self.encoder.seen(prompt, at))
         whole = self._shared(TokenBatch.of(samples, masks, pad_id=self.pad, pictures=Pictures.of(seen)))
         tokens, _ = self._counted(whole)
 

@@ -119,7 +119,7 @@ class FirstStep:
         order = PromptSampler(len(dataset), prompts, cfg.runner.seed)
         engine = make_rollout(cfg, model_path=self.folder, device="cpu", seed=0)
         drawn = SamplingParams(cfg.rollout.max_new_tokens, cfg.rollout.temperature, 1.0, -1)
-        ids = [tuple(encoder.encode(dataset[order.at(p)]) or ()) for p in range(prompts)]
+        ids = [tuple(encoder.encode(dataset[order.at(p)])[0]) for p in range(prompts)]
         engine.add([
             Request(p * size + g, ids[p], drawn, seed_of(cfg.runner.seed, 1, p, 0, g))
             for p in range(prompts) for g in range(size)

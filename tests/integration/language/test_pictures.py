@@ -75,9 +75,10 @@ def shown(folder: Path, family: str) -> tuple[list[list[int]], list[Seen | None]
         Prompt(1, ({"role": "user", "content": "how many="},), images=(picture(0, 3 * unit, 2 * unit),)),
         Prompt(2, ({"role": "user", "content": "a<image>b<image>c="},), images=two),
     ]  # fmt: skip
-    ids = [encoder.encode(prompt) or [] for prompt in prompts]
-    assert all(ids)
-    return ids, [encoder.seen(prompt, own) for prompt, own in zip(prompts, ids, strict=True)]
+    made = [encoder.encode(prompt) or ([], []) for prompt in prompts]
+    assert all(ids for ids, _ in made)
+    seen = [encoder.seen(prompt, at) for prompt, (_, at) in zip(prompts, made, strict=True)]
+    return [ids for ids, _ in made], seen
 
 
 @pytest.mark.parametrize("family", FAMILIES)

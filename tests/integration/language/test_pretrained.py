@@ -88,7 +88,7 @@ def test_smollm2_answers(models: Path) -> None:
     assert tokenizer.text(prompt.messages).endswith(
         "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     )
-    ids = torch.tensor([tokenizer.encode(prompt)])
+    ids = torch.tensor([tokenizer.encode(prompt)[0]])
     with torch.no_grad():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
     answer = tokenizer.tokenizer.decode(out[0, ids.shape[1] :])

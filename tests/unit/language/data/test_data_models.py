@@ -33,7 +33,8 @@ def test_the_tiny_model_loads(tmp_path: Path) -> None:
     assert model.config.vocab_size == len(tokenizer)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         assert getattr(model.generation_config, name) == getattr(tokenizer, name) is not None
-    ids = PromptTokenizer(load_tokenizer(str(tmp_path)), 64).encode(Prompt(0, ({"role": "user", "content": "1+1="},)))
+    prompt = Prompt(0, ({"role": "user", "content": "1+1="},))
+    ids, _ = PromptTokenizer(load_tokenizer(str(tmp_path)), 64).encode(prompt)
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits
     assert logits.shape == (1, 5, len(tokenizer))
@@ -115,7 +116,7 @@ def test_vllm_loads_the_tiny_model_and_says_the_same(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     make_tiny_model(tmp_path)
     tokenizer = PromptTokenizer(load_tokenizer(str(tmp_path)), 64)
-    prompts = [tokenizer.encode(Prompt(0, ({"role": "user", "content": text},))) for text in ("12+34=", "5*7=")]
+    prompts = [tokenizer.encode(Prompt(0, ({"role": "user", "content": text},)))[0] for text in ("12+34=", "5*7=")]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     for ids, (tokens, logprobs) in zip(prompts, vllm_answers(tmp_path, prompts), strict=True):
         with torch.no_grad():

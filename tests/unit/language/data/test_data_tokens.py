@@ -63,7 +63,7 @@ def test_a_prompt_is_what_the_chat_template_says(words: Any) -> None:
     tokenizer = PromptTokenizer(words, 100)
     prompt = Prompt(0, ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}))
     text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-    ids = tokenizer.encode(prompt)
+    ids, _ = tokenizer.encode(prompt)
     assert tokenizer.text(prompt.messages) == words.decode(ids) == text
     assert ids == words.apply_chat_template(
         list(prompt.messages), add_generation_prompt=True, tokenize=True, return_dict=False
@@ -72,14 +72,14 @@ def test_a_prompt_is_what_the_chat_template_says(words: Any) -> None:
 
 def test_bare_text(words: Any, characters: Any) -> None:
     bare = PromptTokenizer(words, 100, chat_template=False)
-    assert words.decode(bare.encode(ask("2+2?"))) == "2+2?"
+    assert words.decode(bare.encode(ask("2+2?"))[0]) == "2+2?"
     two = Prompt(0, ({"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}))
-    assert words.decode(bare.encode(two)) == "Add.\n2+2?"
+    assert words.decode(bare.encode(two)[0]) == "Add.\n2+2?"
     raw = Prompt(0, ({"role": "raw", "content": "2+2="},))
-    assert words.decode(PromptTokenizer(words, 100).encode(raw)) == "2+2="
+    assert words.decode(PromptTokenizer(words, 100).encode(raw)[0]) == "2+2="
     # Bare text begins as the tokenizer begins texts, and so does its template: once.
     for chat_template in (True, False):
-        ids = PromptTokenizer(characters, 100, chat_template=chat_template).encode(ask("2+2="))
+        ids, _ = PromptTokenizer(characters, 100, chat_template=chat_template).encode(ask("2+2="))
         assert ids == characters("2+2=")["input_ids"]
         assert ids.count(characters.bos_token_id) == 1
 
@@ -88,8 +88,8 @@ def test_bare_text(words: Any, characters: Any) -> None:
 def test_a_demonstration_is_the_prompt_the_response_and_the_end(words: Any, chat_template: bool) -> None:
     tokenizer = PromptTokenizer(words, 100, chat_template=chat_template)
     prompt = ask("What is two and two?", "It is four.")
-    ids, mask = tokenizer.encode_demonstration(prompt)
-    asked = tokenizer.encode(prompt)
+    ids, mask, _ = tokenizer.encode_demonstration(prompt)
+    asked, _ = tokenizer.encode(prompt)
     assert ids[: len(asked)] == asked
     assert mask == [False] * len(asked) + [True] * (len(ids) - len(asked))
     assert words.decode([i for i, trained in zip(ids, mask, strict=True) if trained]) == "It is four.<|im_end|>"
@@ -102,7 +102,7 @@ def test_a_response_does_not_change_the_tokens_of_its_prompt(words: Any) -> None
     tokenizer = PromptTokenizer(words, 100, chat_template=False)
     first, second = words(" assi")["input_ids"], words("stant")["input_ids"]
     assert len(words(" assistant")["input_ids"]) == 1
-    ids, mask = tokenizer.encode_demonstration(ask(" assi", "stant"))
+    ids, mask, _ = tokenizer.encode_demonstration(ask(" assi", "stant"))
     assert ids == [*first, *second, words.eos_token_id]
     assert sum(mask) == len(second) + 1
 
@@ -138,7 +138,7 @@ def test_bare_text_has_no_end(characters: Any) -> None:
 def test_prompts_that_are_too_long(characters: Any) -> None:
     strict, lax = (PromptTokenizer(characters, 6, overlong) for overlong in ("error", "drop"))
     short, long = ask("1+1=", "2"), ask("11+11=", "22")
-    assert len(strict.encode(short)) == 5
+    assert len(strict.encode(short)[0]) == 5
     with pytest.raises(ConfigError) as error:
         strict.encode(long)
     assert str(error.value) == (
@@ -165,7 +165,7 @@ def test_a_tokenizer_without_what_is_needed(words: Any) -> None:
     plain.chat_template = None
     with pytest.raises(ConfigError, match=r"has no chat template; set data\.train\.chat_template=false"):
         PromptTokenizer(plain, 10)
-    assert PromptTokenizer(plain, 10, chat_template=False).encode(ask("two")) == plain("two")["input_ids"]
+    assert PromptTokenizer(plain, 10, chat_template=False).encode(ask("two")) == (plain("two")["input_ids"], [])
     plain.eos_token = None
     with pytest.raises(ConfigError, match="has no end token"):
         PromptTokenizer(plain, 10, chat_template=False).encode_demonstration(ask("two", "four"))
