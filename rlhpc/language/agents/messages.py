@@ -12,14 +12,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhpc.language.agents.shown import content_of
+from rlhpc.language.agents.shown import REPLY, behind_reply, content_of
 from rlhpc.language.agents.tree import Tree
 from rlhpc.language.data.images import digest_of
 from rlhpc.language.data.pictures import Looker, Seen, joined
 from rlhpc.runtime.errors import ConfigError
 
-#: Stands for the reply of which the tokens are known, in what the template writes.
-_MARK = "REPLYHERE7F3A"
 #: Stands for the sign of a part of a picture where somebody has only written it.
 _SPOKEN = "SPOKENOF9B1C"
 Message = dict[str, Any]
@@ -151,15 +149,12 @@ class Renderer:
     def _behind(self, messages: Sequence[Message], reply: int, tools: Any, drawn: list[int]) -> str | None:
         """What the template puts after a reply; None if it does not show it as it stands."""
         shown = [*messages]
-        shown[reply] = {"role": "assistant", "content": _MARK}
+        shown[reply] = {"role": "assistant", "content": REPLY}
         try:
-            _, found, text = self._text(shown, tools).partition(_MARK)
+            text = self._text(shown, tools)
         except Refused:  # a template that wants to see the calls that tools answered
             return None
-        if not found or _MARK in text:
-            return None
-        end = self.tokenizer.decode(drawn[-1:], skip_special_tokens=False) if drawn else ""
-        return text.removeprefix(end) if end else text
+        return behind_reply(self.tokenizer, text, drawn) if text.count(REPLY) == 1 else None
 
     def _encode(self, text: str, messages: Sequence[Message], behind: int = 0) -> tuple[list[int], Seen | None]:
         """Tokens of what a template makes of messages, behind so many others, with all parts of their pictures; and these."""

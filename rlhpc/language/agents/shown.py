@@ -16,8 +16,8 @@ from rlhpc.runtime.errors import ConfigError
 MOST_BYTES, MOST_POINTS = 8 << 20, 1 << 24
 _TEXTS = ("text", "input_text", "output_text")
 _PICTURES = ("image_url", "input_image", "image")
-#: Stands for the reply, in what a template writes.
-_MARK = "REPLYHERE"
+#: Stands for a reply of which the tokens are known, in what a template writes.
+REPLY = "REPLYHERE7F3A"
 Content = str | list[dict[str, Any]]
 
 
@@ -80,15 +80,22 @@ def message_text(tokenizer: Any, message: Mapping[str, Any], ids: list[int]) -> 
     Raises:
         ConfigError: The template does not show what the model wrote.
     """
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}, dict(message)]
-    whole: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    _, found, text = whole.partition(_MARK)
-    if not found:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": REPLY}, dict(message)]
+    text = behind_reply(
+        tokenizer, tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True), ids
+    )
+    if text is None:
         raise ConfigError(
             "rollout.agent answers with a message, but the chat template does not keep the turns before it"
         )
-    written = tokenizer.decode(ids[-1:], skip_special_tokens=False) if ids else ""
-    return text.removeprefix(written) if written else text
+    return text
+
+
+def behind_reply(tokenizer: Any, text: str, drawn: list[int]) -> str | None:
+    """What stands behind `REPLY` in a template's text; an end that the model has drawn itself is not repeated. None if it is
+    not shown."""
+    _, found, behind = text.partition(REPLY)
+    return behind.removeprefix(tokenizer.decode(drawn[-1:], skip_special_tokens=False)) if found else None
 
 
 def _part(part: Any) -> tuple[str, Any]:
