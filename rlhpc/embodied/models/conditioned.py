@@ -63,17 +63,11 @@ class ConditionedPolicy(Policy):
         """See `Policy.features`."""
         return self.inner.features(_told(obs), policy, value)
 
-    def default_forward(
-        self,
-        inputs: dict[str, Any],
-        compute_logprobs: bool = True,
-        compute_entropy: bool = False,
-        compute_values: bool = False,
-    ) -> dict[str, Tensor]:
+    def default_forward(self, inputs: dict[str, Any], *asked: bool, **wanted: bool) -> dict[str, Tensor]:
         """See `Policy.default_forward`: of improvements, as it acts."""
         self.inner.logprob_type = self.logprob_type
         told = {**inputs, "obs": _told(inputs["obs"])}
-        return self.inner.default_forward(told, compute_logprobs, compute_entropy, compute_values)
+        return self.inner.default_forward(told, *asked, **wanted)
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None

@@ -80,8 +80,7 @@ class DSRLPolicy(SACPolicy):
         velocity, _ = self.base.prepare(obs, True, False)
         assert velocity is not None
         start = actions.reshape(-1, *self.base.state_shape)
-        chain = self.base.flow.act(velocity, None, start)
-        return self.base.unscaled(chain[:, -1, : self.base.chunk, : self.base.dim])
+        return self.base.played(self.base.flow.act(velocity, None, start)[:, -1], slice(self.base.chunk))
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None

@@ -152,12 +152,12 @@ class FlowActing(Policy):
         velocity, values = self.prepare(obs, True, True)
         assert velocity is not None and values is not None
         if mode == "eval":
-            chain = self.flow.act(velocity, None, values.new_zeros(len(values), *self.state_shape))
+            chain = self._eval_chain(velocity, obs)
         else:
             if noise is None:
                 noise = self.sample_noise((len(values),), torch.default_generator).to(values.device)
             chain = self.flow.act(velocity, noise[:, 1:], noise[:, 0])
-        actions = self.unscaled(chain[:, -1, : self.chunk, : self.dim])
+        actions = self.played(chain[:, -1], slice(self.chunk))
         logprobs = self._leveled(self.flow.logprobs(velocity, chain))
         return actions, {"prev_logprobs": logprobs, "prev_values": values, "inputs": {"chain": chain}}
 
@@ -170,8 +170,11 @@ class FlowActing(Policy):
         """See `Policy.plan`."""
         velocity, _ = self.prepare(obs, True, False)
         assert velocity is not None  # it was asked for
-        start = self.low.new_zeros(count_rows(obs), *self.state_shape)
-        return self.flow.act(velocity if guide is None else guide(velocity), None, start)[:, -1]
+        return self._eval_chain(velocity if guide is None else guide(velocity), obs)[:, -1]
+
+    def _eval_chain(self, velocity: Velocity, obs: Obs) -> Tensor:
+        """All states of the way that evaluations go."""
+        return self.flow.act(velocity, None, self.low.new_zeros(count_rows(obs), *self.state_shape))
 
     def played(self, plan: Tensor, part: slice) -> Tensor:
         """See `Policy.played`."""

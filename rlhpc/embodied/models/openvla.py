@@ -179,19 +179,13 @@ class OpenVLAPolicy(TokenPolicy):
         hidden = self._states(obs, None)
         return self.action_head(hidden).flatten(1), self._values(hidden[:, 0]) if value else None
 
-    def default_forward(
-        self,
-        inputs: dict[str, Any],
-        compute_logprobs: bool = True,
-        compute_entropy: bool = False,
-        compute_values: bool = False,
-    ) -> dict[str, Tensor]:
+    def default_forward(self, inputs: dict[str, Any], *asked: bool, **wanted: bool) -> dict[str, Tensor]:
         """See `Policy.default_forward`; of `l1`, `inputs` may have the actions between −1 and 1, `scaled`."""
         if self.action_head is None:
-            return super().default_forward(inputs, compute_logprobs, compute_entropy, compute_values)
+            return super().default_forward(inputs, *asked, **wanted)
         actions = inputs["scaled"] if "scaled" in inputs else self._scaled(inputs["actions"])
         given = {"obs": inputs["obs"], "actions": actions}
-        return Policy.default_forward(self, given, compute_logprobs, compute_entropy, compute_values)
+        return Policy.default_forward(self, given, *asked, **wanted)
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None

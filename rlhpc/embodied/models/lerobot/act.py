@@ -47,18 +47,9 @@ class ActPolicy(LerobotPolicy):
         mean = chunk[:, : self.chunk].flatten(1) if policy else None
         return mean, values_of(self.value_head, encoded[0].mean(0), self.value_width) if value else None
 
-    def default_forward(
-        self,
-        inputs: dict[str, Any],
-        compute_logprobs: bool = True,
-        compute_entropy: bool = False,
-        compute_values: bool = False,
-    ) -> dict[str, Tensor]:
+    def default_forward(self, inputs: dict[str, Any], *asked: bool, **wanted: bool) -> dict[str, Tensor]:
         """See `Policy.default_forward`; `inputs` has the normalised actions, `scaled`, of `predict_action_batch`."""
-        if not (compute_logprobs or compute_entropy):
-            return super().default_forward(inputs, False, False, compute_values)
-        given = {"obs": inputs["obs"], "actions": inputs["scaled"]}
-        return super().default_forward(given, compute_logprobs, compute_entropy, compute_values)
+        return super().default_forward({**inputs, "actions": inputs.get("scaled")}, *asked, **wanted)
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
