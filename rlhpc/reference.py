@@ -197,7 +197,12 @@ def _paragraphs(doc: str) -> Iterator[str]:
 
 
 def _doc(thing: Any) -> list[str]:
-    return [f"{paragraph}\n" for paragraph in _paragraphs(inspect.getdoc(thing) or "") if paragraph]
+    """The docstring; of a class with another's constructor also what that says of arguments."""
+    docs = [*_paragraphs(inspect.getdoc(thing) or "")]
+    if isinstance(thing, type) and "__init__" not in vars(thing):
+        maker = next(cls for cls in thing.__mro__ if "__init__" in vars(cls))
+        docs += [each for each in _paragraphs(inspect.getdoc(maker) or "") if each.startswith(("Args:", "Raises:"))]
+    return [f"{paragraph}\n" for paragraph in docs if paragraph]
 
 
 def _members(cls: type) -> Iterator[tuple[str, Any, str]]:

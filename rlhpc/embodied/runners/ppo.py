@@ -8,17 +8,7 @@ from rlhpc.embodied.runners.playing import PlayingRunner
 
 
 class EmbodiedRunner(PlayingRunner[PpoConfig]):
-    """Trains a policy in simulators.
-
-    Args:
-        cfg: Configuration.
-        actor, rollout, env: Launched groups.
-        run: The run's folder; by default what `runner.run_dir` and `runner.name` say.
-        stop: Asked between steps whether to end early.
-
-    Raises:
-        ConfigError: The counts of environments, stages and ranks do not fit one another.
-    """
+    """Trains a policy in simulators."""
 
     def check(self) -> None:
         """Refuses what does not fit together."""
