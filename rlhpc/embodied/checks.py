@@ -34,6 +34,8 @@ _PLAIN = ("cnn", "sac", "crossq", "td3", "iql")
 _ADAPTED = ("vla", "pi0", "openvla")
 #: Estimators that compare the outcomes of a group.
 _BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
+#: Environments of which there is one.
+_ROBOTS = ("robot", "distant_robot")
 #: Options of the `mlp`.
 MLP_GAINS = ("actor_gain", "critic_gain")
 
@@ -120,8 +122,14 @@ def check_slots(cfg: PlayingConfig, fail: Fail) -> None:
     """
     if cfg.rollout.weight_sync.lower() == "shards":
         raise fail("rollout.weight_sync", "policies are sent whole: take auto (shards is for language models)")
-    if cfg.env.train.env_type.lower() == "distant_robot" and cfg.runner.val_check_interval > 0:
-        raise fail("runner.val_check_interval", "a robot is in one place at a time: leave it at -1, and use rlhpc eval")
+    kind = cfg.env.train.env_type.lower()
+    if kind in _ROBOTS and kind == cfg.env.eval.env_type.lower() and cfg.runner.val_check_interval > 0:
+        raise fail(
+            "runner.val_check_interval",
+            f"env.eval is a {kind}, as env.train is, which an env rank holds while a rollout rank evaluates, and a robot is "
+            "in one place at a time; allowed: -1, and rlhpc eval --run once the run has ended; or a simulator as env.eval "
+            "(env_type, env_id, kwargs)",
+        )
     envs, stages = cfg.env.train.num_envs, cfg.rollout.pipeline_stage_num
     if envs % stages:
         raise fail("env.train.num_envs", f"it must divide by rollout.pipeline_stage_num ({stages})")

@@ -270,5 +270,17 @@ def test_what_is_said_of_a_mistake() -> None:
         section = EnvSideConfig(env_type="distant_robot", env_id="rail", kwargs={**kwargs, **given})
         with pytest.raises(ConfigError, match=says):
             make_env(OmegaConf.structured(section), 1)
-    with pytest.raises(ConfigError, match=r"val_check_interval.*a robot is in one place at a time"):
-        load_config(QUICKSTART, ["env.train.env_type=distant_robot", "runner.val_check_interval=1"])
+
+
+@pytest.mark.parametrize("kind", ["robot", "distant_robot"])
+def test_a_robot_that_trains_is_not_evaluated_on_meanwhile(kind: str) -> None:
+    words = [f"env.train.env_type={kind}", "runner.val_check_interval=1"]
+    with pytest.raises(ConfigError) as error:
+        load_config(QUICKSTART, words)
+    assert str(error.value) == (
+        f"override 'runner.val_check_interval=1': runner.val_check_interval is 1; env.eval is a {kind}, as env.train is, "
+        "which an env rank holds while a rollout rank evaluates, and a robot is in one place at a time; allowed: -1, and "
+        "rlhpc eval --run once the run has ended; or a simulator as env.eval (env_type, env_id, kwargs)"
+    )
+    assert load_config(QUICKSTART, [*words, "env.eval.env_type=gymnasium"]).env.eval.env_type == "gymnasium"
+    assert load_config(QUICKSTART, [words[0], "runner.val_check_interval=-1"]).env.eval.env_type == kind
