@@ -1,4 +1,4 @@
-"""What the tests of LeRobot's policies run in LeRobot's Python: `make FOLDER`, `hold RELEASED CHECKPOINT`, `read DATASET`."""
+"""What the tests of LeRobot's policies run in its Python: `make FOLDER`, `hold RELEASED CHECKPOINT`, `read DATASET …`."""
 
 from __future__ import annotations
 
@@ -308,16 +308,17 @@ def hold(released: Path, checkpoint: Path) -> None:
     print("equal")
 
 
-def read(folder: Path) -> None:
-    """Says what LeRobot finds in a dataset."""
-    found = LeRobotDataset("local/set", root=folder)
-    row = found[1]
-    print(json.dumps({
-        "facts": [found.num_episodes, found.num_frames, found.fps, row["task"]],
-        "state": row["observation.state"].tolist(),
-        "picture": (row["observation.images.rgb"] * 255).round().int().tolist(),
-        "most": found.meta.stats["action"]["max"].tolist(),
-    }))  # fmt: skip
+def read(*folders: Path) -> None:
+    """Says what LeRobot finds in datasets: a line each, with all frames."""
+    for folder in folders:
+        found = LeRobotDataset("local/set", root=folder)
+        rows = [{**row, "picture": row["observation.images.rgb"].mul(255).round().int()} for row in found]
+        names = ("observation.state", "picture", "action", "complementary_info.is_intervention")
+        print(json.dumps({
+            "facts": [found.num_episodes, found.num_frames, found.fps], "tasks": [row["task"] for row in rows],
+            "frames": {name: [row[name].tolist() for row in rows] for name in names if name in rows[0]},
+            "stats": {name: {key: v.tolist() for key, v in each.items()} for name, each in found.meta.stats.items()},
+        }))  # fmt: skip
 
 
 if __name__ == "__main__":

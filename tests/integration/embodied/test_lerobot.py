@@ -116,21 +116,52 @@ def test_from_a_folder_to_a_folder(here: Path, family: str) -> None:
     assert program("hold", f"{family}_out", last[0]).endswith("equal\n")
 
 
+def agreed(found: dict[str, Any], episodes: list[dict[str, Any]], task: str) -> list[bool]:
+    """Holds what LeRobot finds in a dataset against its episodes; in which frames somebody had taken over, if it says so."""
+    import square
+
+    frames, count = {key: np.array(column) for key, column in found["frames"].items()}, len(found["tasks"])
+    obs = {key: np.concatenate([each["obs"][key][:-1] for each in episodes]) for key in episodes[0]["obs"]}
+    assert found["facts"] == [len(episodes), count, 5]
+    red = (obs["rgb"] == square.COLOURS["red"]).all(-1).any((1, 2))
+    assert found["tasks"] == [task or f"go to the {('blue', 'red')[int(is_red)]} square" for is_red in red]
+    assert np.array_equal(frames["observation.state"], obs["state"])
+    assert np.array_equal(np.moveaxis(frames.pop("picture"), 1, -1), obs["rgb"])
+    assert np.array_equal(frames["action"], np.concatenate([each["actions"] for each in episodes]))
+    for key, column in frames.items():
+        for statistic in ("min", "max", "mean", "std"):
+            expected = getattr(column.reshape(count, -1).astype(float), statistic)(0)
+            np.testing.assert_allclose(found["stats"][key][statistic], expected, atol=1e-12)
+        assert found["stats"][key]["count"] == [count]
+    taken = frames.get("complementary_info.is_intervention")
+    assert taken is None or np.array_equal(taken, (frames["action"] == square.expert(obs)).all(1))
+    return [] if taken is None else taken.tolist()
+
+
 @lerobot
 def test_recorded_as_lerobot_reads_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same episodes as in the other format; a folder that is there already stays as it is."""
+    """The same episodes as in the other format; a folder that is there already stays as it is. And a round of DAgger in which
+    somebody took over, and whole episodes in which they did, whose instructions are tasks."""
     words = ["record", "--expert", "square:expert", "--config", "bc.yaml", "--episodes", "3"]
     assert cli.main([*words, "--output", "seen.h5"]) == 0
     words += ["--to", "lerobot", "--fps", "5", "--task", "go there", "--output", "seen"]
     assert cli.main(words) == 0
-    first, *_ = played = list(read_trajectories("seen.h5"))
+    played = list(read_trajectories("seen.h5"))
     for one, two in zip(played, read_trajectories("seen"), strict=True):
         assert np.array_equal(one["actions"], two["actions"]) and np.array_equal(one["success"], two["success"])
-    found = json.loads(program("read", "seen").splitlines()[-1])
-    assert found["facts"] == [3, sum(len(each["actions"]) for each in played), 5, "go there"]
-    assert found["state"] == first["obs"]["state"][1].tolist()
-    assert np.array_equal(np.moveaxis(found["picture"], 0, -1), first["obs"]["rgb"][1])
-    assert found["most"] == np.concatenate([each["actions"] for each in played]).max(0).tolist()
+    person = "{scripted: {expert: 'square:expert', apart: 0.5, patience: 2, hold: 3}}"
+    helped = ["--intervene", person, "--episodes", "3", "--to", "lerobot", "--fps", "5", "env.train.wrappers=[]"]
+    helped += ["actor.model.model_type=cnn", "actor.model.num_action_chunks=1"]
+    own = ["cluster.component_placement={actor: 0}", "runner.name=helped", "runner.max_steps=1", "env.eval.num_envs=1"]
+    assert cli.main(["dagger", "bc.yaml", "--rounds", "1", *helped, *own]) == 0
+    whole = ["record", "--run", "runs/helped-round0", "--config", "bc.yaml", "--output", "whole"]
+    assert cli.main([*whole, *helped]) == 0
+    sets = {"seen": played, **{name: list(read_trajectories(name)) for name in ("runs/helped-dagger/round_1", "whole")}}
+    taken = {
+        name: agreed(json.loads(line), episodes, "go there" if name == "seen" else "")
+        for (name, episodes), line in zip(sets.items(), program("read", *sets).splitlines()[-3:], strict=True)
+    }
+    assert [set(each) for each in taken.values()] == [set(), {True}, {True, False}]
     assert cli.main(words) == 2 and "seen is there already" in capsys.readouterr().err
     assert cli.main([*words[:-1], "new", "--fps", "0"]) == 2 and not Path("new").exists()
     assert cli.main([*words[:-1], "filmed", "--videos"]) == 0
