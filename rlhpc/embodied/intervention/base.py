@@ -91,6 +91,15 @@ def find_intervention(text: str) -> Intervention:
     return found
 
 
+def require_single(chunk: int) -> None:
+    """Refuses a policy that acts in chunks."""
+    if chunk != 1:
+        raise ConfigError(
+            f"the policy acts in chunks of {chunk} (actor.model.num_action_chunks); people take over between single actions: "
+            "allowed is 1"
+        )
+
+
 class Gated:
     """A policy whose actions somebody may replace.
 
@@ -114,9 +123,7 @@ class Gated:
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Actions `[N, 1, dim]`, as a policy's."""
         actions, rest = self._policy.predict_action_batch(obs, mode=mode, noise=noise)
-        if actions.shape[1] != 1:
-            chunks = f"the policy acts in chunks of {actions.shape[1]} (actor.model.num_action_chunks)"
-            raise ConfigError(f"{chunks}; people take over between single actions")
+        require_single(actions.shape[1])
         pictures = self._env.render([0]) if self.intervention.needs_pictures else None
         picture = None if pictures is None else pictures[0]
         chosen, self.taken = self.intervention.act(as_arrays(obs), actions[:, 0].cpu().numpy(), picture)

@@ -21,6 +21,7 @@ from rlhpc.embodied.data.lerobot_writer import NothingToWrite
 from rlhpc.embodied.elsewhere import where_it_can
 from rlhpc.embodied.evaluate import record_episodes
 from rlhpc.embodied.intervention import named_intervention
+from rlhpc.embodied.intervention.base import require_single
 from rlhpc.embodied.kinds import BC
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.configuration import load_config
@@ -61,6 +62,8 @@ def dagger(
     if kind_of(plain := load_config(config, given_overrides, check=False)) is not BC:
         raise ConfigError(f"runner.task_type is {plain.runner.task_type!r}; dagger takes runs of {BC.name}")
     first = _load(config, [*overrides, "demos.path=expert.h5"] if not _path(config, overrides) else overrides)
+    if intervene is not None:
+        require_single(first.actor.model.num_action_chunks)
     name = first.runner.name
     folder = RunPaths.of(first.runner.run_dir, f"{name}-dagger").root
     given = _path(config, overrides)

@@ -246,5 +246,8 @@ def test_what_somebody_does_who_takes_over_is_cloned(here: Path, capsys: pytest.
     for wrong in (["--expert", "a:b", "--intervene", "keyboard"], []):
         assert run("dagger", "bc.yaml", *wrong) == 2 and "name who labels" in capsys.readouterr().err
     assert run("dagger", "bc.yaml", "--intervene", "keybord", "runner.name=none") == 2
-    assert "did you mean 'keyboard'" in capsys.readouterr().err and not Path("runs/none-round0").exists()
+    assert "did you mean 'keyboard'" in capsys.readouterr().err
+    chunks = ["actor.model.num_action_chunks=2", "runner.name=none"]
+    assert run("dagger", "bc.yaml", "--intervene", person(0.8), *chunks) == 2
+    assert "acts in chunks of 2" in capsys.readouterr().err and not Path("runs/none-round0").exists()
     assert run(*record, "--intervene", "keyboard", "--teacher", "runs/bc-round0") == 2
