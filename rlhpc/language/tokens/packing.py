@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -168,11 +169,9 @@ def attend(
         heads, alone = Heads(module, q, k), replace(segments, group=None)
         found, _ = attend(heads, q, k, v, None, scaling, dropout, sliding_window, alone)  # type: ignore[arg-type]
         return to_tokens(found, segments.group), None
-    if not dropout and attends_by_segments(query, value):
-        from torch.nn.attention.varlen import varlen_attn
-
+    if not dropout and attends_by_segments(query, value) and (kernel := _kernel()):
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-        rows: Any = varlen_attn(
+        rows: Any = kernel(
             q, k, v, segments.ends, segments.ends, segments.longest, segments.longest, scale=scaling,
             window_size=((sliding_window or 0) - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
@@ -187,6 +186,22 @@ def attend(
     ]
     parts = [part.flatten(0, 1) for part in parts]
     return torch.cat(parts)[None], None
+
+
+def _kernel() -> Callable[..., Any] | None:
+    """Torch's attention within the samples of a row, called as in torch 2.13; None if this torch's has no windows (before
+    2.11)."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    takes = inspect.signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= takes.keys():
+        return None
+    if "enable_gqa" in takes:
+        return varlen_attn
+    # Before 2.13 heads shared keys without being told to.
+    return lambda *rows, enable_gqa, **how: varlen_attn(*rows, **how)
 
 
 def _as_rows(row: Tensor, count: int, length: int) -> Tensor:

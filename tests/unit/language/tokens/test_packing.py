@@ -256,6 +256,19 @@ def test_the_kernel_for_rows_gets_what_it_wants(monkeypatch) -> None:
         same(told(model, batch), expected)
         assert given == {"window": window, "gqa": True, "longest": (9, 9), "ends": [0, 9, 14, 19, 20, 27]}
 
+    # Before torch 2.13 the kernel shares heads without being told to; before 2.11 it has no windows, and is not used.
+    def older(*rows, scale, window_size):
+        return varlen_attn(*rows, scale=scale, window_size=window_size, enable_gqa=True)
+
+    monkeypatch.setattr(varlen, "varlen_attn", older)
+    given.clear()
+    same(told(model, batch), expected)
+    assert given["gqa"]
+    monkeypatch.setattr(
+        varlen, "varlen_attn", lambda *rows, is_causal=False, return_aux=None: pytest.fail("was called")
+    )
+    same(told(model, batch), expected)
+
 
 def test_names_that_transformers_has() -> None:
     """What `pack` asks of a model, and that no mask is made for an attention of another name."""
