@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rlhpc.config.parallel import check_parallel
+from rlhpc.config.ranges import Range
 from rlhpc.config.rules import Fail
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import changed
 from rlhpc.embodied import checks
-from rlhpc.embodied.config import RANGES, BcConfig, EmbodiedConfig, PpoConfig, SacConfig
+from rlhpc.embodied.config import RANGES, BcConfig, DemonstratedWorkflowConfig, EmbodiedConfig, PpoConfig, SacConfig
 from rlhpc.embodied.roles.parts import divisible, most_sharing
 from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runs.checks import check_estimators
@@ -30,7 +31,6 @@ _CHOICES = {
     "actor.model.dtype": ("float32", "bfloat16"),
     "actor.model.attn_implementation": ("sdpa", "eager", "flash_attention_2"),
 }
-_EVALUATION = ("env.eval.",)
 _FREE = (
     "runner.stop_return", "runner.val_check_interval",
     "rollout.weight_sync", "rollout.weight_delta", "rollout.pipeline_stage_num", "rollout.enable_offload",
@@ -75,6 +75,11 @@ Cfg = TypeVar("Cfg", bound=EmbodiedConfig)
 class EmbodiedKind(Kind[Cfg]):
     """A kind of run with simulators and a policy network of its own."""
 
+    ranges: Mapping[str, Range] = field(default_factory=lambda: RANGES)
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _CHOICES)
+    evaluation: tuple[str, ...] = ("env.eval.",)
+    free: tuple[str, ...] = _FREE
+    account: str = "rlhpc.embodied.memory:accounts"
     other_start = " To start a new run from its weights: runner.init_from=… and another runner.name."
 
     def missing(self, cfg: Cfg) -> list[str]:
@@ -155,6 +160,12 @@ def _python_of(cfg: RunConfig, component: str) -> str | None:
     return next((group.python_interpreter for group in cfg.cluster.node_groups if group.label == label), None)
 
 
+def _recorded(workflow: DemonstratedWorkflowConfig, path: Any) -> Preparation:
+    if workflow.demos_expert is None:
+        return Preparation()
+    return Preparation(demos=(str(path), workflow.demos_expert, workflow.demos_episodes))
+
+
 #: The configuration of a run in which a policy plays while it learns.
 Playing = TypeVar("Playing", PpoConfig, SacConfig)
 
@@ -162,6 +173,14 @@ Playing = TypeVar("Playing", PpoConfig, SacConfig)
 @dataclass(frozen=True)
 class PlayingKind(EmbodiedKind[Playing]):
     """A kind of run in which a policy plays while it learns."""
+
+    compared: tuple[tuple[str, str, str], ...] = _PLAYED
+    expendable: frozenset[str] = _LOST
+    independent: frozenset[str] = _LOST
+
+    def goal(self, cfg: Playing) -> float | None:
+        """The return at which the run stops, if there is one."""
+        return cfg.runner.stop_return
 
     def elastic_of(self, cfg: Playing) -> dict[str, int]:
         """Those who play, where they are ahead of the actors."""
@@ -229,10 +248,6 @@ class PpoKind(PlayingKind[PpoConfig]):
         if policy is not None:
             real_time(policy, cfg.env.eval)
 
-    def goal(self, cfg: PpoConfig) -> float | None:
-        """The return at which the run stops, if there is one."""
-        return cfg.runner.stop_return
-
 
 @dataclass(frozen=True)
 class SacKind(PlayingKind[SacConfig]):
@@ -259,14 +274,7 @@ class SacKind(PlayingKind[SacConfig]):
 
     def preparation(self, cfg: SacConfig) -> Preparation:
         """The expert's episodes to record first for the second buffer, if any."""
-        workflow, path = cfg.workflow, cfg.algorithm.demo_buffer.load_path
-        if workflow.demos_expert is None:
-            return Preparation()
-        return Preparation(demos=(str(path), workflow.demos_expert, workflow.demos_episodes))
-
-    def goal(self, cfg: SacConfig) -> float | None:
-        """The return at which the run stops, if there is one."""
-        return cfg.runner.stop_return
+        return _recorded(cfg.workflow, cfg.algorithm.demo_buffer.load_path)
 
 
 @dataclass(frozen=True)
@@ -307,13 +315,9 @@ class BcKind(EmbodiedKind[BcConfig]):
 
     def preparation(self, cfg: BcConfig) -> Preparation:
         """The expert's episodes to record first, if any."""
-        workflow = cfg.workflow
-        if workflow.demos_expert is None:
-            return Preparation()
-        return Preparation(demos=(str(cfg.demos.path), workflow.demos_expert, workflow.demos_episodes))
+        return _recorded(cfg.workflow, cfg.demos.path)
 
 
-_ACCOUNT = "rlhpc.embodied.memory:accounts"
 PPO = PpoKind(
     "embodied",
     PpoConfig,
@@ -332,15 +336,7 @@ PPO = PpoKind(
         "kl": "Policy change per update",
         **_TIMES,
     },
-    compared=_PLAYED,
-    ranges=RANGES,
-    choices=_CHOICES,
-    evaluation=_EVALUATION,
-    free=_FREE,
-    expendable=_LOST,
-    independent=_LOST,
     workload="rlhpc.embodied.workload:ppo_workload",
-    account=_ACCOUNT,
 )
 SAC = SacKind(
     "off_policy",
@@ -360,14 +356,6 @@ SAC = SacKind(
         "actor_loss": "Actor's loss",
         "alpha": "Temperature",
     },
-    compared=_PLAYED,
-    ranges=RANGES,
-    choices=_CHOICES,
-    evaluation=_EVALUATION,
-    free=_FREE,
-    expendable=_LOST,
-    independent=_LOST,
-    account=_ACCOUNT,
 )
 BC = BcKind(
     "bc",
@@ -390,9 +378,4 @@ BC = BcKind(
         "time_per_phase": "Time per phase",
     },
     compared=(*_COMPARED, ("train/loss", "Imitation loss", "loss")),
-    ranges=RANGES,
-    choices=_CHOICES,
-    evaluation=_EVALUATION,
-    free=_FREE,
-    account=_ACCOUNT,
 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlhpc.config.ranges import Range
 from rlhpc.config.rules import Fail
 from rlhpc.config.typed import changed
 from rlhpc.jobs.paths import RunPaths
@@ -25,7 +26,6 @@ from rlhpc.runtime.errors import ConfigError
 #: The configuration of a run that trains a language model; and of one whose model answers.
 Trained = TypeVar("Trained", bound=TrainedLanguageConfig)
 Cfg = TypeVar("Cfg", bound=LanguageConfig)
-_EVALUATION = ("data.eval",)
 #: Seconds after which a silent rank of the group `agent` is done without.
 _AGENT_LOST_S = 30.0
 _PRELOAD = (
@@ -39,6 +39,9 @@ _PRELOAD = (
     "transformers",
     "transformers.models.auto.modeling_auto",
 )
+_EACH = {
+    "evaluation": "Evaluation per checkpoint", "throughput": "Tokens per second", "time_per_phase": "Time per phase",
+}  # fmt: skip
 _COMPARED = (("eval/accuracy", "Accuracy in evaluation", "share of right answers"),)
 #: Keys of a Hugging Face config that determine the shapes of the weights.
 _SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -53,8 +56,14 @@ class TrainedKind(Kind[Trained]):
         rate: Metric of the tokens per second.
     """
 
-    trained: tuple[str, str] = ("train/reward", "training reward")
-    rate: str = "time/tokens_per_s"
+    trained: tuple[str, str] = ("train/loss", "training loss")
+    rate: str = "time/train_tokens_per_s"
+    preload: tuple[str, ...] = _PRELOAD
+    ranges: Mapping[str, Range] = field(default_factory=lambda: RANGES)
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: CHOICES)
+    evaluation: tuple[str, ...] = ("data.eval",)
+    free: tuple[str, ...] = FREE
+    workload: str = "rlhpc.language.workload:supervised_workload"
     account: str = "rlhpc.language.memory.roles:accounts"
 
     def read_data(self, cfg: Trained) -> None:
@@ -309,7 +318,6 @@ GRPO = GrpoKind(
         "rollout": "rlhpc.language.roles.rollout:LanguageRolloutWorker",
     },
     "rlhpc.language.runners.grpo:ReasoningRunner",
-    preload=_PRELOAD,
     curves={
         "reward": "Reward",
         "accuracy": "Accuracy on training prompts",
@@ -322,11 +330,9 @@ GRPO = GrpoKind(
         "time_per_phase": "Time per phase",
     },
     compared=(("train/reward", "Reward", "mean reward"), *_COMPARED),
-    ranges=RANGES,
-    choices=CHOICES,
-    evaluation=_EVALUATION,
-    free=FREE,
     expendable=frozenset({"rollout"}),
+    trained=("train/reward", "training reward"),
+    rate="time/tokens_per_s",
     workload="rlhpc.language.workload:rl_workload",
 )
 SFT = LanguageKind(
@@ -334,40 +340,15 @@ SFT = LanguageKind(
     SftConfig,
     {"actor": "rlhpc.language.roles.sft:SftActor"},
     "rlhpc.language.runners.sft:SftRunner",
-    preload=_PRELOAD,
-    curves={
-        "loss": "Loss",
-        "evaluation": "Evaluation per checkpoint",
-        "throughput": "Tokens per second",
-        "time_per_phase": "Time per phase",
-    },
+    curves={"loss": "Loss", **_EACH},
     compared=(("train/loss", "Loss", "cross entropy (nats per token)"), *_COMPARED),
-    ranges=RANGES,
-    choices=CHOICES,
-    evaluation=_EVALUATION,
-    free=FREE,
-    trained=("train/loss", "training loss"),
-    rate="time/train_tokens_per_s",
-    workload="rlhpc.language.workload:supervised_workload",
 )
 REWARD_MODEL = RewardModelKind(
     "reward_model",
     RewardRunConfig,
     {"actor": "rlhpc.language.roles.reward_model:RewardModelActor"},
     "rlhpc.language.runners.reward_model:RewardModelRunner",
-    preload=_PRELOAD,
-    curves={
-        "preference_loss": "Loss",
-        "evaluation": "Evaluation per checkpoint",
-        "throughput": "Tokens per second",
-        "time_per_phase": "Time per phase",
-    },
+    curves={"preference_loss": "Loss", **_EACH},
     compared=(("train/loss", "Loss", "mean loss"), *_COMPARED),
     ranges=REWARD_RANGES,
-    choices=CHOICES,
-    evaluation=_EVALUATION,
-    free=FREE,
-    trained=("train/loss", "training loss"),
-    rate="time/train_tokens_per_s",
-    workload="rlhpc.language.workload:supervised_workload",
 )
