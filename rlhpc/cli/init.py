@@ -125,10 +125,8 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _completion(args: argparse.Namespace) -> int:
-    try:
-        import shtab
-    except ImportError:
-        raise ConfigError("completion needs the package shtab: pip install shtab") from None
+    import shtab
+
     print(shtab.complete(args.parser, shell=args.shell))
     return 0
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rlhpc.runtime.durable import fsync_folder
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import required
 
 #: Pixels of a tile's longer side, about; the file stays below some 100 kB for a short episode.
 TILE = 256
@@ -50,16 +52,22 @@ def framed(frame: np.ndarray, success: bool) -> np.ndarray:
     return marked
 
 
+def pyav() -> Any:
+    """The package that reads and writes videos.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    return required("av", "videos need PyAV", "embodied")
+
+
 def write_video(path: Path, frames: Sequence[np.ndarray], fps: int) -> None:
     """Pictures `[H, W, 3]` as H.264, which every browser plays; the file takes its name when it is whole.
 
     Raises:
         ConfigError: PyAV is not installed, or the file cannot be written.
     """
-    try:
-        import av
-    except ImportError:
-        raise ConfigError("videos need PyAV: pip install 'rlhpc[embodied]'") from None
+    av = pyav()
     height, width = (size // 2 * 2 for size in frames[0].shape[:2])  # the format wants even sizes
     partial = path.with_name(f".{path.stem}.partial.mp4")
     try:

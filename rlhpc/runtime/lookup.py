@@ -44,6 +44,23 @@ def load_attribute(path: str, key: str) -> Any:
     return found
 
 
+def required(module: str, what: str, extra: str = "llm") -> Any:
+    """A module of a package that not every installation has.
+
+    Args:
+        module: Its name.
+        what: Who needs which package, for messages: "videos need PyAV".
+        extra: Of rlhpc, which brings the package.
+
+    Raises:
+        ConfigError: It cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{what} ({error}): pip install 'rlhpc[{extra}]'") from error
+
+
 def offered(group: str) -> dict[str, EntryPoint]:
     """Entry points of a group in the installed packages, by name in lower case."""
     found: dict[str, EntryPoint] = {}

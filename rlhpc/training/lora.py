@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlhpc.config.sections import AdapterConfig, LoraConfig
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import required
 from rlhpc.training.blueprint import Full
 from rlhpc.training.merging import merged
 
@@ -31,11 +32,7 @@ def peft() -> Any:
     Raises:
         ConfigError: It is not installed.
     """
-    try:
-        import peft as package
-    except ImportError as error:
-        raise ConfigError(f"actor.lora needs peft ({error}): install it with pip install 'rlhpc[llm]'") from error
-    return package
+    return required("peft", "actor.lora needs peft")
 
 
 def attach_lora(

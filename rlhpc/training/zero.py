@@ -21,6 +21,7 @@ from rlhpc.checkpoint.state import stream_state
 from rlhpc.runtime.device import collective_backends, moved
 from rlhpc.runtime.durable import fsync_folder, write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.lookup import required
 from rlhpc.training.contract import Batch, Blueprint, Metrics, Named, Ranks
 from rlhpc.training.parking import ParkingBackend, tensors_in, tensors_of
 from rlhpc.training.zero_config import KEY, deepspeed_config
@@ -76,13 +77,7 @@ class DeepSpeedBackend(ParkingBackend):
             os.environ["DS_ACCELERATOR"] = "cpu"
         # A rank sees only its own accelerator, as device 0.
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.ranks), LOCAL_RANK="0")
-        try:
-            deepspeed = importlib.import_module("deepspeed")
-        except ImportError as error:
-            raise ConfigError(
-                f"actor.training_backend=deepspeed needs DeepSpeed ({error}): install it with "
-                "pip install 'rlhpc[deepspeed]'"
-            ) from error
+        deepspeed = required("deepspeed", "actor.training_backend=deepspeed needs DeepSpeed", "deepspeed")
         found = deepspeed.get_accelerator().device_name()
         if found != self.device.type:
             raise ConfigError(

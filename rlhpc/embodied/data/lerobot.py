@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 
 from rlhpc.checkpoint.manifest import is_plain_name
+from rlhpc.embodied.data.lerobot_columns import arrow_package, pillow
 from rlhpc.embodied.data.trajectory import check
 from rlhpc.embodied.envs.observations import TEXT_BYTES, encode_text
+from rlhpc.embodied.video import pyav
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.shown import first_line
@@ -70,11 +72,8 @@ class _Frames:
     """The rows of a dataset, one episode at a time, and where its pictures are."""
 
     def __init__(self, folder: Path, info: dict[str, Any]) -> None:
-        try:
-            import pyarrow.parquet
-        except ImportError:
-            raise ConfigError("LeRobot datasets need pyarrow: pip install 'rlhpc[embodied]'") from None
-        self._parquet, self._errors = pyarrow.parquet, (OSError, pyarrow.ArrowException)
+        arrow = arrow_package()
+        self._parquet, self._errors = arrow.parquet, (OSError, arrow.ArrowException)
         self._folder, self._info = folder, info
         self._files = sorted((folder / "data").glob("chunk-*/*.parquet"))
         if not self._files:
@@ -172,10 +171,7 @@ def video_name(pattern: str, origin: str, **fields: Any) -> str:
 
 def decode(path: Path) -> np.ndarray:
     """All pictures of a video, `[T, H, W, 3]` uint8."""
-    try:
-        import av
-    except ImportError:
-        raise ConfigError("videos need PyAV: pip install 'rlhpc[embodied]'") from None
+    av = pyav()
     try:
         with av.open(str(path)) as video:
             return np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)])
@@ -234,11 +230,8 @@ def _pictures(rows: Any, source: str) -> np.ndarray:
     """`[T, H, W, C]` uint8 of decoded frames, or of the encoded ones that a table holds."""
     if isinstance(rows, np.ndarray):
         return rows
+    image = pillow()
     try:
-        from PIL import Image
-    except ImportError:
-        raise ConfigError("pictures in LeRobot datasets need Pillow: pip install 'rlhpc[embodied]'") from None
-    try:
-        return np.stack([np.asarray(Image.open(io.BytesIO(row["bytes"])).convert("RGB")) for row in rows])
+        return np.stack([np.asarray(image.open(io.BytesIO(row["bytes"])).convert("RGB")) for row in rows])
     except (OSError, TypeError, KeyError) as error:
         raise ConfigError(f"{source} has a picture that cannot be read: {error!r}") from None

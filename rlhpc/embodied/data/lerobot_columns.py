@@ -11,6 +11,7 @@ import numpy as np
 
 from rlhpc.embodied.envs.observations import decode_text
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import required
 
 #: Files of a folder, and bytes of a file, as lerobot has them.
 CHUNK = 1000
@@ -19,6 +20,27 @@ PATTERN = "chunk-{chunk_index:03d}/file-{file_index:03d}"
 #: In which steps somebody had taken over from the policy; lerobot's own recordings put what a teleoperator says there.
 TAKEN = "complementary_info.is_intervention"
 _OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+
+
+def arrow_package() -> Any:
+    """pyarrow, which reads and writes the tables.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    required("pyarrow.parquet", "LeRobot datasets need pyarrow", "embodied")
+    import pyarrow
+
+    return pyarrow
+
+
+def pillow() -> Any:
+    """The module of Pillow that reads and writes pictures.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    return required("PIL.Image", "pictures in LeRobot datasets need Pillow", "embodied")
 
 
 def columns_of(trajectory: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -112,12 +134,8 @@ def table_of(columns: Mapping[str, np.ndarray], features: Mapping[str, Any], arr
 
 
 def _png(picture: np.ndarray) -> bytes:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise ConfigError("pictures in LeRobot datasets need Pillow: pip install 'rlhpc[embodied]'") from None
     out = io.BytesIO()
-    Image.fromarray(picture).save(out, "PNG", compress_level=6)
+    pillow().fromarray(picture).save(out, "PNG", compress_level=6)
     return out.getvalue()
 
 

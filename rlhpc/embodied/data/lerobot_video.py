@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.embodied.data.lerobot_columns import CHUNK, MOST_BYTES, PATTERN
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.embodied.video import pyav
 
 #: As lerobot: key frames close to one another, since frames are read in any order.
 _OPTIONS = {"crf": "23", "g": "2", "preset": "veryfast"}
@@ -27,11 +27,7 @@ class CameraFiles:
     """
 
     def __init__(self, root: Path, camera: str, fps: int) -> None:
-        try:
-            import av
-        except ImportError:
-            raise ConfigError("videos need PyAV: pip install 'rlhpc[embodied]'") from None
-        self._av, self._root, self._camera, self._fps = av, root, camera, fps
+        self._av, self._root, self._camera, self._fps = pyav(), root, camera, fps
         self._number, self._frames, self._size = 0, 0, (0, 0)
         self._file: Any = None
 

@@ -20,6 +20,7 @@ from rlhpc.embodied.data.lerobot_columns import (
     CHUNK,
     MOST_BYTES,
     PATTERN,
+    arrow_package,
     columns_of,
     features_of,
     images,
@@ -50,12 +51,9 @@ class LeRobotWriter(FolderWriter):
     """
 
     def __init__(self, folder: Path, *, fps: int, task: str, videos: bool = False, robot: str | None = None) -> None:
-        try:
-            import pyarrow.parquet
-        except ImportError:
-            raise ConfigError("LeRobot datasets need pyarrow: pip install 'rlhpc[embodied]'") from None
+        self._arrow = arrow_package()
         super().__init__(folder)
-        self._arrow, self._parquet = pyarrow, pyarrow.parquet
+        self._parquet = self._arrow.parquet
         self._fps, self._task, self._videos, self._robot = fps, task, videos, robot
         self._features: dict[str, Any] = {}
         self._cameras: dict[str, CameraFiles] = {}

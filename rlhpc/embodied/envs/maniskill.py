@@ -27,6 +27,7 @@ from rlhpc.embodied.envs.observations import join
 from rlhpc.embodied.envs.played import Played
 from rlhpc.runtime.device import accelerator
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import required
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
@@ -44,6 +45,9 @@ class _NoMaterial:
         vars(self).update(kwargs)
 
 
+_NEEDED = ("env_type maniskill needs ManiSkill", "embodied")
+
+
 def load_maniskill() -> bool:
     """Imports ManiSkill, also where there is no Vulkan.
 
@@ -53,11 +57,9 @@ def load_maniskill() -> bool:
     Raises:
         ConfigError: It is not installed.
     """
-    try:
-        import sapien
-        import sapien.render
-    except ImportError as error:
-        raise ConfigError(f"env_type maniskill needs ManiSkill ({error}); run: pip install 'rlhpc[embodied]'") from None
+    required("sapien.render", *_NEEDED)
+    import sapien
+
     if sapien.render.RenderMaterial is not _NoMaterial:
         try:
             sapien.render.RenderMaterial()
@@ -67,10 +69,7 @@ def load_maniskill() -> bool:
                 # Also where it has been imported from already, such as SAPIEN's loader of robots.
                 if getattr(module, "__dict__", {}).get("RenderMaterial") is real:
                     vars(module)["RenderMaterial"] = _NoMaterial
-    try:
-        import mani_skill.envs  # noqa: F401  (registers the tasks)
-    except ImportError as error:
-        raise ConfigError(f"env_type maniskill needs ManiSkill ({error}); run: pip install 'rlhpc[embodied]'") from None
+    required("mani_skill.envs", *_NEEDED)  # registers the tasks
     return sapien.render.RenderMaterial is not _NoMaterial
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of, decode_text
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import required
 
 TINY = "builtin:tiny"
 PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
@@ -32,11 +33,7 @@ def hugging_face() -> Any:
     Raises:
         ConfigError: It is not installed.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(f"vision-language policies need transformers ({error}): pip install 'rlhpc[llm]'") from error
-    return transformers
+    return required("transformers", "vision-language policies need transformers")
 
 
 def values_of(head: nn.Module | None, hidden: Tensor, width: int) -> Tensor:

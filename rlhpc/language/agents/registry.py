@@ -18,7 +18,7 @@ from rlhpc.language.environments.registry import find_environment
 from rlhpc.language.policies import ENVIRONMENT, policies_of, roles_of
 from rlhpc.language.scoring.groups import AGENT, placed
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.lookup import Registry, required
 
 if TYPE_CHECKING:
     from rlhpc.language.agents.harnesses import Program
@@ -147,10 +147,7 @@ def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Options
     Raises:
         ConfigError: The model has no chat template, there is no such parser, or a package is missing.
     """
-    try:
-        import aiohttp  # noqa: F401
-    except ImportError:
-        raise ConfigError(f"agent.kind={cfg.agent.kind} needs aiohttp: pip install 'rlhpc[llm]'") from None
+    required("aiohttp", f"agent.kind={cfg.agent.kind} needs aiohttp")
     from rlhpc.language.agents.outside import Options
     from rlhpc.language.agents.parsers import Parsers
     from rlhpc.language.agents.sessions import Limits

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.language.data.parts import arguments, belongs, choose, locate, procedural_fraction
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import required
 
 if TYPE_CHECKING:
     from rlhpc.language.config import DataSourceConfig
@@ -144,8 +145,5 @@ def _arguments(kwargs: dict[str, Any], key: str) -> tuple[list[str], int, int]:
         raise ConfigError(f"{key}.kwargs.most is {most!r}; allowed: 1 to 9")
     if not isinstance(points, int) or not 28 <= points <= 1024:
         raise ConfigError(f"{key}.kwargs.points is {points!r}; allowed: 28 to 1024")
-    try:
-        import PIL  # noqa: F401
-    except ImportError:
-        raise ConfigError(f"{key}: source drawn needs Pillow: pip install 'rlhpc[llm]'") from None
+    required("PIL", f"{key}: source drawn needs Pillow")
     return tasks, most, points

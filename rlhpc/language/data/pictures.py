@@ -13,6 +13,8 @@ import numpy as np
 
 from rlhpc.config.typed import select
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import required
+from rlhpc.runtime.shown import first_line
 
 if TYPE_CHECKING:
     from rlhpc.language.config import LanguageConfig
@@ -219,13 +221,10 @@ def size_of(image: bytes) -> tuple[int, int]:
 
 
 def _by_pil(image: bytes, what: Callable[[Any], Any]) -> Any:
+    pillow = required("PIL.Image", "pictures need Pillow")
     try:
-        from PIL import Image
-    except ImportError:
-        raise ConfigError("pictures need Pillow: pip install 'rlhpc[llm]'") from None
-    try:
-        return what(Image.open(io.BytesIO(image)))
-    except (OSError, ValueError, Image.DecompressionBombError, SyntaxError) as error:  # as its formats' readers raise
+        return what(pillow.open(io.BytesIO(image)))
+    except (OSError, ValueError, pillow.DecompressionBombError, SyntaxError) as error:  # as its formats' readers raise
         raise ConfigError(f"a picture of {len(image)} bytes is none: {error}") from None
 
 
@@ -240,7 +239,7 @@ def make_looker(path: str, trust_remote_code: bool = False, *, key: str = "actor
     Raises:
         ConfigError: The model reads text alone, is of another family, or came without an image processor.
     """
-    from rlhpc.language.engines.ends import first_line, load_model_config
+    from rlhpc.language.engines.ends import load_model_config
 
     config = load_model_config(path, trust_remote_code)
     if not looks(config):

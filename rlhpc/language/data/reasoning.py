@@ -20,6 +20,7 @@ from rlhpc.language.data.parts import DEFAULT_SIZE, arguments, belongs
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.import_paths import python_path, run_module
+from rlhpc.runtime.lookup import required
 
 if TYPE_CHECKING:
     from rlhpc.language.config import DataSourceConfig
@@ -166,11 +167,7 @@ def _scorer(task: str, kwargs: str) -> Any:
 
 
 def _gym() -> Any:
-    try:
-        import reasoning_gym.factory
-    except ImportError:
-        raise ConfigError("source reasoning_gym needs reasoning-gym: pip install 'rlhpc[llm]'") from None
-    return reasoning_gym.factory
+    return required("reasoning_gym.factory", "source reasoning_gym needs reasoning-gym")
 
 
 def _check(task: Any, kwargs: dict[str, Any], key: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import required
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.shown import first_line
 
@@ -76,10 +77,9 @@ class ParquetFile:
     """One Parquet file, in memory as Arrow keeps it."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            import pyarrow.parquet
-        except ImportError:
-            raise ConfigError("Parquet files need pyarrow: pip install 'rlhpc[llm]'") from None
+        required("pyarrow.parquet", "Parquet files need pyarrow")
+        import pyarrow.parquet
+
         self.path = path
         try:
             self._table = pyarrow.parquet.read_table(path, partitioning=None)
@@ -173,10 +173,7 @@ class DatasetFolder:
     """
 
     def __init__(self, path: Path, split: str | None, key: str) -> None:
-        try:
-            import datasets
-        except ImportError:
-            raise ConfigError("source hf needs datasets: pip install 'rlhpc[llm]'") from None
+        datasets = required("datasets", "source hf needs datasets")
         self.path = path
         try:
             loaded = datasets.load_from_disk(str(path))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rlhpc.language.data.tokens import transformers
 from rlhpc.runtime.errors import ConfigError
 
 VOCABULARY = string.digits + "+-*= " + string.ascii_lowercase
@@ -57,13 +58,11 @@ def make_tiny_model(
         raise ConfigError(f"hidden={hidden} must be an even multiple of heads={heads}")
     if not vocabulary:
         raise ConfigError("vocabulary is empty; give the characters of prompts and answers")
-    try:
-        import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        raise ConfigError("language models need transformers: pip install 'rlhpc[llm]'") from None
+    import torch
+
+    package = transformers()
     tokenizer = character_tokenizer(vocabulary, context)
-    config = LlamaConfig(
+    config = package.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         # Llama's ratio of 8/3, rounded up to what vector units like.
@@ -79,7 +78,7 @@ def make_tiny_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).float()
+        model = package.LlamaForCausalLM(config).float()
     Path(folder).mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

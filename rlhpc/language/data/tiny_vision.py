@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.language.data.tiny import VOCABULARY, character_tokenizer, maker_parser, run_maker
+from rlhpc.language.data.tokens import transformers
 from rlhpc.runtime.errors import ConfigError
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -64,11 +65,9 @@ def make_tiny_vision_model(
         raise ConfigError(f"family is {family!r}; allowed: {', '.join(FAMILIES)}")
     if hidden % heads or (hidden // heads) % 8:
         raise ConfigError(f"hidden={hidden} must be a multiple of 8 × heads={heads}")
-    try:
-        import torch
-        import transformers
-    except ImportError:
-        raise ConfigError("language models need transformers: pip install 'rlhpc[llm]'") from None
+    import torch
+
+    package = transformers()
     tokenizer = character_tokenizer(vocabulary, context)
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
     tokenizer.chat_template = _CHAT_TEMPLATE
@@ -97,13 +96,13 @@ def make_tiny_vision_model(
     }
     if family == "qwen2_5_vl":
         vision |= {"window_size": 4 * _PATCH[family], "fullatt_block_indexes": [layers - 1]}
-        maker: Any = transformers.Qwen2_5_VLForConditionalGeneration
-        config_of: Any = transformers.Qwen2_5_VLConfig
+        maker: Any = package.Qwen2_5_VLForConditionalGeneration
+        config_of: Any = package.Qwen2_5_VLConfig
     else:
         text["head_dim"] = hidden // heads
         text["rope_parameters"]["mrope_interleaved"] = True  # as it always is in transformers; vLLM wants it said
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-        maker, config_of = transformers.Qwen3VLForConditionalGeneration, transformers.Qwen3VLConfig
+        maker, config_of = package.Qwen3VLForConditionalGeneration, package.Qwen3VLConfig
     config = config_of(
         text_config=text, vision_config=vision, image_token_id=image, video_token_id=video, vision_start_token_id=start,
         vision_end_token_id=end, tie_word_embeddings=False,
@@ -114,7 +113,7 @@ def make_tiny_vision_model(
     Path(folder).mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    _processor(transformers, family).save_pretrained(folder)
+    _processor(package, family).save_pretrained(folder)
     return int(sum(parameter.numel() for parameter in model.parameters()))
 
 
@@ -125,7 +124,7 @@ def _sections(width: int) -> list[int]:
     return [pairs - 2 * side, side, side]
 
 
-def _processor(transformers: Any, family: str) -> Any:
+def _processor(package: Any, family: str) -> Any:
     """Cuts pictures into patches, those of up to 8 × 8 tokens as they are."""
     point = (_PATCH[family] * _MERGED) ** 2
     options: dict[str, Any] = {
@@ -133,7 +132,7 @@ def _processor(transformers: Any, family: str) -> Any:
         "merge_size": _MERGED,
         "size": {"shortest_edge": point, "longest_edge": 64 * point},
     }
-    return transformers.Qwen2VLImageProcessorPil(**options)
+    return package.Qwen2VLImageProcessorPil(**options)
 
 
 def main(argv: list[str] | None = None) -> int:

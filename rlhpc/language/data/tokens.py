@@ -11,8 +11,19 @@ from typing import Any
 from rlhpc.language.data.pictures import Looker, Seen, make_looker
 from rlhpc.language.data.prompts import Prompt, PromptDataset
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import required
+from rlhpc.runtime.shown import first_line
 
 OVERLONG = ("error", "drop")
+
+
+def transformers() -> Any:
+    """The transformers package.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    return required("transformers", "language models need transformers")
 
 
 def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: str = "actor.model.model_path") -> Any:
@@ -23,10 +34,7 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: st
     """
     if not path:
         raise ConfigError(f"{key} is not set; a language model needs a Hugging Face folder or hub name")
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise ConfigError("language models need transformers: pip install 'rlhpc[llm]'") from None
+    package = transformers()
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not any(folder.glob("*token*")) and not any(folder.glob("vocab.*")):
@@ -35,12 +43,11 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: st
     elif folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
         raise ConfigError(f"{key} is {path!r}; there is no such folder{_nearest(folder)}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = package.AutoTokenizer.from_pretrained(
             str(folder) if folder.is_dir() else path, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        said = str(error).strip().splitlines()
-        reason = said[0] if said else type(error).__name__
+        reason = first_line(error)
         if folder.is_dir():
             raise ConfigError(f"{key} is {path!r}; its tokenizer cannot be loaded: {reason}") from None
         raise ConfigError(

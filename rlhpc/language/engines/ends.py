@@ -7,22 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhpc.language.data.tokens import transformers
 from rlhpc.runtime.errors import ConfigError
-
-
-def transformers_module() -> Any:
-    """The transformers library.
-
-    Raises:
-        ConfigError: It is not installed; names the extra.
-    """
-    try:
-        import transformers
-    except ImportError:
-        raise ConfigError(
-            "rollout with a language model needs transformers, which is not installed: pip install 'rlhpc[llm]'"
-        ) from None
-    return transformers
+from rlhpc.runtime.shown import first_line
 
 
 def load_model_config(model_path: str, trust_remote_code: bool) -> Any:
@@ -32,17 +19,12 @@ def load_model_config(model_path: str, trust_remote_code: bool) -> Any:
         ConfigError: There is no such model.
     """
     try:
-        return transformers_module().AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        return transformers().AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"actor.model.model_path is {model_path!r}, where no model can be loaded from: {first_line(error)}; a folder with "
             "config.json and weights, or the name of a model in the hub's cache, is allowed"
         ) from None
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, without the lines that follow."""
-    return str(error).strip().partition("\n")[0]
 
 
 #: One of these lies beside every tokenizer. Without, transformers makes up an empty one for some kinds of models.
@@ -55,7 +37,7 @@ def load_tokenizer(model_path: str, trust_remote_code: bool) -> Any | None:
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
-        return transformers_module().AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        return transformers().AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError):
         return None
 
@@ -71,7 +53,7 @@ def end_tokens(model_path: str, config: Any, tokenizer: Any | None) -> frozenset
         getattr(tokenizer, "eos_token_id", None),
     ]
     with contextlib.suppress(OSError, ValueError):  # a model may come without one
-        found.append(transformers_module().GenerationConfig.from_pretrained(model_path).eos_token_id)
+        found.append(transformers().GenerationConfig.from_pretrained(model_path).eos_token_id)
     ids: set[int] = set()
     for value in found:
         if value is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rlhpc.language.data.tokens import transformers
 from rlhpc.language.engines.base import Completion, Request
 from rlhpc.language.engines.ends import (
     StopTexts,
@@ -17,7 +18,6 @@ from rlhpc.language.engines.ends import (
     first_line,
     load_model_config,
     load_tokenizer,
-    transformers_module,
 )
 from rlhpc.language.engines.engine import Engine, EngineOptions, fitting_update
 from rlhpc.language.engines.forward import Forward
@@ -103,7 +103,7 @@ class HFRollout(Engine):
         auto = auto_class(load_model_config(options.model_path, options.trust_remote_code))
         try:
             with self._memory(), _no_progress_bar():
-                model = getattr(transformers_module(), auto).from_pretrained(
+                model = getattr(transformers(), auto).from_pretrained(
                     options.model_path,
                     dtype=getattr(torch, options.dtype),
                     trust_remote_code=options.trust_remote_code,

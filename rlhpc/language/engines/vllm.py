@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from rlhpc.checkpoint.boxes import Box
+from rlhpc.language.data.tokens import transformers
 from rlhpc.language.engines.base import Completion, Request
 from rlhpc.language.engines.ends import (
     StopTexts,
     end_tokens,
     load_model_config,
     load_tokenizer,
-    transformers_module,
 )
 from rlhpc.language.engines.engine import Engine, EngineOptions, UpdateFailed, fitting_update
 from rlhpc.language.engines.vllm_adapters import Adapters, take_adapters
@@ -350,5 +350,5 @@ class VLLMRollout(VLLMProcess, Engine):
 
 def _on_meta(config: Any, options: EngineOptions) -> Any:
     with torch.device("meta"):
-        maker = getattr(transformers_module(), auto_class(config))
+        maker = getattr(transformers(), auto_class(config))
         return maker.from_config(config, trust_remote_code=options.trust_remote_code)

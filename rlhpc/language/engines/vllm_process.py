@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhpc.language.data.pictures import looks
-from rlhpc.language.engines.ends import first_line
 from rlhpc.language.engines.vllm_launched import one_of_several
 from rlhpc.language.engines.vllm_pictures import take_pictures
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.scratch import cache_folder
+from rlhpc.runtime.shown import first_line
 
 if TYPE_CHECKING:
     from rlhpc.language.engines.engine import EngineOptions

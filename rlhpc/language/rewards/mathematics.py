@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhpc.language.rewards.answers import check_ways, extract
 from rlhpc.language.rewards.base import Sample
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import required
 
 _MOST_CHARACTERS = 1000
 _PLAIN = re.compile(r"([-+]?)(\d+(?:,\d{3})*|\d*)(\.\d+)?(?:[eE]([-+]?\d{1,3}))?(?:/(\d+))?")
@@ -37,10 +37,7 @@ class MathReward:
     memory_mb = 4096
 
     def __init__(self, extract: Sequence[str] = ("boxed", "####"), last_number: bool = False) -> None:
-        try:
-            importlib.import_module("math_verify")
-        except ImportError:
-            raise ConfigError("reward 'math' needs math-verify: pip install 'rlhpc[llm]'") from None
+        required("math_verify", "reward 'math' needs math-verify")
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about deadlines, which are kept here
         self._ways = check_ways(extract, "extract of 'math'") + (("last_number",) if last_number else ())
 

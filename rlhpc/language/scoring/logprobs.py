@@ -6,10 +6,11 @@ import torch
 
 from rlhpc.language.algorithm.base import Scorer
 from rlhpc.language.config import GrpoConfig
+from rlhpc.language.data.tokens import transformers
 from rlhpc.language.scoring.group import ScoringGroup
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.divergence import top_logprobs
-from rlhpc.language.tokens.model import compute_dtype, load_causal_lm, transformers
+from rlhpc.language.tokens.model import compute_dtype, load_causal_lm
 from rlhpc.language.tokens.packing import pack, packs, reads_rows, unpack
 from rlhpc.language.tokens.scores import logit_rows, token_scores
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rlhpc.language.data.pictures import looks
+from rlhpc.language.data.tokens import transformers
 from rlhpc.language.tokens.pictures import tell_places
 from rlhpc.runtime.device import computes_bfloat16
 from rlhpc.runtime.errors import ConfigError
@@ -25,21 +26,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AUTO = "auto"
 #: Files that say how pictures become patches.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-
-
-def transformers() -> Any:
-    """The transformers package.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
-    try:
-        import transformers as package
-    except ImportError as error:
-        raise ConfigError(
-            f"language models need transformers ({error}): install it with pip install 'rlhpc[llm]'"
-        ) from error
-    return package
 
 
 def pretrained_in(module: nn.Module) -> Any:

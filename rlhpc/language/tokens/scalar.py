@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rlhpc.language.data.tokens import transformers
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.context import RowShare
-from rlhpc.language.tokens.model import load_by, prepared, pretrained_in, transformers
+from rlhpc.language.tokens.model import load_by, prepared, pretrained_in
 from rlhpc.language.tokens.packing import packs
 from rlhpc.runtime.errors import ConfigError
 

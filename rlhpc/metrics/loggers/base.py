@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import required
 
 _switching = threading.Lock()
 _printing = 0
@@ -79,19 +78,13 @@ class ServiceLogger:
                 self._run.finish()
 
 
-def require(module: str, extra: str) -> Any:
-    """Imports a package that not everybody has.
+def require(name: str) -> Any:
+    """The package that a logger is called after, which not everybody has.
 
     Raises:
         ConfigError: It is not there; says what to install.
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"logger {extra!r} needs a package that cannot be imported ({error}); install it with: "
-            f"pip install 'rlhpc[{extra}]'"
-        ) from None
+    return required(name, f"logger {name!r} needs a package that cannot be imported", name)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ class MLflowLogger:
 
     def open(self, run: RunFacts, resume_step: int | None) -> int | None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        require("mlflow", "mlflow")
+        require("mlflow")
         from mlflow.tracking import MlflowClient
 
         own = f"sqlite:///{run.folder / 'mlflow.db'}"

@@ -26,7 +26,7 @@ class SwanLabLogger(ServiceLogger):
 
     def open(self, run: RunFacts, resume_step: int | None) -> int | None:
         with printing_to_stderr():
-            swanlab = require("swanlab", "swanlab")
+            swanlab = require("swanlab")
         options = dict(self._options)
         settings = {
             "terminal": {"proxy_type": "none"},  # the driver's output has its own files

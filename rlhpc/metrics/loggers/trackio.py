@@ -23,7 +23,7 @@ class TrackioLogger(ServiceLogger):
         os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
         with printing_to_stderr():
-            trackio = require("trackio", "trackio")
+            trackio = require("trackio")
             from trackio.fragments import import_inbox_dir
 
             if resume_step is not None:

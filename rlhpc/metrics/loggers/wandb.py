@@ -29,7 +29,7 @@ class WandbLogger:
 
     def open(self, run: RunFacts, resume_step: int | None) -> int | None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # the library reports its own errors to its makers
-        wandb = require("wandb", "wandb")
+        wandb = require("wandb")
         options = dict(self._options)
         mode = self._mode or os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
         settings = {

@@ -11,7 +11,7 @@ import pytest
 
 from rlhpc.runtime import lookup
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.lookup import Registry, required
 
 
 def registry() -> Registry:
@@ -90,6 +90,13 @@ def test_what_stands_for_nothing(name: str, said: str) -> None:
         registry().find(name)
     with pytest.raises(ConfigError, match=r"^other\.key is "):
         registry().find(name, "other.key")
+
+
+def test_a_package_that_is_not_installed() -> None:
+    assert required("os.path", "never said") is os.path
+    with pytest.raises(ConfigError) as error:
+        required("nowhere", "pictures need Pillow", "embodied")
+    assert str(error.value) == "pictures need Pillow (No module named 'nowhere'): pip install 'rlhpc[embodied]'"
 
 
 @pytest.mark.parametrize("name", ["PATH", "saw"])
