@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from pathlib import Path
 from typing import Any
 
 from rlhpc import share
 from rlhpc.cli.parser import add_command
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import meant
 
 _EXAMPLES = {
     "init": ("rlhpc init myproject", "rlhpc init myproject --config embodied/pendulum_sac"),
@@ -89,9 +89,7 @@ def project_files(name: str, config: str) -> dict[str, str]:
     """
     there = _configs()
     if config not in there:
-        near = difflib.get_close_matches(config, there, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"--config is {config!r}; {hint}there are: {', '.join(there)}")
+        raise ConfigError(f"--config is {config!r}; {meant(config, there)}there are: {', '.join(there)}")
     root = share.root().resolve()
     files = {path.resolve().relative_to(root).as_posix(): path.read_text() for path in _chain(there[config])}
     for path in sorted(share.path("profiles").rglob("*.yaml")):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import json
 import os
 import shlex
@@ -21,6 +20,7 @@ from rlhpc import share
 from rlhpc.cli.parser import RESUME_WITH, SITE, add_command, add_words
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.lookup import meant
 
 if TYPE_CHECKING:
     from rlhpc.cli.follow import Follower, Track, WorkflowLog
@@ -80,9 +80,8 @@ def find_profile(name: str) -> str:
     if any((Path(home).expanduser() / "snakemake" / name).is_dir() for home in homes if home):
         return name  # Snakemake finds it there
     there = sorted(path.name for path in share.path("profiles").iterdir())
-    near = difflib.get_close_matches(name, there, 1)
     raise ConfigError(
-        f"--profile is {name!r}; {f'did you mean {near[0]}? ' if near else ''}there are: {', '.join(there)}, a folder's "
+        f"--profile is {name!r}; {meant(name, there)}there are: {', '.join(there)}, a folder's "
         "path, and what lies in ~/.config/snakemake or /etc/xdg/snakemake"
     )
 

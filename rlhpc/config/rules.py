@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import meant
 
 #: Makes the error for a key and the rule that it breaks.
 Fail = Callable[[str, str], ConfigError]
@@ -28,5 +28,4 @@ def check_name(key: str, found: str, allowed: Iterable[str], fail: Fail) -> None
     """
     allowed = list(allowed)
     if found not in allowed:
-        near = difflib.get_close_matches(found, allowed, 1)
-        raise fail(key, f"{f'did you mean {near[0]!r}? ' if near else ''}allowed: {', '.join(allowed)}")
+        raise fail(key, f"{meant(found, allowed)}allowed: {', '.join(allowed)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from rlhpc.config.merge import Layers, reason
 from rlhpc.config.sections import JobConfig
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import meant
 from rlhpc.runtime.shown import shown
 
 
@@ -59,9 +59,8 @@ def find_site(name: str) -> Path:
         if (found := folder / f"{name}.yaml").is_file():
             return found
     there = sorted({path.stem for folder in site_folders() for path in folder.glob("*.yaml")})
-    near = difflib.get_close_matches(name, there, 1)
     raise ConfigError(
-        f"no site {shown(name)}; {f'did you mean {near[0]!r}? ' if near else ''}there are: {', '.join(there) or 'none'} "
+        f"no site {shown(name)}; {meant(name, there)}there are: {', '.join(there) or 'none'} "
         f"(looked in {', '.join(str(folder) for folder in site_folders())})"
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from rlhpc.language.reward_config import RewardRunConfig
 from rlhpc.language.scoring.checks import check_group_sections
 from rlhpc.language.scoring.groups import AGENT, CRITIC, placed, rating_names
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.lookup import Registry, meant
 from rlhpc.training.registry import BACKENDS as TRAINING
 
 #: Names of policies.
@@ -103,9 +102,7 @@ def _check_trained(cfg: TrainedLanguageConfig, suites: Sequence[Any], fail: Fail
         raise fail("data.eval", f"two suites have one name: {', '.join(names)}")
     for suite in cfg.workflow.eval_suites:
         if suite != "default" and suite not in names:
-            near = difflib.get_close_matches(suite, names, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise fail("workflow.eval_suites", f"{hint}data.eval has: {', '.join(names) or 'none'}")
+            raise fail("workflow.eval_suites", f"{meant(suite, names)}data.eval has: {', '.join(names) or 'none'}")
 
 
 def _sources(train: SourceConfig, suites: Sequence[Any]) -> None:
@@ -315,10 +312,7 @@ def check_policies(cfg: GrpoConfig, fail: Fail) -> None:
                    "with roles, such as kuhn_poker; or leave it out")  # fmt: skip
     for role in given:
         if role not in known:
-            near = difflib.get_close_matches(role, known, 1)
-            raise fail(
-                f"{key}.{role}", (f"did you mean {near[0]!r}? " if near else "") + f"roles are: {', '.join(known)}"
-            )
+            raise fail(f"{key}.{role}", f"{meant(role, known)}roles are: {', '.join(known)}")
     if missing := [role for role in known if role not in given]:
         raise fail(key, f"{', '.join(missing)} has no policy: name one for each of {', '.join(known)}")
     for role, name in given.items():

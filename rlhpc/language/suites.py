@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import meant
 
 
 class Named(Protocol):
@@ -31,6 +31,4 @@ def suite_named(sections: Sequence[Section], name: str) -> Section:
         return suites[name]
     if name == "default":
         return next(iter(suites.values()))
-    near = difflib.get_close_matches(name, suites, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"--suite is {name!r}; data.eval has: {', '.join(suites)}{hint}")
+    raise ConfigError(f"--suite is {name!r}; {meant(name, suites)}data.eval has: {', '.join(suites)}")

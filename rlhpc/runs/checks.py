@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
+from rlhpc.runtime.lookup import meant
 from rlhpc.jobs.elastic.plan import check_elastic
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
@@ -178,10 +179,9 @@ def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
     wanted, known = list(kind.roles_of(cfg)), kind.components(cfg)
     for component in placement.components:
         if component not in wanted:
-            near = difflib.get_close_matches(component, known, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(
-                f"cluster.component_placement.{component}: no such component; {hint}components: {', '.join(known)}"
+                f"cluster.component_placement.{component}: no such component; {meant(component, known)}"
+                f"components: {', '.join(known)}"
             )
     sizes = {name: placement.get_world_size(name) for name in wanted}
     placed = {name: placement.get_strategy(name).place(cluster) for name in wanted}

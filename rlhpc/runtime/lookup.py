@@ -94,8 +94,13 @@ def _name_of(package: Distribution) -> str:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """`; did you mean 'gae'?`, or `;` if no name is close."""
-    near = difflib.get_close_matches(name.lower(), list(names), 1)
-    return f"; did you mean {near[0]!r}?" if near else ";"
+    return f"; {meant(name.lower(), names)}".rstrip()
+
+
+def meant(name: str, names: Iterable[str]) -> str:
+    """`did you mean 'gae'? `, or nothing if no name is close."""
+    near = difflib.get_close_matches(name, list(names), 1)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 class Registry(Generic[Found]):

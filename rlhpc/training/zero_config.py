@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlhpc.config.typed import plain
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import meant
 
 if TYPE_CHECKING:
     from rlhpc.training.contract import ActorSection
@@ -103,9 +103,9 @@ def _check(given: dict[str, Any]) -> None:
             raise ConfigError(f"{KEY}.{path} is set by rlhpc itself; " + (f"use {ours}" if ours else "leave it out"))
     for section in given:
         if section not in ALLOWED:
-            near = difflib.get_close_matches(str(section), ALLOWED, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"{KEY}.{section}: no such key; {hint}allowed: {', '.join(ALLOWED)}")
+            raise ConfigError(
+                f"{KEY}.{section}: no such key; {meant(str(section), ALLOWED)}allowed: {', '.join(ALLOWED)}"
+            )
     zero = given.get("zero_optimization")
     if zero is not None and not isinstance(zero, dict):
         raise ConfigError(f"{KEY}.zero_optimization is {zero!r}; it must be a mapping")

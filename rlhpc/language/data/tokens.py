@@ -11,7 +11,7 @@ from typing import Any
 from rlhpc.language.data.pictures import Looker, Seen, make_looker
 from rlhpc.language.data.prompts import Prompt, PromptDataset
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import required
+from rlhpc.runtime.lookup import meant, required
 from rlhpc.runtime.shown import first_line
 
 OVERLONG = ("error", "drop")
@@ -82,9 +82,9 @@ class PromptTokenizer:
         key: str = "data.train",
     ) -> None:
         if overlong not in OVERLONG:
-            near = difflib.get_close_matches(str(overlong), OVERLONG, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"data.overlong_prompts is {overlong!r}; allowed: {', '.join(OVERLONG)}{hint}")
+            raise ConfigError(
+                f"data.overlong_prompts is {overlong!r}; {meant(str(overlong), OVERLONG)}allowed: {', '.join(OVERLONG)}"
+            )
         if max_prompt_tokens < 1:
             raise ConfigError(f"data.max_prompt_tokens is {max_prompt_tokens}; allowed: 1 or more")
         if chat_template and not getattr(tokenizer, "chat_template", None):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +9,7 @@ from typing import Any
 
 from rlhpc.metrics.loggers.base import RunLogger
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.lookup import Registry, nearest
 
 #: Written by MetricLogger itself.
 JSONL = "jsonl"
@@ -92,6 +91,6 @@ def _build(name: str, cls: Callable[..., RunLogger], arguments: dict[str, Any]) 
 
 
 def _unknown(key: str, name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), logger_names(), n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"{key}: {name!r} is not a logger{hint}; choose from {', '.join(logger_names())}, or name a class as module:Class"
+    names = logger_names()
+    said = f"{key}: {name!r} is not a logger{nearest(name, names)} choose from {', '.join(names)}"
+    return f"{said}, or name a class as module:Class"

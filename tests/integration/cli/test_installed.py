@@ -75,7 +75,7 @@ def test_a_project(site_packages: Path, tmp_path: Path) -> None:
                          "cluster.accelerators_per_node=1", "--launcher", "slurm")  # fmt: skip
     assert "nothing is overwritten" in call(site_packages, tmp_path, "rlhpc.cli", "init", "mine", code=2)
     wrong = call(site_packages, tmp_path, "rlhpc.cli", "init", "other", "--config", "embodied/pendulm", code=2)
-    assert "did you mean embodied/pendulum?" in wrong and not (tmp_path / "other").exists()
+    assert "did you mean 'embodied/pendulum'?" in wrong and not (tmp_path / "other").exists()
 
 
 def test_as_a_module_with_no_more_than_a_config_folder(site_packages: Path, tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_logs_that_are_not_there(
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["run", "configs/quickstart.yaml", "--profile", "slurn"], "--profile is 'slurn'; did you mean slurm?"),
+        (["run", "configs/quickstart.yaml", "--profile", "slurn"], "--profile is 'slurn'; did you mean 'slurm'?"),
         (["plan", "a" * 300 + ".yaml"], "File name too long"),
     ],
 )

@@ -171,7 +171,7 @@ def test_a_tokenizer_without_what_is_needed(words: Any) -> None:
         PromptTokenizer(plain, 10, chat_template=False).encode_demonstration(ask("two", "four"))
     with pytest.raises(ConfigError, match=r"prompt 7 has no demonstration .*: 'two'"):
         PromptTokenizer(words, 10).encode_demonstration(ask("two"))
-    with pytest.raises(ConfigError, match="overlong_prompts is 'droop'; allowed: error, drop; did you mean 'drop'"):
+    with pytest.raises(ConfigError, match=r"overlong_prompts is 'droop'; did you mean 'drop'\? allowed: error, drop"):
         PromptTokenizer(words, 10, "droop")
     with pytest.raises(ConfigError, match="prompt 7 has no tokens"):
         PromptTokenizer(words, 10, chat_template=False).encode(ask(""))

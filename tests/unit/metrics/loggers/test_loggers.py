@@ -136,7 +136,7 @@ def test_what_is_no_logger() -> None:
         (["nosuch:Logger"], {}, "cannot be imported"),
         (["json:JSONDecoder"], {}, "not a class with the methods open, log, commit and close"),
         ([OWN], {OWN: {"titel": "x"}}, "it takes: title"),
-        (["jsonl"], {"wandbb": {}}, "runner.logger.kwargs: 'wandbb' is not a logger .did you mean 'wandb'"),
+        (["jsonl"], {"wandbb": {}}, "runner.logger.kwargs: 'wandbb' is not a logger; did you mean 'wandb'"),
         (["jsonl"], {"tensorboard": 3}, "write a mapping"),
     ):
         with pytest.raises(ConfigError, match=says):
