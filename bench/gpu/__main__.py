@@ -6,7 +6,8 @@
 
 Each part is a process of its own with a deadline; one that fails is told at the end, after what the others found, and makes
 the exit code 1. What needs more cards than there are is skipped, and listed. The figures lie in bench/results/gpu.json, or
-where --out says; from a CPU, or of some parts, they are kept only with --out.
+where --out says, beside those of other parts that are there already, of the same code and cards; from a CPU, or of some
+parts, they are kept only with --out.
 """
 
 from __future__ import annotations
@@ -94,6 +95,19 @@ def run_part(name: str, device: str, cards: int, deadline: float) -> dict[str, A
     return {"seconds": time.monotonic() - began, "figures": figures, "skipped": skipped, "failed": failed}
 
 
+def beside(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The content with the other parts that the file has already, if they are of the same code, cards and versions."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    same = ("device", "versions", "cards", "built for")
+    if not before or before["machine"]["commit"] != content["machine"]["commit"]:
+        return content
+    if any(before.get(key) != content.get(key) for key in same):
+        return content
+    kept = {name: part for name, part in before["parts"].items() if name not in content["parts"]}
+    command = f"{before['command']}; {content['command']}" if kept else content["command"]
+    return content | {"command": command, "parts": kept | content["parts"]}
+
+
 def end(process: subprocess.Popen[bytes]) -> int:
     """Ends a part and what it started: first as a terminal would, so that runs put their ranks away."""
     for number, patience in ((signal.SIGINT, 10), (signal.SIGTERM, 5), (signal.SIGKILL, 5)):
@@ -136,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     content = {"command": command, "machine": machine(), **measured_on(device, cards), "parts": parts}
     path = options.out or (RESULTS / "gpu.json" if cards and not options.only else None)
     if path:
-        path.write_text(json.dumps(content, indent=2) + "\n")
+        path.write_text(json.dumps(beside(content, path), indent=2) + "\n")
         print(path)
     for kind in ("skipped", "failed"):
         for name, part in parts.items():

@@ -1,4 +1,7 @@
-"""GRPO on one card that trainer and engine use in turn, as `rlhpc train` runs it: with checkpoints, and resumed."""
+"""GRPO on one card that trainer and engine use in turn, as `rlhpc train` runs it: with checkpoints, and resumed.
+
+The model is SmolLM2 with its 135 million parameters where that is installed, else one of random weights that is as large.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,10 @@ def words(report: Report, folder: Path) -> list[str]:
     return [
         f"runner.run_dir={folder}", "runner.save_interval=2", "runner.segments=1", "runner.logger.logger_backends=[jsonl]",
         "actor.offload_in_rollout=true", "actor.training_backend=fsdp", "algorithm.recompute_logprobs=true",
-        "rollout.max_model_len=256" if pretrained else "rollout.max_model_len=64",
+        f"rollout.max_model_len={64 if report.small else 256}",
         f"rollout.rollout_backend={'vllm' if vllm else 'hf'}",
         *([] if pretrained else ["actor.model.model_path=builtin:tiny"]),
+        *([] if pretrained or report.small else ["actor.model.kwargs={hidden: 1024, layers: 12, heads: 16, context: 256}"]),
         *([] if report.small else on_card),
     ]  # fmt: skip
 

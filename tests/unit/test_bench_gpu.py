@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,3 +75,17 @@ def test_one_card_lists_what_needs_two(tmp_path: Path) -> None:
     report = Report("cards", "an accelerator", 1, tmp_path / "rows")
     cards.measure(report)
     assert [line.count("one card") for line in report.file.read_text().splitlines()] == [1, 1, 1]
+
+
+def test_parts_stand_beside_those_of_the_same_code_and_cards(tmp_path: Path) -> None:
+    def content(part: str, commit: str = "c0ffee", card: str = "H200") -> dict[str, Any]:
+        return {"command": part, "machine": {"commit": commit}, "cards": [card], "parts": {part: {"seconds": 1.0}}}
+
+    path = tmp_path / "gpu.json"
+    assert bench.beside(content("lane"), path) == content("lane")
+    path.write_text(json.dumps(content("lane")))
+    both = bench.beside(content("engine"), path)
+    assert both["parts"].keys() == {"lane", "engine"} and both["command"] == "lane; engine"
+    assert bench.beside(content("lane"), path) == content("lane")
+    for other in (content("engine", commit="decade"), content("engine", card="H100")):
+        assert bench.beside(other, path) == other

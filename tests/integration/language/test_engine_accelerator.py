@@ -28,18 +28,20 @@ pytestmark = pytest.mark.gpu
 #: How far log-probs of the same weights may be apart from a forward of transformers in float32 on the CPU. Accelerators'
 #: kernels multiply float32 with the precision of TF32.
 TOLERANCE = {"float32": 2e-5 if ON_CPU else 0.03, "bfloat16": 0.15}
+#: The engine that sleeps: of such, vLLM has one in a process.
+sleeper = pytest.mark.parametrize("built", ["float32"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def built(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[RolloutBackend, Any]]:
-    """One that sleeps between its turns, and the model that it starts from."""
+    """An engine, and the model that it starts from."""
     folder = tmp_path_factory.mktemp("model")
     save_model(folder)
     cfg = typed(GrpoConfig, untouched(GrpoConfig))
     cfg.rollout.rollout_backend, cfg.rollout.max_batch_size, cfg.rollout.gpu_memory_utilization = "vllm", 16, 0.3
-    cfg.rollout.dtype, cfg.actor.offload_in_rollout = request.param, True
+    cfg.rollout.dtype, cfg.actor.offload_in_rollout = request.param, request.param == "float32"
     engine = make_rollout(cfg, model_path=str(folder), device=kind(), seed=3)
     yield engine, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     engine.close()
@@ -123,6 +125,7 @@ def test_an_update_is_made_in_place(engine: Any, model: Any) -> None:
         assert not torch.equal(after[name][1], values), name
 
 
+@sleeper
 def test_after_its_sleep_and_an_update_it_writes_the_same(engine: RolloutBackend, model: Any) -> None:
     requests = requests_of(16, seed=9, temperature=0.0, top_p=1.0, top_k=-1, max_new_tokens=20)
     expected = engine.generate(requests)
@@ -134,6 +137,7 @@ def test_after_its_sleep_and_an_update_it_writes_the_same(engine: RolloutBackend
     assert all(error_of(model, *pair) < tolerance(engine) for pair in zip(requests, again, strict=True))
 
 
+@sleeper
 def test_sleep_gives_the_memory_back(engine: RolloutBackend, model: Any) -> None:
     """And nothing is written before weights have come."""
     awake, total = torch.accelerator.get_memory_info()
