@@ -1,4 +1,4 @@
-"""Ranks whose sockets strangers meet, and the stranger: another user, who connects to every port that another one owns."""
+"""Ranks whose sockets strangers meet, and the stranger: another user, who connects to ports of theirs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,20 @@ import torch
 
 from rlhpc import Worker
 
-#: Arguments: uid of the victim, seconds, connections to hold at most, hexadecimal bytes to send over each.
+#: Arguments: seconds, connections to hold at most, hexadecimal bytes to send over each.
 STRANGER = """
-import os, resource, socket, sys, time
+import os, socket, sys, time
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
-victim, seconds, most, *words = sys.argv[1:]
+seconds, most, *words = sys.argv[1:]
+doors = [door.rsplit(":", 1) for door in sys.stdin.readline().split()]
 held, end, told = [], time.monotonic() + float(seconds), False
-before = set(sys.stdin.readline().split())
 while time.monotonic() < end and len(held) < int(most):
-    lines = [line.split() for line in open("/proc/net/tcp").readlines()[1:]]
-    doors = [l[1] for l in lines if l[3] == "0A" and l[7] == victim and l[1] not in before]
-    for door in doors:
-        address, port = door.split(":")
-        where = socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)
-        for word in words or [""]:
+    for address, port in doors:
+        for word in words:
             sock = socket.socket()
             sock.settimeout(0.5)
             try:
-                sock.connect(where)
+                sock.connect((address, int(port)))
                 sock.sendall(bytes.fromhex(word))
             except OSError:
                 continue
@@ -41,33 +37,34 @@ while time.monotonic() < end and len(held) < int(most):
     if not told:
         print("looking", flush=True)
         told = True
+    time.sleep(0.01)
 print(len(held), flush=True)
 sys.stdin.read()
 """
 
 
-def listening(uid: int) -> list[str]:
-    """Ports of a user as /proc/net/tcp has them."""
-    with open("/proc/net/tcp") as lines:
-        rows = [line.split() for line in lines][1:]
-    return [row[1] for row in rows if row[3] == "0A" and row[7] == str(uid)]
+def doors(pid: int | None = None) -> list[str]:
+    """`address:port` of each TCP port that a process listens on; any user can see them in /proc/net/tcp."""
+    connections = psutil.Process(pid).net_connections("inet")
+    return sorted(f"{c.laddr.ip}:{c.laddr.port}" for c in connections if c.status == "LISTEN")
 
 
 class Stranger:
-    """The other user at work; `with`. Ports that were open before are not the run's, and left alone."""
+    """The other user at work; `with`. He connects to the ports that he is told, for other tests have theirs on this machine:
+    to each a hundred times a second at most, so that a rank that a busy machine lets wait for a second has still seen it."""
 
     def __init__(self, seconds: float, most: int, *words: bytes) -> None:
-        self._arguments = [str(os.getuid()), str(seconds), str(most), *(word.hex() for word in words)]
+        self._arguments = [str(seconds), str(most), *(word.hex() for word in words)]
 
     def __enter__(self) -> Stranger:
         command = [sys.executable, "-S", "-c", STRANGER, *self._arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         return self
 
-    def look(self, leave: list[str]) -> None:
-        """Begins, and leaves some ports alone."""
+    def look(self, at: list[str]) -> None:
+        """Begins with these ports; returns once he has been at each."""
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(" ".join(leave) + "\n")
+        self._process.stdin.write(" ".join(at) + "\n")
         self._process.stdin.flush()
         assert self._process.stdout.readline() == "looking\n"
 
@@ -111,9 +108,9 @@ class Meeting(Worker):
 
         dist.destroy_process_group()
 
-    def ports(self) -> list[int]:
+    def doors(self) -> list[str]:
         """TCP ports that this process listens on."""
-        return sorted(c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == "LISTEN")
+        return doors()
 
     def idle_cpu(self) -> float:
         """Share of a core that the process takes while it does nothing."""
@@ -139,7 +136,8 @@ class Meeting(Worker):
         return resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def form_late(self, path: str, patience: float) -> float:
-        """Forms the group; between gloo's listening and its connecting waits until the file is there."""
+        """Forms the group; between gloo's listening and its connecting says where it listens, and waits until the file is
+        there."""
         from torch.distributed import ProcessGroupGloo
 
         from rlhpc.runtime.comm import meshes
@@ -149,7 +147,9 @@ class Meeting(Worker):
 
         def create_and_wait(**options: Any) -> Any:
             device = create(**options)
-            Path(f"{path}-{self.rank}").touch()
+            said = Path(f"{path}.{self.rank}")
+            said.write_text(" ".join(doors()))
+            said.rename(f"{path}-{self.rank}")
             deadline = time.monotonic() + 30
             while not os.path.exists(path) and time.monotonic() < deadline:
                 time.sleep(0.01)
