@@ -20,6 +20,7 @@ import pwd
 import random
 import shlex
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -324,14 +325,22 @@ class SlurmCluster:
         rows = self.run("sinfo", "--noheader", "--Node", "--partition", "all", "--format", "%N %T %E").splitlines()
         bad = [row for row in rows if row.split()[1].startswith(("down", "drain"))]
         for row in bad:
-            # "down" first: a node that is draining cannot be resumed while Slurm waits for a step on it
-            name = row.split()[0]
-            if "down" not in row.split()[1]:
-                self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=repair")
-            self.run("scontrol", "update", f"nodename={name}", "state=resume")
+            self.take_back(row.split()[0], is_down="down" in row.split()[1])
         if bad:
             self.wait_for_nodes()
         return bad
+
+    def take_back(self, node: str, *, is_down: bool = False) -> None:
+        """Ends whatever Slurm waits for on a node: a node that it waits for cannot be resumed unless it is down."""
+        if not is_down:
+            self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=repair")
+        self.run("scontrol", "update", f"nodename={node}", "state=resume")
+
+    def running_on(self, node: str) -> list[str]:
+        """What runs on a node beside slurmd, as command lines with their pids: of jobs, and of what is left of them."""
+        slurmd = self._processes[f"slurmd-{self._node(node).name}"]
+        words = {p.pid: processes.command_line(p.pid).replace("\0", " ") for p in self._running_on(node) if p != slurmd}
+        return [f"{pid} {command.strip()}" for pid, command in sorted(words.items())]
 
     def logs(self, lines: int = 15) -> str:
         return processes.tail(self._logs(), lines)
@@ -357,6 +366,13 @@ class SlurmCluster:
         processes.end([self._processes[f"slurmd-{self._node(node).name}"]])
         if steps:
             self._end_everything_on(node)
+
+    def freeze_slurmd(self, node: str) -> None:
+        """It takes messages, and answers none until `thaw_slurmd`, as on a machine that is too busy."""
+        self._processes[f"slurmd-{self._node(node).name}"].kill(signal.SIGSTOP)
+
+    def thaw_slurmd(self, node: str) -> None:
+        self._processes[f"slurmd-{self._node(node).name}"].kill(signal.SIGCONT)
 
     def start_slurmd(self, node: str, *, wait: bool = True) -> None:
         name = f"slurmd-{self._node(node).name}"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from .cluster import SlurmCluster
+from .jobs import wait_gone
 from .runs import SlurmRun, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -21,7 +22,7 @@ def test_roles_and_components_of_a_requeued_run(slurm: SlurmCluster, tmp_path: P
     run.training()
     slurm.run("scontrol", "requeue", run.job)
     run.finish(process)
-    until(lambda: not slurm.run("squeue", "--noheader", f"--jobs={run.job}").strip(), "the job is gone")
+    wait_gone(slurm, run.job)
 
     def report() -> dict[str, object]:
         run.rlhpc("report", str(run.root))

@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 pytest.importorskip("aiohttp", reason="needs the extra llm")
 
 from .cluster import SlurmCluster
+from .jobs import end_jobs
 from .runs import ROOT, SlurmRun, kill, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos, pytest.mark.timeout(900)]
@@ -81,8 +82,7 @@ def solve(task, model):
 @pytest.fixture(autouse=True)
 def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
     yield
-    slurm.run("scancel", "--me")
-    until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
+    end_jobs(slurm)
 
 
 def test_a_rank_with_agents_is_lost_in_the_middle(slurm: SlurmCluster, tmp_path: Path) -> None:

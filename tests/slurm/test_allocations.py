@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from .cluster import SlurmCluster
+from .jobs import wait_gone
 from .runs import ROOT, SlurmRun, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
@@ -83,7 +84,7 @@ def test_more_than_was_granted(slurm: SlurmCluster, tmp_path: Path) -> None:
     assert not run.root.exists()
     # a shell that still has the variables of that allocation, which is over
     job = done.stderr.partition("Granted job allocation ")[2].split()[0]
-    until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "the allocation is given back")
+    wait_gone(slurm)
     left = {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": slurm.gpu_nodes[0]}
     done = subprocess.run(
         train[:-1], env={**run.environment, **left}, cwd=ROOT, capture_output=True, text=True, timeout=100

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from .cluster import SlurmCluster
+from .jobs import end_jobs
 from .runs import SlurmRun, kill, until
 
 KILLS = int(os.environ.get("RLHPC_CHAOS_KILLS", "6"))
@@ -27,8 +28,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.chaos, pytest.mark.timeout(300 + 12
 @pytest.fixture(autouse=True)
 def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
     yield
-    slurm.run("scancel", "--me")
-    until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
+    end_jobs(slurm)
 
 
 def restarted(run: SlurmRun, before: tuple[int, int]) -> tuple[int] | None:

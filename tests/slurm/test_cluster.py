@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm import processes
+from tests.slurm import jobs, processes
 from tests.slurm.cluster import ClusterError, SlurmCluster, Variant, main
 from tests.slurm.processes import wait_until
 from tests.slurm.slurm_conf import REQUEUE_DELAY_S
@@ -65,6 +65,25 @@ def test_a_node_that_slurm_gave_up_is_taken_back(slurm: SlurmCluster) -> None:
     assert [row.split()[0] for row in found] == ["cpu2", "gpu1"] and "Kill task failed" in found[1]
     assert slurm.repair_nodes() == []
     slurm.run("srun", "-wgpu1,cpu2", "-N2", "/bin/true")
+
+
+def test_a_job_whose_end_slurm_missed_is_ended_and_others_are_named(slurm: SlurmCluster) -> None:
+    """The second component of a het job, on a node whose slurmd did not answer in time that it has ended."""
+    components = ["--nodelist=gpu1", "--partition=gpu", "--mem=100", ":", "--nodelist=cpu1", "--partition=cpu", "--mem=100"]
+    script = slurm.root / "asleep.sh"
+    script.write_text("#!/bin/bash\nsleep 600\n")
+    job = slurm.run("sbatch", "--parsable", "--output=/dev/null", "--chdir=/", *components, script).strip()
+    wait_until(lambda: state(slurm, job).count("RUNNING") == 2, "the job to run", deadline_s=60, poll_s=0.2)
+    named = rf"(?s)job {job}\+0 .asleep.sh. is RUNNING, reason None, on gpu1\n  gpu1 is \w+; there runs:\n.*sleep 600"
+    with pytest.raises(AssertionError, match=named):
+        jobs.wait_gone(slurm, job, deadline_s=0)
+    slurm.freeze_slurmd("cpu1")
+    slurm.run("scancel", job)
+    wait_until(lambda: slurm.node_state("cpu1").endswith("*"), "Slurm to have no answer", deadline_s=30, poll_s=0.2)
+    slurm.thaw_slurmd("cpu1")
+    with pytest.warns(UserWarning, match=rf"(?s)on cpu1:\njob {job}\+1 .* is COMPLETING.*nothing but slurmd"):
+        jobs.end_jobs(slurm, asked_again_s=2)
+    slurm.run("srun", "--nodelist=cpu1", "/bin/true")
 
 
 def test_nodes_are_hosts_of_their_own(slurm_hosts: SlurmCluster) -> None:

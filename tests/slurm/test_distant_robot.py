@@ -10,6 +10,7 @@ import pytest
 from tests.distant_arm import Arm, sshd
 
 from .cluster import SlurmCluster
+from .jobs import end_jobs
 from .runs import SlurmRun, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
@@ -25,8 +26,7 @@ TASK = (
 @pytest.fixture(autouse=True)
 def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
     yield
-    slurm.run("scancel", "--me")
-    until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
+    end_jobs(slurm)
 
 
 def test_it_joins_a_job_through_the_login_node_and_is_let_go_at_its_end(slurm: SlurmCluster, tmp_path: Path) -> None:

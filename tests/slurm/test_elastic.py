@@ -24,6 +24,7 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 from tests.users import BOB, needs_root
 
 from .cluster import SlurmCluster
+from .jobs import end_jobs
 from .runs import ROOT, SlurmRun, kill, until
 
 EVENTS = int(os.environ.get("RLHPC_HELPERS_EVENTS", "8"))
@@ -76,8 +77,7 @@ def slow(sample):
 @pytest.fixture(autouse=True)
 def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
     yield
-    slurm.run("scancel", "--me")
-    until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
+    end_jobs(slurm)
 
 
 class ElasticRun(SlurmRun):

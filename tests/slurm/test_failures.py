@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from .cluster import SlurmCluster
+from .jobs import end_jobs, wait_gone
 from .processes import Process
 from .runs import SlurmRun, kill, until
 
@@ -22,8 +23,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.chaos, pytest.mark.timeout(600)]
 @pytest.fixture(autouse=True)
 def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
     yield
-    slurm.run("scancel", "--me")
-    until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
+    end_jobs(slurm)
 
 
 #: A quarter of a minute, of which the run has trained a second when something happens to it.
@@ -197,7 +197,7 @@ def test_the_run_folder_is_full(
             (folder / "filler").unlink()
             said = run.log.read_text() + (run.root / "logs" / "segment_0" / "driver.err").read_text()
             assert "No space left on device" in said and "Traceback" not in said, said
-            until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "the job is gone", 60)
+            wait_gone(slurm)
             assert run.committed() >= before
             run.finish(run.submit(), 300)
             assert [row["step"] for row in run.rows()] == list(range(1, LAST + 1))

@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="needs the extra vllm")
 from tests.classifiers import save_classifier
 
 from .cluster import SlurmCluster
+from .jobs import end_jobs, wait_gone
 from .runs import ROOT, SlurmRun, kill, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -48,8 +49,7 @@ actor:
 @pytest.fixture(autouse=True)
 def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
     yield
-    slurm.run("scancel", "--me")
-    until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
+    end_jobs(slurm)
 
 
 def test_the_rollout_group_is_killed_and_starts_again(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_helpers_join_from_jobs_of_their_own(slurm: SlurmCluster, tmp_path: Path
     last = helper(3)
     pause.unlink()
     run.finish(process, 400)
-    until(lambda: not slurm.run("squeue", "--noheader", "--jobs", last).strip(), "the last has ended with the run")
+    wait_gone(slurm, last)
     assert "rollout-3 ended: " in (tmp_path / "helper-3.log").read_text()
     assert len(run.attempts) == 1 and not run.recoveries
     rows = run.rows()

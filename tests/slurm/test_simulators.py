@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from .cluster import SlurmCluster
+from .jobs import end_jobs
 from .runs import SlurmRun, kill, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos, pytest.mark.timeout(600)]
@@ -26,8 +27,7 @@ STEPS, TRANSITIONS = 60, 4 * 8
 @pytest.fixture(autouse=True)
 def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
     yield
-    slurm.run("scancel", "--me")
-    until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
+    end_jobs(slurm)
 
 
 def test_a_maniskill_rank_dies_and_starts_again_alone(slurm: SlurmCluster, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from .cluster import SlurmCluster
+from .jobs import end_jobs, wait_gone
 from .runs import ROOT, SITE, SlurmRun, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -21,8 +22,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 @pytest.fixture(autouse=True)
 def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
     yield
-    slurm.run("scancel", "--me")
-    until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
+    end_jobs(slurm)
 
 
 TINY = ("algorithm.rollout_steps=64", "algorithm.update_epochs=2", "env.eval.num_episodes=4")
@@ -111,7 +111,7 @@ def test_every_rank_sees_its_own_part(slurm: SlurmCluster, tmp_path: Path) -> No
     assert "was cancelled" in run.rlhpc("cancel", str(run.root))
     assert process.wait(60) != 0
     assert run.committed() == run.step() > 0, "it saved before it ended"
-    until(lambda: not slurm.run("squeue", "--noheader", f"--jobs={run.job}").strip(), "the job is gone")
+    wait_gone(slurm, run.job)
 
 
 @pytest.mark.timeout(1500)  # on a busy machine, where an attempt does not get far

@@ -14,6 +14,7 @@ import pytest
 from tests.waiting import program, proportional_kib, resident_kib, watchers
 
 from .cluster import SlurmCluster
+from .jobs import end_jobs
 from .runs import SlurmRun, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -28,8 +29,7 @@ exec {squeue} "$@"
 @pytest.fixture(autouse=True)
 def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
     yield
-    slurm.run("scancel", "--me")
-    until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
+    end_jobs(slurm)
 
 
 def test_many_wait_for_the_price_of_one(slurm: SlurmCluster, tmp_path: Path) -> None:

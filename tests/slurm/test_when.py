@@ -18,6 +18,7 @@ from rlhpc.runs.when import Answer, outlook
 from rlhpc.runs.when_text import verdict
 
 from .cluster import SlurmCluster
+from .jobs import end_jobs
 from .runs import ROOT, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -44,8 +45,7 @@ def full(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[float
 
     found = until(ends, "both nodes are taken")
     yield max(time.mktime(time.strptime(end, "%Y-%m-%dT%H:%M:%S")) for end in found)
-    slurm.run("scancel", "--me")
-    until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
+    end_jobs(slurm)
 
 
 def rlhpc(*words: str) -> str:
