@@ -10,9 +10,10 @@ from .cluster import SlurmCluster
 from .processes import tail
 
 #: After so long without an answer Slurm asks a node again whether a job has ended there: KillWait and two MessageTimeout.
-#: Of a het job it asks only on behalf of the first component that has not ended for MinJobAge (job_mgr.c of Slurm 22.05,
-#: _purge_complete_het_job): where the answer of another one's node was lost, as that of a slurmd that took longer than
-#: MessageTimeout on a starved machine is, the job stays COMPLETING for five minutes, and one that is to start again for ever.
+#: Of a het job, before Slurm 25.05, it asks no further than the first component that has not been over for MinJobAge
+#: (_purge_complete_het_job in its job_mgr.c), and nothing while that one waits to start again. An answer is lost where it
+#: takes longer than MessageTimeout, as slurmd's may on a starved machine: then the job stays COMPLETING for five to six
+#: minutes, or, if it is to start again, for good.
 ASKED_AGAIN_S = 5 + 2 * 10
 
 

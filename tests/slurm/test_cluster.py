@@ -67,13 +67,13 @@ def test_a_node_that_slurm_gave_up_is_taken_back(slurm: SlurmCluster) -> None:
     slurm.run("srun", "-wgpu1,cpu2", "-N2", "/bin/true")
 
 
-def test_a_job_whose_end_slurm_missed_is_ended_and_others_are_named(slurm: SlurmCluster) -> None:
+def test_a_job_whose_end_slurm_missed_is_ended_and_others_are_named(slurm: SlurmCluster, tmp_path: Path) -> None:
     """The second component of a het job, on a node whose slurmd did not answer in time that it has ended."""
-    components = ["--nodelist=gpu1", "--partition=gpu", "--mem=100", ":", "--nodelist=cpu1", "--partition=cpu", "--mem=100"]
-    script = slurm.root / "asleep.sh"
-    script.write_text("#!/bin/bash\nsleep 600\n")
+    components = ["--nodelist=gpu1", "--mem=100", ":", "--nodelist=cpu1", "--mem=100"]
+    script = tmp_path / "asleep.sh"
+    script.write_text(f"#!/bin/bash\nsleep 600 &\ntouch {tmp_path}/up\nwait\n")
     job = slurm.run("sbatch", "--parsable", "--output=/dev/null", "--chdir=/", *components, script).strip()
-    wait_until(lambda: state(slurm, job).count("RUNNING") == 2, "the job to run", deadline_s=60, poll_s=0.2)
+    wait_until((tmp_path / "up").exists, "the job to run", deadline_s=60)
     named = rf"(?s)job {job}\+0 .asleep.sh. is RUNNING, reason None, on gpu1\n  gpu1 is \w+; there runs:\n.*sleep 600"
     with pytest.raises(AssertionError, match=named):
         jobs.wait_gone(slurm, job, deadline_s=0)
