@@ -14,8 +14,7 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.language import checks
 from rlhpc.language.choices import CHOICES, FREE
 from rlhpc.language.config import GrpoConfig, LanguageConfig, SftConfig, TrainedLanguageConfig
-from rlhpc.language.ranges import RANGES
-from rlhpc.language.reward_config import RANGES as REWARD_RANGES
+from rlhpc.language.ranges import RANGES, TRAINED_RANGES
 from rlhpc.language.reward_config import RewardRunConfig
 from rlhpc.language.scoring.groups import AGENT, CRITIC, REFERENCE, group_models, group_roles, placed, scoring_groups
 from rlhpc.runs.checks import check_estimators
@@ -59,7 +58,7 @@ class TrainedKind(Kind[Trained]):
     trained: tuple[str, str] = ("train/loss", "training loss")
     rate: str = "time/train_tokens_per_s"
     preload: tuple[str, ...] = _PRELOAD
-    ranges: Mapping[str, Range] = field(default_factory=lambda: RANGES)
+    ranges: Mapping[str, Range] = field(default_factory=lambda: TRAINED_RANGES)
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: CHOICES)
     evaluation: tuple[str, ...] = ("data.eval",)
     free: tuple[str, ...] = FREE
@@ -160,6 +159,8 @@ class TrainedKind(Kind[Trained]):
 @dataclass(frozen=True)
 class LanguageKind(TrainedKind[Cfg]):
     """A kind of run whose model answers, at least in evaluation."""
+
+    ranges: Mapping[str, Range] = field(default_factory=lambda: RANGES)
 
     def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
         """Refuses wrong names, and what does not fit together."""
@@ -350,5 +351,4 @@ REWARD_MODEL = RewardModelKind(
     "rlhpc.language.runners.reward_model:RewardModelRunner",
     curves={"preference_loss": "Loss", **_EACH},
     compared=(("train/loss", "Loss", "mean loss"), *_COMPARED),
-    ranges=REWARD_RANGES,
 )

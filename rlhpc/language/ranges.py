@@ -6,10 +6,24 @@ from rlhpc.config.ranges import ANY, COUNT, ELASTIC_RANGES, FRACTION, INTERVAL, 
 from rlhpc.config.ranges import RANGES as COMMON_RANGES
 from rlhpc.language.group_config import GROUP_RANGES
 
-#: What each number may be, of both kinds of run.
-RANGES: dict[str, Range] = {
-    **ELASTIC_RANGES,
+#: What each number may be, of all kinds of run.
+TRAINED_RANGES: dict[str, Range] = {
     "runner.val_check_interval": INTERVAL,
+    "actor.optim.lr_warmup_steps": NOT_NEGATIVE,
+    "actor.max_tokens_per_micro_batch": COUNT,
+    "actor.model.router_aux_loss_coef": NOT_NEGATIVE,
+    **{
+        f"data.{part}.{name}": allowed
+        for part in ("train", "eval[]")
+        for name, allowed in {"size": COUNT, "seed": NOT_NEGATIVE, "eval_fraction": FRACTION}.items()
+    },
+    "data.max_prompt_tokens": COUNT,
+    "data.prompts_per_step": COUNT,
+}
+#: And of those whose models answer.
+RANGES: dict[str, Range] = {
+    **TRAINED_RANGES,
+    **ELASTIC_RANGES,
     "algorithm.gamma": FRACTION,
     "algorithm.gae_lambda": FRACTION,
     "algorithm.turn_gamma": FRACTION,
@@ -50,19 +64,9 @@ RANGES: dict[str, Range] = {
     "agent.services[].timeout_s": POSITIVE,
     "agent.max_tokens": COUNT,
     "actor.global_batch_size": COUNT,
-    "actor.optim.lr_warmup_steps": NOT_NEGATIVE,
-    "actor.max_tokens_per_micro_batch": COUNT,
-    "actor.model.router_aux_loss_coef": NOT_NEGATIVE,
     "critic.model.router_aux_loss_coef": NOT_NEGATIVE,
-    **{
-        f"data.{part}.{name}": allowed
-        for part in ("train", "eval[]")
-        for name, allowed in {"size": COUNT, "seed": NOT_NEGATIVE, "eval_fraction": FRACTION}.items()
-    },
     "data.eval[].samples": COUNT,
     "data.eval[].temperature": NOT_NEGATIVE,
-    "data.max_prompt_tokens": COUNT,
-    "data.prompts_per_step": COUNT,
     "reward.terms[].weight": ANY,
     "reward.process_terms[].weight": ANY,
     "reward.timeout_s": POSITIVE,

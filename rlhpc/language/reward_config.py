@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhpc.config.ranges import COUNT, FRACTION, INTERVAL, NOT_NEGATIVE, Range
 from rlhpc.config.sections import RunnerConfig
 from rlhpc.language.config import LanguageAlgorithmConfig, SourceConfig, TrainedLanguageConfig
 
@@ -77,19 +76,3 @@ class RewardRunConfig(TrainedLanguageConfig):
     runner: RewardRunnerConfig = field(default_factory=RewardRunnerConfig)
     algorithm: RewardAlgorithmConfig = field(default_factory=RewardAlgorithmConfig)
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
-
-
-#: What each number may be.
-RANGES: dict[str, Range] = {
-    "runner.val_check_interval": INTERVAL,
-    "actor.optim.lr_warmup_steps": NOT_NEGATIVE,
-    "actor.max_tokens_per_micro_batch": COUNT,
-    "actor.model.router_aux_loss_coef": NOT_NEGATIVE,
-    **{
-        f"data.{part}.{name}": allowed
-        for part in ("train", "eval[]")
-        for name, allowed in {"size": COUNT, "seed": NOT_NEGATIVE, "eval_fraction": FRACTION}.items()
-    },
-    "data.max_prompt_tokens": COUNT,
-    "data.prompts_per_step": COUNT,
-}

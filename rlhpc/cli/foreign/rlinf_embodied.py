@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhpc.cli.foreign.rlinf_names import ADVANTAGES, DTYPES, LOSSES, choice
+from rlhpc.cli.foreign.rlinf_names import ADVANTAGES, DTYPES, LOSSES, OPTIM, choice
 from rlhpc.cli.foreign.rules import NOTHING, Reading, Rows, Rule
 
 #: Policies that start from random weights.
@@ -245,12 +245,8 @@ PPO: Rows = [
     ("env.train.group_size", lambda read: int(read("env.train.group_size", 0) or read("algorithm.group_size", 1))),
     ("actor.micro_batch_size", _micro),
     ("actor.optim.name", lambda read: "adamw" if read("actor.optim.weight_decay", 0) else "adam"),
-    ("actor.optim.lr", "actor.optim.lr"),
-    ("actor.optim.adam_beta1", "actor.optim.adam_beta1"),
-    ("actor.optim.adam_beta2", "actor.optim.adam_beta2"),
-    ("actor.optim.adam_eps", "actor.optim.adam_eps"),
+    *OPTIM,
     ("actor.optim.weight_decay", "actor.optim.weight_decay"),
-    ("actor.optim.clip_grad", "actor.optim.clip_grad"),
 ]
 
 
@@ -275,12 +271,8 @@ SAC: Rows = [
     ("algorithm.target_update_freq", "algorithm.target_update_freq"),
     ("algorithm.random_steps", lambda read: 0),  # RLinf's policy acts from the first step on
     ("actor.optim.name", lambda read: "adam"),
-    ("actor.optim.lr", "actor.optim.lr"),
     ("actor.optim.value_lr", "actor.critic_optim.lr"),
-    ("actor.optim.adam_beta1", "actor.optim.adam_beta1"),
-    ("actor.optim.adam_beta2", "actor.optim.adam_beta2"),
-    ("actor.optim.adam_eps", "actor.optim.adam_eps"),
-    ("actor.optim.clip_grad", "actor.optim.clip_grad"),
+    *OPTIM,
 ]
 
 

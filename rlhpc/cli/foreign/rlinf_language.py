@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.foreign.rlinf_names import ADVANTAGES, DTYPES, LOSSES, choice
+from rlhpc.cli.foreign.rlinf_names import ADVANTAGES, DTYPES, LOSSES, OPTIM, choice
 from rlhpc.cli.foreign.rules import NOTHING, Reading, Rows, Rule
 
 
@@ -225,12 +225,8 @@ ROWS: Rows = [
         "actor.optim.name",
         lambda read: "adamw" if read("actor.optim.optimizer", "adam") == "adam" else str(read("actor.optim.optimizer")),
     ),
-    ("actor.optim.lr", "actor.optim.lr"),
-    ("actor.optim.adam_beta1", "actor.optim.adam_beta1"),
-    ("actor.optim.adam_beta2", "actor.optim.adam_beta2"),
-    ("actor.optim.adam_eps", "actor.optim.adam_eps"),
+    *OPTIM,
     ("actor.optim.weight_decay", "actor.optim.weight_decay"),
-    ("actor.optim.clip_grad", "actor.optim.clip_grad"),
     ("actor.optim.lr_scheduler", _schedule("actor.lr_sched.lr_decay_style", "constant")),
     ("actor.optim.lr_warmup_steps", _schedule("actor.lr_sched.lr_warmup_iters", 0)),
 ]
