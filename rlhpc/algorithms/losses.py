@@ -122,7 +122,11 @@ def _facts(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor) -> M
         return {"approx_kl": means[0], "clip_fraction": means[1], "ratio": means[2]}
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, c: float | None) -> tuple[Tensor, Tensor]:
+def _clipped(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float, c: float | None
+) -> tuple[Tensor, Metrics]:
+    log_ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
     plain, bounded = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
     loss = torch.max(plain, bounded)
     clipped = bounded > plain
@@ -133,7 +137,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, c: floa
         negative = advantages < 0
         clipped = clipped | (negative & (limit < loss))
         loss = torch.where(negative, torch.min(loss, limit), loss)
-    return loss, clipped
+    return loss, _facts(log_ratio, ratio, clipped, mask)
 
 
 def ppo(
@@ -148,10 +152,7 @@ def ppo(
     **_: Any,
 ) -> tuple[Tensor, Metrics]:
     """max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high)) (Schulman et al. 2017); where A < 0, min of that and −A·c (Ye et al. 2020)."""
-    log_ratio = (logprobs - old_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-    loss, clipped = _clipped(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
-    return loss, _facts(log_ratio, ratio, clipped, mask)
+    return _clipped(logprobs - old_logprobs, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
 
 
 def gspo(
@@ -168,10 +169,8 @@ def gspo(
     """Sequence ratio exp(mean of valid log-ratios), gradient through the token log-probs (Zheng et al. 2025, GSPO-token)."""
     token = (logprobs - old_logprobs).masked_fill(~mask, 0)
     sequence = token.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    log_ratio = (sequence.detach() + logprobs - logprobs.detach()).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-    loss, clipped = _clipped(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
-    return loss, _facts(log_ratio, ratio, clipped, mask)
+    log_ratio = sequence.detach() + logprobs - logprobs.detach()
+    return _clipped(log_ratio, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
 
 
 def cispo(
@@ -202,13 +201,11 @@ def decoupled_ppo(
         raise ConfigError(
             "loss_type 'decoupled_ppo' needs proximal_logprobs beside old_logprobs (the behaviour policy's)"
         )
-    log_ratio = (logprobs - proximal_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-    loss, clipped = _clipped(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    log_ratio = logprobs - proximal_logprobs
+    loss, metrics = _clipped(log_ratio, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
     weight = _ratio(proximal_logprobs - old_logprobs).detach()
     if behave_weight_cap is not None:
         weight = weight.clamp(max=behave_weight_cap)
-    metrics = _facts(log_ratio, ratio, clipped, mask)
     metrics["behave_weight"] = _mean(weight, mask)
     return loss * weight, metrics
 
