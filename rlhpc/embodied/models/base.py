@@ -135,10 +135,7 @@ class Policy(nn.Module):
         """
         head_input, values = self.features(obs, True, True)
         assert head_input is not None and values is not None
-        if mode == "eval":
-            noise = None
-        elif noise is None:
-            noise = self.head.sample_noise((count_rows(obs),), torch.default_generator).to(head_input.device)
+        noise = None if mode == "eval" else self.noise_for(obs, noise, head_input.device)
         actions, logprobs = self.head.act(head_input, noise, self.logprob_type)
         return actions, {"prev_logprobs": logprobs, "prev_values": values}
 
@@ -163,6 +160,10 @@ class Policy(nn.Module):
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Noise for `predict_action_batch`, `[*shape, ...]`; a row belongs to one slot and step."""
         return self.head.sample_noise(shape, generator)
+
+    def noise_for(self, obs: Obs, noise: Tensor | None, device: torch.device) -> Tensor:
+        """What a sample of `predict_action_batch` is made of: noise that was given, or is drawn here."""
+        return self.sample_noise((count_rows(obs),), torch.default_generator).to(device) if noise is None else noise
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
         """What behaviour cloning minimises, `[B]`: here the negative log-likelihood of `actions [B, chunk, dim]` at `obs`.

@@ -154,8 +154,7 @@ class FlowActing(Policy):
         if mode == "eval":
             chain = self._eval_chain(velocity, obs)
         else:
-            if noise is None:
-                noise = self.sample_noise((len(values),), torch.default_generator).to(values.device)
+            noise = self.noise_for(obs, noise, values.device)
             chain = self.flow.act(velocity, noise[:, 1:], noise[:, 0])
         actions = self.played(chain[:, -1], slice(self.chunk))
         logprobs = self._leveled(self.flow.logprobs(velocity, chain))

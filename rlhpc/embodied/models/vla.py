@@ -18,7 +18,6 @@ from torch import Tensor
 
 from rlhpc.config.sections import LoraConfig
 from rlhpc.embodied.config import ModelConfig
-from rlhpc.embodied.envs.observations import count_rows
 from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.flow import scale_of
 from rlhpc.embodied.models.heads import at_level
@@ -160,10 +159,7 @@ class TokenPolicy(Policy):
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Actions for a batch of observations (`Policy.predict_action_batch`)."""
-        if mode == "eval":
-            noise = None
-        elif noise is None:
-            noise = self.sample_noise((count_rows(obs),), torch.default_generator).to(self.scaling.low.device)
+        noise = None if mode == "eval" else self.noise_for(obs, noise, self.scaling.low.device)
         bins, logprobs, first = self._say(obs, noise)
         tokens = bins + self.tokens.first
         actions = self.scaling.unscaled(self.tokens.actions(tokens).unflatten(1, (self.chunk, self.dim)))

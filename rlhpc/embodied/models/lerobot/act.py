@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlhpc.embodied.config import ModelConfig
@@ -57,7 +56,3 @@ class ActPolicy(LerobotPolicy):
         """Actions for a batch of observations (`Policy.predict_action_batch`)."""
         scaled, extras = Policy.predict_action_batch(self, obs, mode, noise)
         return self.processors.after(scaled), {**extras, "inputs": {"scaled": scaled}}
-
-    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """See `Policy.sample_noise`."""
-        return self.head.sample_noise(shape, generator)

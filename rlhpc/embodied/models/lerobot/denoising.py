@@ -83,9 +83,7 @@ class DenoisingPolicy(LerobotPolicy):
             if mode == "eval":
                 x = self.denoise(seen, hidden.new_zeros(len(hidden), *self.state_shape))
                 return self._used(x), {"prev_values": values}
-            if noise is None:
-                noise = self.sample_noise((len(hidden),), torch.default_generator).to(hidden.device)
-            chain = self.chain(seen, noise)
+            chain = self.chain(seen, self.noise_for(obs, noise, hidden.device))
             found = self._leveled(self.chain_logprobs(seen, chain))
         return self._used(chain[:, -1]), {"prev_logprobs": found, "prev_values": values, "inputs": {"chain": chain}}
 
