@@ -15,9 +15,7 @@ from typing import Any
 
 from rlhpc.jobs.paths import PAGE, RunPaths
 from rlhpc.language.samples_page import read_samples, results_with_samples, samples_path, spread
-from rlhpc.metrics.page import page, section
-from rlhpc.runtime.durable import replace_durably
-from rlhpc.runtime.storage import unwritten
+from rlhpc.metrics.page import page, section, write_page
 
 EPISODES = 24
 """Episodes of a suite that are shown."""
@@ -67,11 +65,7 @@ def write_episodes_page(paths: RunPaths) -> Path | None:
         title=f"{paths.root.name}: episodes", subtitle="what was read, what was drawn, what it was worth",
         body=[ways, *sections], css=_CSS,
     )  # fmt: skip
-    try:
-        replace_durably(target, html.encode())
-    except OSError as error:
-        raise unwritten(error, target) from error
-    return target
+    return write_page(html, target)
 
 
 def _rows(path: Path) -> list[Row]:

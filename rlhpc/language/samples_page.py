@@ -14,10 +14,8 @@ from typing import Any
 
 from rlhpc.jobs.paths import PAGE, RunPaths
 from rlhpc.language.pass_at_k import level_order
-from rlhpc.metrics.page import Cell, missing, page, section, table
-from rlhpc.runtime.durable import replace_durably
+from rlhpc.metrics.page import Cell, missing, page, section, table, write_page
 from rlhpc.runtime.plain import read_json
-from rlhpc.runtime.storage import unwritten
 
 PROBLEMS = 24
 """Problems of a suite that are shown in full."""
@@ -107,11 +105,7 @@ def write_samples_page(paths: RunPaths) -> Path | None:
         ],
         css=_CSS,
     )
-    try:
-        replace_durably(target, html.encode())
-    except OSError as error:
-        raise unwritten(error, target) from error
-    return target
+    return write_page(html, target)
 
 
 def _ways(suites: Sequence[str]) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from rlhpc.metrics.svg import STYLE, is_empty
+from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.storage import unwritten
 
 Cell = str | int | float
 _CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
@@ -74,6 +77,19 @@ def page(title: str, subtitle: str, body: Sequence[str], css: str = "") -> str:
     # Text from logs and models may contain what a page must not: control characters become their pictures, and lone
     # surrogates become question marks.
     return re.sub(r"\r\n?", "\n", html).translate(_CONTROL).encode("utf-8", "replace").decode()
+
+
+def write_page(html: str, output: Path) -> Path:
+    """Writes a page whole or not at all.
+
+    Raises:
+        RlhpcError: It cannot be written.
+    """
+    try:
+        replace_durably(output, html.encode())
+    except OSError as error:
+        raise unwritten(error, output) from error
+    return output
 
 
 def section(title: str, content: str) -> str:

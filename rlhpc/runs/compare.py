@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.metrics.page import write_page
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.results import read_results
@@ -20,9 +21,7 @@ from rlhpc.metrics.statistics import wilson
 from rlhpc.metrics.svg import Line, line_chart, number, running_mean
 from rlhpc.runs.kinds import kind_of_run
 from rlhpc.runs.scores import Scored, score_of, scores_part
-from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.runtime.storage import unwritten
 
 #: Number of points to which the curves of several seeds are interpolated.
 _GRID = 120
@@ -252,16 +251,3 @@ def curves_part(groups: Mapping[str, list[Run]], of: int | None = None) -> str:
     some = f" The {len(groups)} best of {of} configurations." if of is not None and of > len(groups) else ""
     told = f"<p>Lines are means over seeds, bands and error bars go from the lowest seed to the highest.{some}</p>"
     return told + figures(drawn)
-
-
-def write_page(html: str, output: Path) -> Path:
-    """Writes a page whole or not at all.
-
-    Raises:
-        RlhpcError: It cannot be written.
-    """
-    try:
-        replace_durably(output, html.encode())
-    except OSError as error:
-        raise unwritten(error, output) from error
-    return output

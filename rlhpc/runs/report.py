@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rlhpc.metrics.page import write_page
 from rlhpc.checkpoint.manifest import read_manifest, verify
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.accounting import write_accounting
@@ -88,11 +89,7 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
             section("Provenance", _provenance(provenance)),
         ],
     )
-    try:
-        replace_durably(page_file, html.encode())
-    except OSError as error:
-        raise unwritten(error, page_file) from error
-    return page_file
+    return write_page(html, page_file)
 
 
 def _subtitle(subject: str, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any]) -> str:

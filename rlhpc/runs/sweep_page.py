@@ -15,7 +15,8 @@ from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.page import card, missing, page, section
 from rlhpc.metrics.results import read_results
 from rlhpc.metrics.svg import number
-from rlhpc.runs.compare import Run, curves_part, final_table, write_page
+from rlhpc.runs.compare import Run, curves_part, final_table
+from rlhpc.metrics.page import write_page
 from rlhpc.runs.kinds import kind_of_run
 from rlhpc.runs.scores import MOST_DRAWN, Scored, metric_of, ranked, score_of, scores_part
 from rlhpc.runs.sweeps import read_sweep

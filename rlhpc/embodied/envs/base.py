@@ -121,6 +121,17 @@ class VectorEnv(ABC):
         """Restores what `state_dict` returned."""
         raise NotImplementedError(f"{type(self).__name__} cannot restore a state")
 
+    def slots_of(self, state: Any) -> list[Any]:
+        """What a `state_dict` has of each slot.
+
+        Raises:
+            ValueError: It is of another number of slots.
+        """
+        slots: list[Any] = state["slots"]
+        if len(slots) != self.num_envs:
+            raise ValueError(f"state of {len(slots)} slots for {self.num_envs}")
+        return slots
+
     def slot_state(self, state: Any, index: int) -> Any:
         """One slot's part of a `state_dict`."""
         return state["slots"][index]

@@ -319,9 +319,7 @@ class GymnasiumVectorEnv(VectorEnv):
 
     def load_state_dict(self, state: Any) -> None:
         """See `VectorEnv.load_state_dict`. The bytes come from a checkpoint whose checksums were verified."""
-        slots = state["slots"]
-        if len(slots) != self.num_envs:
-            raise ValueError(f"state of {len(slots)} slots for {self.num_envs}")
+        slots = self.slots_of(state)
         for i, slot in enumerate(slots):
             begun = gymnasium_state.restore(self.envs[i], slot["simulator"])
             if self._played is not None and begun is not None:

@@ -274,9 +274,7 @@ class ManiSkillVectorEnv(VectorEnv):
     @torch.inference_mode()
     def load_state_dict(self, state: Any) -> None:
         """Plays the episodes under way again; the slots start one after the other, so that all end together."""
-        slots = state["slots"]
-        if len(slots) != self.num_envs:
-            raise ValueError(f"state of {len(slots)} slots for {self.num_envs}")
+        slots = self.slots_of(state)
         if self._gpu:
             log.warning(
                 "%s: PhysX on a GPU is not deterministic: the resumed episodes are close, not equal", self._env_id

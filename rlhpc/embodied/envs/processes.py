@@ -272,9 +272,7 @@ class ProcessVectorEnv(VectorEnv):
 
     def load_state_dict(self, state: Any) -> None:
         """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
-        slots = state["slots"]
-        if len(slots) != self.num_envs:
-            raise ValueError(f"state of {len(slots)} slots for {self.num_envs}")
+        slots = self.slots_of(state)
         for simulator in self._simulators:
             # Playing an episode again takes as long as it took.
             part = slots[simulator.share.start : simulator.share.stop]

@@ -119,10 +119,7 @@ class SlotwiseVectorEnv(VectorEnv):
 
     def load_state_dict(self, state: Any) -> None:
         """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
-        slots = state["slots"]
-        if len(slots) != self.num_envs:
-            raise ValueError(f"state of {len(slots)} slots for {self.num_envs}")
-        for slot, saved in enumerate(slots):
+        for slot, saved in enumerate(self.slots_of(state)):
             self.episodes.replay(slot, saved)
             self._begin(np.array([slot]))
             only = np.arange(self.num_envs) == slot

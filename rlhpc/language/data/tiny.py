@@ -58,8 +58,6 @@ def make_tiny_model(
         raise ConfigError(f"hidden={hidden} must be an even multiple of heads={heads}")
     if not vocabulary:
         raise ConfigError("vocabulary is empty; give the characters of prompts and answers")
-    import torch
-
     package = transformers()
     tokenizer = character_tokenizer(vocabulary, context)
     config = package.LlamaConfig(
@@ -76,9 +74,16 @@ def make_tiny_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    return write_model(folder, package.LlamaForCausalLM, config, tokenizer, seed)
+
+
+def write_model(folder: str | Path, maker: Callable[[Any], Any], config: Any, tokenizer: Any, seed: int) -> int:
+    """Writes a model with weights that a seed decides, and its tokenizer; returns the number of parameters."""
+    import torch
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = package.LlamaForCausalLM(config).float()
+        model = maker(config).float()
     Path(folder).mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhpc.language.data.tiny import VOCABULARY, character_tokenizer, maker_parser, run_maker
+from rlhpc.language.data.tiny import VOCABULARY, character_tokenizer, maker_parser, run_maker, write_model
 from rlhpc.language.data.tokens import transformers
 from rlhpc.runtime.errors import ConfigError
 
@@ -65,8 +65,6 @@ def make_tiny_vision_model(
         raise ConfigError(f"family is {family!r}; allowed: {', '.join(FAMILIES)}")
     if hidden % heads or (hidden // heads) % 8:
         raise ConfigError(f"hidden={hidden} must be a multiple of 8 × heads={heads}")
-    import torch
-
     package = transformers()
     tokenizer = character_tokenizer(vocabulary, context)
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
@@ -107,14 +105,9 @@ def make_tiny_vision_model(
         text_config=text, vision_config=vision, image_token_id=image, video_token_id=video, vision_start_token_id=start,
         vision_end_token_id=end, tie_word_embeddings=False,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = maker(config).float()
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    parameters = write_model(folder, maker, config, tokenizer, seed)
     _processor(package, family).save_pretrained(folder)
-    return int(sum(parameter.numel() for parameter in model.parameters()))
+    return parameters
 
 
 def _sections(width: int) -> list[int]:
