@@ -52,7 +52,7 @@ _IDLE_S = 0.002
 #: Rewards whose right answers all equal the reference, and so one another, however they are written.
 _ONE_ANSWER = ("math", "exact")
 #: Problems of a suite, with their prompts' token ids and where pictures begin among these, and what makes them.
-Problems = Sequence[tuple[Prompt, tuple[list[int], list[int]], PromptTokenizer]]
+Problems = Sequence[tuple[Prompt, tuple[int, ...], list[int], PromptTokenizer]]
 #: Where the final answer of a text is looked for.
 _ANSWERS = ("boxed", "####", "tag", "whole")
 
@@ -255,7 +255,7 @@ def problems_of(
     dataset = make_dataset(section, part, key=key)
     encoder = PromptTokenizer(tokenizer, most, cfg.data.overlong_prompts, section.chat_template, key=key)
     prompts = [dataset[index] for index in range(len(dataset))]
-    kept = [(prompt, made, encoder) for prompt in prompts if (made := encoder.encode(prompt)) is not None]
+    kept = [(one, tuple(made[0]), made[1], encoder) for one in prompts if (made := encoder.encode(one)) is not None]
     if not kept:
         raise ConfigError(f"{key}: all {len(prompts)} prompts are longer than data.max_prompt_tokens={most}")
     return kept, len(prompts) - len(kept)
@@ -288,10 +288,9 @@ def answers_to(
         max_new_tokens=cfg.rollout.max_new_tokens, temperature=section.temperature,
         top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
     )  # fmt: skip
-    for place, (prompt, (ids, at), encoder) in enumerate(problems):
+    for place, (prompt, ids, at, encoder) in enumerate(problems):
         shown, seeds = encoder.seen(prompt, at), [seed_of(seed, task, prompt.id, sample) for sample in range(count)]
-        asked = [Request(place * count + j, tuple(ids), sampling, own, shown) for j, own in enumerate(seeds)]
-        generation.add(asked, prompt)
+        generation.add([Request(place * count + j, ids, sampling, own, shown) for j, own in enumerate(seeds)], prompt)
     rows: list[dict[str, Any]] = [{}] * (len(problems) * count)
     done = 0
     while done < len(rows):

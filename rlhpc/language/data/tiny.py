@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhpc.language.data.tokens import transformers
+from rlhpc.language.hugging_face import transformers
 from rlhpc.runtime.errors import ConfigError
 
 VOCABULARY = string.digits + "+-*= " + string.ascii_lowercase

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.language.data.tiny import VOCABULARY, character_tokenizer, maker_parser, run_maker, write_model
-from rlhpc.language.data.tokens import transformers
+from rlhpc.language.hugging_face import transformers
 from rlhpc.runtime.errors import ConfigError
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")

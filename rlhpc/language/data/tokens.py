@@ -10,20 +10,12 @@ from typing import Any
 
 from rlhpc.language.data.pictures import Looker, Seen, make_looker
 from rlhpc.language.data.prompts import Prompt, PromptDataset
+from rlhpc.language.hugging_face import transformers
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import meant, required
+from rlhpc.runtime.lookup import meant
 from rlhpc.runtime.shown import first_line
 
 OVERLONG = ("error", "drop")
-
-
-def transformers() -> Any:
-    """The transformers package.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
-    return required("transformers", "language models need transformers")
 
 
 def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: str = "actor.model.model_path") -> Any:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlhpc.language.data.tokens import transformers
 from rlhpc.language.engines.base import Completion, Request
 from rlhpc.language.engines.ends import (
     StopTexts,
@@ -24,6 +23,7 @@ from rlhpc.language.engines.forward import Forward
 from rlhpc.language.engines.kv import KeyValues, moves_into_places
 from rlhpc.language.engines.ledger import Ledger
 from rlhpc.language.engines.sampling import Rows, draw
+from rlhpc.language.hugging_face import transformers
 from rlhpc.language.tokens.model import auto_class
 from rlhpc.language.tokens.pictures import tell_places
 from rlhpc.language.tokens.routing import Routing, routing_of

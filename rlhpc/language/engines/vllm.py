@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rlhpc.checkpoint.boxes import Box
-from rlhpc.language.data.tokens import transformers
 from rlhpc.language.engines.base import Completion, Request
 from rlhpc.language.engines.ends import (
     StopTexts,
@@ -29,6 +28,7 @@ from rlhpc.language.engines.vllm_names import tensors_of, under_all_names
 from rlhpc.language.engines.vllm_pictures import shown
 from rlhpc.language.engines.vllm_process import VLLMProcess
 from rlhpc.language.engines.vllm_receipt import reload_counted, require_all_loaded
+from rlhpc.language.hugging_face import transformers
 from rlhpc.language.tokens.model import auto_class
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.weights.cost import COST

@@ -6,7 +6,7 @@ import torch
 
 from rlhpc.language.algorithm.base import Scorer
 from rlhpc.language.config import GrpoConfig
-from rlhpc.language.data.tokens import transformers
+from rlhpc.language.hugging_face import transformers
 from rlhpc.language.scoring.group import ScoringGroup
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.divergence import top_logprobs

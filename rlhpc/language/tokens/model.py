@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rlhpc.language.data.pictures import looks
-from rlhpc.language.data.tokens import transformers
+from rlhpc.language.hugging_face import transformers
 from rlhpc.language.tokens.pictures import tell_places
 from rlhpc.runtime.device import computes_bfloat16
 from rlhpc.runtime.errors import ConfigError

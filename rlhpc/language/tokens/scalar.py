@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rlhpc.language.data.tokens import transformers
+from rlhpc.language.hugging_face import transformers
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.context import RowShare
 from rlhpc.language.tokens.model import load_by, prepared, pretrained_in
