@@ -154,6 +154,15 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
             self.skips.left_out(lambda: f"{where}: {told}{_prompts(batch)} ({self.part}-{self.rank})")
         return {**metrics, "grad_norm": norm, "tokens": tokens}
 
+    def _only_step(
+        self, step: int, parts: list[dict[str, torch.Tensor]], tokens: float, batch: TokenBatch
+    ) -> dict[str, float]:
+        """The one step of the optimizer in a global step, from its micro-batches' metrics; and all metrics."""
+        rate = self._learning_rate(step)
+        found = self._step(rate, self._reduced(parts), tokens, f"step {step}", batch)
+        self.version = step
+        return {**found, "lr": rate, **self.skips.counted()}
+
     def _reduced(self, parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Sums over micro-batches and ranks."""
         names = sorted(parts[0])

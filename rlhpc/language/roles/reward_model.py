@@ -89,11 +89,7 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
             return value, {"loss": value, **metrics}
 
         batches = [batch for _, batch in self._evenly(cut(whole, each, self.max_tokens), whole)]
-        rate = self._learning_rate(step)
-        parts = self.backend.forward_backward(batches, loss)
-        found = self._step(rate, self._reduced(parts), tokens, f"step {step}", whole)
-        self.version = step
-        return {**found, "lr": rate, **self.skips.counted()}
+        return self._only_step(step, self.backend.forward_backward(batches, loss), tokens, whole)
 
     def validate(self) -> dict[str, list[dict[str, Any]]]:
         """The rewards of this rank's share of the suites' rows, with the present weights.

@@ -67,8 +67,4 @@ class SftActor(LanguageActor[SftConfig]):
             return value, {"loss": value.detach()}
 
         batches = [batch for _, batch in self._micro_batches(whole)]
-        rate = self._learning_rate(step)
-        parts = self.backend.forward_backward(batches, loss)
-        found = self._step(rate, self._reduced(parts), tokens, f"step {step}", whole)
-        self.version = step
-        return {**found, "lr": rate, **self.skips.counted()}
+        return self._only_step(step, self.backend.forward_backward(batches, loss), tokens, whole)
