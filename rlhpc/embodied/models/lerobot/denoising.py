@@ -49,6 +49,10 @@ class DenoisingPolicy(LerobotPolicy):
     def denoise(self, seen: Any, x: Tensor) -> Tensor:
         """The deterministic way from a state of noise to actions, normalised `[B, *state_shape]`."""
 
+    def evaluated(self, seen: Any, hidden: Tensor) -> Tensor:
+        """Where evaluations end, which go from zero."""
+        return self.denoise(seen, hidden.new_zeros(len(hidden), *self.state_shape))
+
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """See `Policy.features`: there is no head."""
         with self.settled():
@@ -81,8 +85,7 @@ class DenoisingPolicy(LerobotPolicy):
             seen, hidden = self.see(obs)
             values = self._values(hidden)
             if mode == "eval":
-                x = self.denoise(seen, hidden.new_zeros(len(hidden), *self.state_shape))
-                return self._used(x), {"prev_values": values}
+                return self._used(self.evaluated(seen, hidden)), {"prev_values": values}
             chain = self.chain(seen, self.noise_for(obs, noise, hidden.device))
             found = self._leveled(self.chain_logprobs(seen, chain))
         return self._used(chain[:, -1]), {"prev_logprobs": found, "prev_values": values, "inputs": {"chain": chain}}

@@ -58,8 +58,7 @@ class FlowPolicy(DenoisingPolicy):
         """See `Policy.plan`."""
         with self.settled():
             velocity, hidden = self.see(obs)
-            start = hidden.new_zeros(len(hidden), *self.state_shape)
-            return self.denoise(velocity if guide is None else guide(velocity), start)
+            return self.evaluated(velocity if guide is None else guide(velocity), hidden)
 
     def played(self, plan: Tensor, part: slice) -> Tensor:
         """See `Policy.played`."""
