@@ -10,10 +10,11 @@ from importlib import metadata
 from pathlib import Path
 
 from rlhpc.jobs.doctor import checks, here, nodes
-from rlhpc.jobs.doctor.jobs import Probed, plan_jobs, run_probes
+from rlhpc.jobs.doctor.jobs import Probed, look_here, plan_jobs, run_probes
 from rlhpc.jobs.doctor.probe import space
 from rlhpc.jobs.doctor.report import Line, render, to_json, worst
 from rlhpc.jobs.doctor.slurm import Site, SlurmFacts
+from rlhpc.runtime.allocation import visible_accelerators
 from rlhpc.runtime.cluster_config import Given
 from rlhpc.runtime.slurm import ask
 
@@ -36,7 +37,9 @@ def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: 
     folder = here.nearest_folder(folder.expanduser().absolute())
     lines = [checks.commands(shutil.which), *_here(folder)]
     if lines[0].level != "pass":
-        return lines
+        alone = look_here(folder, len(visible_accelerators(os.environ)))
+        lines += nodes.gpus_in_torch(alone, os.environ) + nodes.shared_memory(alone) + nodes.node_disks(alone, site)
+        return lines + nodes.simulators(alone) + nodes.limits(alone)
     facts = SlurmFacts.gather(getpass.getuser())
     lines += [checks.version(facts), checks.controller(facts)]
     if lines[-1].level == "fail":

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.jobs.doctor import Line, checks, here, nodes, probe, render, to_json, torch_probe, worst
+from rlhpc.jobs.doctor import Line, checks, examine, here, nodes, probe, render, to_json, torch_probe, worst
 from rlhpc.jobs.doctor.jobs import Probed, ProbeJob, plan_jobs, script_of, source_of
 from rlhpc.jobs.doctor.slurm import (
     Answer,
@@ -335,6 +335,20 @@ def test_a_child_says_what_torch_sees() -> None:
     hangs = probe.ask_torch(f"{first} import time; time.sleep(60)", 2)
     assert hangs == {"driver": "", "torch": "2.13", "words": "is loading", "hung_s": 2}
     assert probe.ask_torch(f"{first} import os; os._exit(3)", 60)["code"] == 3
+
+
+def test_without_slurm_this_machine_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the GPUs that it has, or that a mask names; where there is none, torch is not asked."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for mask, asked in (("0", True), ("", False)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+        lines = {line.what: line for line in examine(None, tmp_path)}
+        assert lines["Slurm commands"].level == "warn" and lines["limits"].level == "pass"
+        assert {"/dev/shm", "node-local disk", "Vulkan"} <= lines.keys()
+        assert ("GPUs in torch" in lines) == asked
+        if asked and torch.version.cuda is None:
+            found = lines["GPUs in torch"]
+            assert found.level == "fail" and "granted 1, torch sees 0" in found.found
 
 
 def test_network() -> None:
