@@ -22,8 +22,8 @@ FIRST, LAST = 4, 6
 #: What a step's rows say, by the name of the figure.
 TIMES = {
     "a step": ("time/step_s", "s"), "generation": ("time/generate_s", "s"), "training": ("time/train_s", "s"),
-    "taking in weights": ("time/rollout_sync_s", "s"), "drawn": ("time/tokens_per_s", "tokens/s"),
-    "trained": ("time/train_tokens_per_s", "tokens/s"),
+    "taking turns": ("time/turns_s", "s"), "taking in weights": ("time/rollout_sync_s", "s"),
+    "drawn": ("time/tokens_per_s", "tokens/s"), "trained": ("time/train_tokens_per_s", "tokens/s"),
 }  # fmt: skip
 
 

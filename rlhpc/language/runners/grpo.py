@@ -213,7 +213,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
         every = self.cfg.runner.val_check_interval
         due = every > 0 and step % every == 0
         if self.turns:
-            self.rollout.reload()
+            with timers("turns"):
+                self.rollout.reload().wait(self.timeout)
         made = self._made.pop(step, None) or self._start(step)
         if self.ahead and not last and not due:
             self._made[step + 1] = self._start(step + 1)
@@ -221,9 +222,11 @@ class ReasoningRunner(Runner[GrpoConfig]):
         if self.turns:
             with timers("rollout"):
                 made.wait(self.timeout)
-            self.rollout.offload().wait(self.timeout)
+            with timers("turns"):
+                self.rollout.offload().wait(self.timeout)
             made.score(self.timeout)
-            self.actor.reload()
+            with timers("turns"):
+                self.actor.reload().wait(self.timeout)
         update = self.actor.update(step)
         learnt = self.critic.update(step) if self.critic and not self.turns else None
         sync = [] if last and not due else [self.actor.sync_weights(step, self.replicas.ranks)]
@@ -241,12 +244,15 @@ class ReasoningRunner(Runner[GrpoConfig]):
                 sync.append(self.replicas.of_step().take_weights(step))
             for handle in sync:
                 handle.wait(self.timeout)
-            if self.turns and (sync or self.critic):
+        if self.turns and (sync or self.critic):
+            with timers("turns"):
                 self.actor.offload().wait(self.timeout)
         if self.turns and self.critic:
-            with timers("update"):
+            with timers("turns"):
                 self.critic.reload().wait(self.timeout)
+            with timers("update"):
                 valued = self.critic.update(step).wait(self.timeout)[0]
+            with timers("turns"):
                 self.critic.offload().wait(self.timeout)
         if self.every and step % self.every == 0:
             with timers("sync"):

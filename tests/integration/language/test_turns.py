@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -56,6 +57,8 @@ def test_trainer_and_engine_never_hold_the_accelerator_at_once(kind: str, tmp_pa
     assert "rollout[0] start again from global_step_2" in run.train()
     rows = run.rows()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    clock = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < row["time/turns_s"] < row["time/step_s"] for row in clock)
     # The engine had the trainer's weights in each step, also in those after the checkpoint was read.
     assert max(row["train/mismatch_abs"] for row in rows) < 1e-5
     held = run.bytes_held()
