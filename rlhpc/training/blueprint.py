@@ -69,6 +69,10 @@ class Blueprint(abc.ABC):
         """The parts to gather one at a time if the weights are sharded; everything outside them is gathered together."""
         return transformer_layers(module)
 
+    def uncast(self, module: nn.Module) -> list[nn.Module]:
+        """Those of `layers` that are to get what they compute with as it is, not in the dtype of the computation."""
+        return []
+
     def divide(self, module: nn.Module, mesh: Mesh) -> None:
         """Cuts what ranks of a block, or experts, share: parameters become DTensors over `mesh.tensor` and `mesh.expert`.
 

@@ -12,6 +12,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,11 +121,12 @@ class FsdpBackend(ParkingBackend):
                 fully_shard(part, mesh=self.mesh.expert_fsdp, mp_policy=precision, offload_policy=offload,
                             reshard_after_forward=reshard)  # fmt: skip
         units = blueprint.layers(module)
-        last = blueprint.last(module)
+        last, uncast = blueprint.last(module), blueprint.uncast(module)
         for part in [*units, module]:
             frees = reshard and (root or (part is not module and part is not last))
+            policy = replace(precision, cast_forward_inputs=not any(part is one for one in uncast))
             fully_shard(
-                part, mesh=self.mesh.fsdp, mp_policy=precision, offload_policy=offload, reshard_after_forward=frees
+                part, mesh=self.mesh.fsdp, mp_policy=policy, offload_policy=offload, reshard_after_forward=frees
             )
         if slices is not None or self.rank != 0:
             module.to_empty(device=self.home)

@@ -7,6 +7,7 @@ is converted, gathered or copied: transformers' own conversion would make all ex
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -74,6 +75,19 @@ def checkpoint_parts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -
     return found
 
 
+@contextlib.contextmanager
+def _of_its_own_class(model: Any) -> Iterator[None]:
+    """FSDP2 makes what it wraps one of another class, and transformers keeps some conversions by the class's name."""
+    from torch.distributed.fsdp import FSDPModule
+
+    wrapped = type(model)
+    model.__class__ = next(one for one in wrapped.__mro__ if not issubclass(one, FSDPModule))
+    try:
+        yield
+    finally:
+        model.__class__ = wrapped
+
+
 class _Reverse:
     """transformers' conversions of a model's checkpoints, backwards."""
 
@@ -82,11 +96,9 @@ class _Reverse:
         from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
 
         self._rename: Any = rename_source_key
-        conversions = [
-            conversion
-            for conversion in get_model_conversion_mapping(model, add_legacy=False)
-            if not isinstance(conversion, PrefixChange)
-        ]
+        with _of_its_own_class(model):
+            every = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [conversion for conversion in every if not isinstance(conversion, PrefixChange)]
         backwards: list[tuple[Any, Any]] = [(one, one.reverse_transform()) for one in reversed(conversions)]
         self._renamings = [back for _, back in backwards if isinstance(back, WeightRenaming)]
         self._converters = [back for _, back in backwards if not isinstance(back, WeightRenaming)]

@@ -26,6 +26,8 @@ MARK = "<image>"
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 #: Kinds of agents to which a prompt's conversation is given as it is.
 _SHOWN = ("inline", "python", "mcp")
+#: Training backends in which all ranks look, whichever of them see something.
+_TRAINED = ("local", "fsdp")
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,10 +311,15 @@ def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
     require_family(config, path, "actor.model.model_path")
     if str(select(cfg, "rollout.weight_sync")).lower() == "shards":
         raise ConfigError(f"rollout.weight_sync is 'shards', and the model in {path} looks at pictures; allowed: auto")
-    if actor.training_backend.lower() != "local":
+    if actor.training_backend.lower() not in _TRAINED:
         raise ConfigError(
             f"actor.training_backend is {actor.training_backend!r}, and the model in {path} looks at pictures: ranks that see "
-            "none in a micro-batch would not take part in gathering what looks at them; allowed: local"
+            f"none in a micro-batch would not take part in gathering what looks at them; allowed: {', '.join(_TRAINED)}"
+        )
+    if cut := next((name for name in ("context", "tensor", "expert") if getattr(actor.parallel, name) > 1), ""):
+        raise ConfigError(
+            f"actor.parallel.{cut} is {getattr(actor.parallel, cut)}, and the model in {path} looks at pictures, which is "
+            "divided by shard and replicate alone; allowed: 1"
         )
     if shows and select(cfg, "teacher.rollout_backend"):
         raise ConfigError(

@@ -15,7 +15,7 @@ from rlhpc.config.typed import plain
 from rlhpc.language.tokens.files import FOLDER, model_files
 from rlhpc.language.tokens.model import compute_dtype, load_causal_lm, model_file, pretrained_in
 from rlhpc.language.tokens.packing import pack
-from rlhpc.language.tokens.pictures import freeze_vision
+from rlhpc.language.tokens.pictures import freeze_vision, look_always, tower_of
 from rlhpc.language.tokens.scalar import HEAD, VALUE_HEAD, add_value_head, is_classifier, load_scalar_model, new_head
 from rlhpc.runtime.durable import fsync_folder, write_durably
 from rlhpc.runtime.errors import ConfigError
@@ -101,15 +101,19 @@ class LanguageBlueprint(Blueprint):
         return lora.attach_lora(model, actor.lora, seed=self.seed, head=head, beside=beside, names=self.policies)
 
     def divide(self, module: nn.Module, mesh: Mesh) -> None:
-        """See `Blueprint.divide`: by transformers' plans; rows are shared as `tokens.context` does."""
+        """See `Blueprint.divide`: by transformers' plans; rows are shared as `tokens.context` does. All ranks look at
+        pictures together."""
+        model = pretrained_in(module)
+        if tower_of(model) is not None:
+            look_always(model)
         if mesh.sizes.context > 1 and not self.packed:
             raise ConfigError(
                 f"{self.key}.parallel.context({mesh.sizes.context}) shares out rows without padding, which "
-                f"{type(pretrained_in(module)).__name__} does not read here: it needs {self.key}.use_remove_padding=true, "
+                f"{type(model).__name__} does not read here: it needs {self.key}.use_remove_padding=true, "
                 f"{self.key}.model.attn_implementation=sdpa, and a model whose tokens meet in causal attention alone"
             )
         if not mesh.sizes.plain:
-            divide(pretrained_in(module), mesh, f"{self.key}.parallel")
+            divide(model, mesh, f"{self.key}.parallel")
 
     def layers(self, module: nn.Module) -> list[nn.Module]:
         """See `Blueprint.layers`: embeddings and head are units of their own, unless they are one."""
@@ -119,6 +123,11 @@ class LanguageBlueprint(Blueprint):
         """See `Blueprint.last`: the head."""
         edges = _edges(module)
         return edges[-1] if edges else None
+
+    def uncast(self, module: nn.Module) -> list[nn.Module]:
+        """See `Blueprint.uncast`: layers that look at pictures, which get the angles of their positions in float32."""
+        tower = tower_of(pretrained_in(module))
+        return [] if tower is None else [*tower.blocks]
 
     def apart(self, module: nn.Module) -> list[nn.Module]:
         """See `Blueprint.apart`."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhpc.language.data.pictures import Seen, looks, positions
+from rlhpc.language.data.pictures import FAMILIES, Seen, looks, positions
 from rlhpc.runtime.errors import ConfigError
 
 
@@ -151,7 +151,7 @@ def tell_places(model: Any) -> None:
     stands for a part of a picture: a model may write such a token, which then is one like any other."""
     if not looks(model.config):
         return
-    trunk: Any = getattr(model, model.base_model_prefix)
+    trunk = _trunk(model)
     own, told = trunk.get_placeholder_mask, dict[str, Any]()
 
     def before(_: nn.Module, __: Any, arguments: dict[str, Any]) -> None:
@@ -169,6 +169,40 @@ def tell_places(model: Any) -> None:
     trunk.get_placeholder_mask = places
 
 
+def look_always(model: Any) -> None:
+    """Has a model that looks do so in every pass: where a batch shows nothing, at a blank picture that stands at none of its
+    tokens. What the model says is the same, and the gradient of the part that looks is zero there. Ranks that hold a part of
+    the weights each thus gather them, and sum their gradients, alike, whichever of them see something."""
+    config = model.config.vision_config
+    side, width = config.spatial_merge_size, config.in_channels * config.temporal_patch_size * config.patch_size**2
+
+    def before(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        if named.get("pixel_values") is not None:
+            return None
+        ids = named["input_ids"]
+        blank = {
+            "pixel_values": torch.zeros(side**2, width, device=ids.device),
+            "image_grid_thw": torch.tensor([[1, side, side]], device=ids.device),
+            "mm_token_type_ids": torch.zeros_like(ids),
+        }
+        if named.get("position_ids") is None:  # a text's, which it would work out from the picture otherwise
+            blank["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        return given, {**named, **blank}
+
+    # Before `tell_places`, which is to see where the blank picture stands.
+    _trunk(model).register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+
+
+def tower_of(model: Any) -> Any:
+    """The part of a model that looks at pictures; None if it has none, or is of a family that is not known here."""
+    return _trunk(model).visual if model.config.model_type in FAMILIES else None
+
+
+def _trunk(model: Any) -> Any:
+    """What is below a model's head."""
+    return getattr(model, model.base_model_prefix)
+
+
 def freeze_vision(model: Any, key: str) -> None:
     """Trains nothing of the part that looks at pictures.
 
@@ -181,4 +215,4 @@ def freeze_vision(model: Any, key: str) -> None:
     """
     if not looks(model.config):
         raise ConfigError(f"{key}.model.freeze_vision is true, and a {type(model).__name__} does not look at pictures")
-    getattr(model, model.base_model_prefix).visual.requires_grad_(False)
+    _trunk(model).visual.requires_grad_(False)

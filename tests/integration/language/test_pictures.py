@@ -18,6 +18,8 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 
 from engine_models import change
 from engine_ranks import engine_of
+from lm_ranks import alone
+from picture_ranks import train
 from test_reasoning import TWO_ACTORS, LanguageRun
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -31,6 +33,7 @@ from rlhpc.language.engines import Completion, Request, SamplingParams
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.packing import pack
 from rlhpc.language.tokens.pictures import Pictures, tell_places
+from tests.forked import forked
 
 pytestmark = pytest.mark.long(together=True)
 
@@ -108,6 +111,49 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
         packed = row.of_tokens(model(**row.inputs()).logits)
     for found in (rectangle, packed):
         torch.testing.assert_close(found, torch.cat(theirs), atol=2e-5, rtol=1e-4)
+
+
+#: What is trained otherwise, by family.
+DIVIDED: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2_5_vl", {}),
+    ("qwen3_vl", {"model.gradient_checkpointing": True, "model.value_head": True}),
+    ("qwen3_vl", {"lora.rank": 2, "use_remove_padding": False}),
+    ("qwen2_5_vl", {"model.freeze_vision": True, "fsdp.cpu_offload": True, "fsdp.reshard_after_forward": False}),
+    ("qwen2_5_vl", {"model.dtype": "bfloat16"}),
+]
+
+
+def test_shards_train_as_a_whole_model_does(tmp_path: Path) -> None:
+    """Two ranks of which one often sees a picture where the other sees none, beside one that has all weights. What they save
+    goes on alone; what they export, transformers loads."""
+    cases, whole = list[tuple[Any, ...]](), list[dict[str, Any]]()
+    for number, (family, changes) in enumerate(DIVIDED):
+        folder = tmp_path / family
+        if not folder.exists():
+            make_tiny_vision_model(folder, family=family, hidden=32, heads=2, seed=3)
+        samples = list(zip(*shown(folder, family), strict=True))
+        saved = str(tmp_path / f"{number}")
+        cases.append((str(folder), samples, {**changes, "training_backend": "fsdp"}, "", saved))
+        whole.append(train(alone(), str(folder), samples, changes))
+    first, second = forked(2, "picture_ranks:several", cases, timeout=120)
+    for (family, changes), case, one, other, expected in zip(DIVIDED, cases, first, second, whole, strict=True):
+        far = 2e-2 if "model.dtype" in changes else 2e-5
+        assert one["packed"] == expected["packed"] == changes.get("use_remove_padding", True)
+        # Products are rounded where a whole model rounds them, the angles of a picture's positions not at all.
+        torch.testing.assert_close(one["before"], expected["before"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one["reference"], one["before"], rtol=1e-5, atol=1e-5)
+        assert one["losses"] == other["losses"] and torch.equal(one["after"], other["after"])
+        assert one["losses"] == pytest.approx(expected["losses"], rel=far, abs=far), (family, changes)
+        assert one["norms"] == pytest.approx(expected["norms"], rel=10 * far), (family, changes)
+        torch.testing.assert_close(one["after"], expected["after"], rtol=far, atol=far)
+        assert list(one["weights"]) == list(expected["weights"])
+        for name, value in one["weights"].items():
+            torch.testing.assert_close(value, expected["weights"][name], rtol=far, atol=far, msg=name)
+        loaded = AutoModelForImageTextToText.from_pretrained(Path(case[-1]) / "export").state_dict()
+        assert all(torch.equal(loaded[name], value) for name, value in one["weights"].items())
+    path, samples, changes, _, saved = cases[0]
+    rest, further = train(alone(), path, samples, changes, saved), train(alone(), path, samples, {}, steps=4)
+    assert rest["losses"] == pytest.approx(further["losses"][2:], rel=2e-5, abs=2e-5)
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +277,31 @@ def test_it_resumes_and_is_evaluated_and_exported(reference: LanguageRun, tmp_pa
     assert (export / "preprocessor_config.json").is_file()
 
 
+def test_shards_resume_and_are_exported(tmp_path: Path) -> None:
+    """To the last bit, with prompts of which some show pictures and some do not, dealt to two ranks; and the engine has what
+    they have."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "one.png").write_bytes(picture(0, 56, 28))
+    rows = [{"prompt": "=" * (n + 1), "answer": "", "shown": "one.png" if n % 2 else None} for n in range(8)]
+    (tmp_path / "data" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = (
+        TWO_ACTORS, "actor.training_backend=fsdp", "actor.max_tokens_per_micro_batch=32", "data.eval=[]",
+        "workflow.eval_suites=[]", f"data.train.path={tmp_path}/data/rows.jsonl", "data.train.images_key=shown",
+    )  # fmt: skip
+    whole = LanguageRun(tmp_path / "whole", *words, config=OWN)
+    whole.train()
+    found = whole.rows()
+    assert max(row["train/mismatch_abs"] for row in found) < 1e-5
+    run = LanguageRun(tmp_path / "again", *words, config=OWN)
+    run.train(f"runner.resume_dir={whole.root}/checkpoints/global_step_2")
+    assert run.rows() == found[2:]
+    exported = list[dict[str, torch.Tensor]]()
+    for one in (whole, run):
+        one.rlhpc("convert", "--run", str(one.root))
+        exported.append(AutoModelForImageTextToText.from_pretrained(one.root / "export" / "global_step_4").state_dict())
+    assert all(torch.equal(value, exported[1][name]) for name, value in exported[0].items())
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -286,7 +357,11 @@ def test_pictures_of_ones_own(tmp_path: Path) -> None:
             "rollout.merge_adapters is false, and the model in",
         ),
         (["rollout.weight_sync=shards"], "rollout.weight_sync is 'shards', and the model in"),
-        (["actor.training_backend=fsdp"], "actor.training_backend is 'fsdp', and the model in"),
+        (["actor.training_backend=deepspeed"], "actor.training_backend is 'deepspeed', and the model in"),
+        (
+            ["actor.training_backend=fsdp", "actor.parallel.tensor=2", TWO_ACTORS],
+            "actor.parallel.tensor is 2, and the model in",
+        ),
         (
             ["algorithm.adv_type=gae", "cluster.component_placement={actor: 0, rollout: 0, critic: 0}",
              "critic.model.model_path=builtin:tiny_vl"],
