@@ -116,7 +116,7 @@ lint: setup  ## style, types, import floors, workflow
 bench: setup  ## the benchmarks; results go to bench/results
 	python -m bench
 
-bench-gpu: setup-llm  ## figures of this machine's accelerators, in ten minutes (BENCH_ARGS="--device cpu": that it runs)
+bench-gpu: setup-llm  ## figures of this machine's accelerators, in 10 to 15 minutes (BENCH_ARGS="--device cpu": that it runs)
 	python -m bench.gpu $(BENCH_ARGS)
 
 docs: docs-reference $(VENV)/.setup-docs  ## the documentation as a site, in site/
