@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 #: Seconds in which one that connects must show its key, and how many may be about it at a time.
 GREETING_S, _MOST = 10.0, 8
 _LOOK_S = 0.2
+#: Seconds in which the end of the robot before is noticed, where its connection was closed.
+_NOTICED_S = 2.0
 VERSION = 1
 
 
@@ -161,6 +163,10 @@ class Meeting:
             if self._line is not None:  # it has lost it, or it would not come
                 self._line.close()
             return
+
+        deadline = time.monotonic() + _NOTICED_S
+        while self._line is not None and not self._line.lost and time.monotonic() < deadline:
+            self._changed.wait(_LOOK_S / 4)
 
         def fits() -> None:
             if self._line is not None and not self._line.lost:

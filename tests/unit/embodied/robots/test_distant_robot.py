@@ -216,11 +216,12 @@ def test_when_the_line_is_lost_the_robot_stops_and_comes_back_and_the_episode_co
     assert "the robot is stopped, and tries to come back" in outside.said[-1]
     assert not inside.move(0.5)[3][0] and inside.env.timing.lost == 1
     rail.broken, key = True, inside.key()
+    other = Outside(key, Rail())  # as another process would, with a key of its own, just before the first one ends
+    other.join(0.3)
     waiting = threading.Thread(target=lambda: setattr(inside, "first", inside.move(0.5)), daemon=True)
     waiting.start()
     outside.join(20)
     assert "the robot's own code failed in step, and it is stopped: OSError: the wire is cut" in str(outside.error)
-    other = Outside(key, Rail())  # as another process would, with a key of its own
     waiting.join(20)
     assert inside.first[4]["lost"][0] and inside.env.timing.lost == 2 and other.is_alive()
 
