@@ -89,8 +89,8 @@ def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | M
 
 
 def _agree(key: str, before: Any, after: Any) -> bool:
-    """Whether values are the same. A precision that is what suits the machine, before or after, is: a run with `auto` may change
-    it with its nodes."""
+    """Whether values are the same. A precision that is what suits the machine, before or after, is: a run with `auto` may
+    change it with its nodes."""
     if before == after or (key.rpartition(".")[2] == "dtype" and "auto" in (before, after)):
         return True
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -12,18 +11,17 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
-from rlhpc.runtime.lookup import meant
-from rlhpc.jobs.elastic.plan import check_elastic
-from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from rlhpc.config.ranges import LARGEST, RANGES, check_ranges
 from rlhpc.config.rules import Fail, check_choice
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import mapping, plain, select
+from rlhpc.jobs.elastic.plan import check_elastic
+from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.runs.kinds import Cfg, Kind, kind_of
 from rlhpc.runtime.cluster import read_key
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.lookup import Registry, meant
 from rlhpc.runtime.shown import shown
 from rlhpc.runtime.writable import unwritable
 from rlhpc.weights.strategy import DELTAS, STRATEGIES
@@ -186,7 +184,9 @@ def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
     sizes = {name: placement.get_world_size(name) for name in wanted}
     placed = {name: placement.get_strategy(name).place(cluster) for name in wanted}
     engine = {name: placement.get_strategy(name).replica for name in wanted}
-    kind.check_placement(cfg, sizes, {name: len(ranks[0].accelerators) * engine[name] for name, ranks in placed.items()})
+    kind.check_placement(
+        cfg, sizes, {name: len(ranks[0].accelerators) * engine[name] for name, ranks in placed.items()}
+    )
 
 
 class Estimating(Protocol):

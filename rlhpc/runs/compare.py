@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.metrics.page import write_page
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.logger import read_metrics, series
+from rlhpc.metrics.page import Cell, duration, figures, missing, page, section, table, time_unit, write_page
 from rlhpc.metrics.results import read_results
-from rlhpc.metrics.page import Cell, duration, figures, missing, page, section, table, time_unit
 from rlhpc.metrics.statistics import wilson
 from rlhpc.metrics.svg import Line, line_chart, number, running_mean
 from rlhpc.runs.kinds import kind_of_run
@@ -231,7 +230,9 @@ def _scores(groups: Mapping[str, list[Run]]) -> list[str]:
     found = []
     if len(runs) > len(groups):
         for metric in (name for name in names if name.startswith("eval/")):
-            scores = {label: [score_of(run.rows, run.evaluations, metric) for run in of] for label, of in groups.items()}
+            scores = {
+                label: [score_of(run.rows, run.evaluations, metric) for run in of] for label, of in groups.items()
+            }
             if all(score is not None for of in scores.values() for score in of):
                 scored = [Scored(label, [s for s in of if s is not None], len(of)) for label, of in scores.items()]
                 found.append(section(f"Over seeds: {metric}", scores_part(scored, metric, "maximize")))

@@ -48,7 +48,8 @@ def limit_threads(module: nn.Module, device: torch.device) -> None:
 
 
 def to_tensors(obs: Any, device: torch.device) -> Any:
-    """An array, or a tensor, as a tensor on the device, or a dict of those as a dict of tensors; memory is shared if possible."""
+    """An array, or a tensor, as a tensor on the device, or a dict of those as a dict of tensors; memory is shared if
+    possible."""
     if isinstance(obs, dict):
         return {key: to_tensors(part, device) for key, part in obs.items()}
     if isinstance(obs, torch.Tensor):

@@ -35,7 +35,11 @@ class Elastic:
     """
 
     def __init__(
-        self, section: ClusterConfig, paths: RunPaths, placements: Mapping[str, Sequence[Placed]], useful: Mapping[str, int]
+        self,
+        section: ClusterConfig,
+        paths: RunPaths,
+        placements: Mapping[str, Sequence[Placed]],
+        useful: Mapping[str, int],
     ) -> None:
         self._paths, self._plans = paths, helper_plans(section, placements)
         self._useful = {name: most - len(placements.get(name) or ()) for name, most in useful.items()}
@@ -78,7 +82,9 @@ class Elastic:
 
     def failed(self, error: BaseException) -> None:
         """The start has failed: in a job, it may be made again."""
-        self._restarts = isinstance(error, RlhpcError) and error.restartable and os.environ.get(MAX_RESTARTS, "0") != "0"
+        self._restarts = (
+            isinstance(error, RlhpcError) and error.restartable and os.environ.get(MAX_RESTARTS, "0") != "0"
+        )
 
     def close(self, stop: StopRequest) -> None:
         """The session is over. A job that was told to end may be requeued, which only Slurm knows: `rlhpc cancel` ends the

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.host import node_name
 from rlhpc.checkpoint import Resumable, find_resumable, move_newer_aside, newest_valid
 from rlhpc.config import config_to_yaml, segment_end, total_steps
 from rlhpc.config.sections import RunConfig
@@ -22,6 +21,7 @@ from rlhpc.metrics import update_provenance, write_provenance
 from rlhpc.runs.same_run import check_same_run
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, RlhpcError, StaleGeneration, StorageError
+from rlhpc.runtime.host import node_name
 from rlhpc.runtime.ownership import require_own_run_folder, require_private
 from rlhpc.runtime.storage import advice, storage_error
 

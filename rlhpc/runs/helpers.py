@@ -8,13 +8,12 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 
 from rlhpc.jobs.claim import read_json
-from rlhpc.jobs.elastic.submitting import submit
 from rlhpc.jobs.elastic.plan import HelperPlan
 from rlhpc.jobs.elastic.record import HelperJobRecord, HelperRecord, end_helpers, helpers_name
 from rlhpc.jobs.elastic.rule import Decision, Job, Rule, Seen
+from rlhpc.jobs.elastic.submitting import submit
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobState, SlurmProbe
 from rlhpc.jobs.slurm import QueuedJob, jobs_named, scancel, starts_in
@@ -160,7 +159,9 @@ class Helpers:
             self._job_gone(mine.id)
             if mine.id in self._faulty:
                 self._vain, self._vain_since = self._vain + 1, now
-                self._say(f"job {mine.id} has left after an error of a rank; `rlhpc status` says which, and on what node")
+                self._say(
+                    f"job {mine.id} has left after an error of a rank; `rlhpc status` says which, and on what node"
+                )
             elif mine.joined:
                 self._vain = 0
             elif mine.started is not None and not mine.why:
@@ -214,7 +215,8 @@ class Helpers:
                 return
             job_id = submit(self.paths.helpers, self._name, self.plan, self.paths.root)
             self._record.jobs[job_id] = HelperJobRecord(job_id, self.plan.group, self.plan.counted, time.time())
-            self._record.write(self.paths, self.plan.group)  # a driver that is killed now must not forget what it has asked for
+            # A driver that is killed now must not forget what it has asked for.
+            self._record.write(self.paths, self.plan.group)
         self._say(f"submitted {decision.submit} job{'s' if decision.submit > 1 else ''} of helpers: {decision.why}")
 
 
@@ -227,5 +229,3 @@ def asked_ranks(paths: RunPaths, group: str) -> int | None:
     """How many ranks somebody has asked for with `rlhpc scale`; None if nobody has."""
     found = (read_json(paths.asked_ranks) or {}).get(group) if paths.asked_ranks.exists() else None
     return found if isinstance(found, int) else None
-
-

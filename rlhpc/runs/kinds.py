@@ -13,18 +13,16 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import yaml
-from omegaconf import OmegaConf
 
 from rlhpc.config.keys import Schema
 from rlhpc.config.ranges import Range
 from rlhpc.config.rules import Fail
 from rlhpc.config.sections import RunConfig
-from rlhpc.config.typed import plain, select
 from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runs.kind_parts import Exporting, Parts, Preparation
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import Registry, import_attribute, nearest, offered
-from rlhpc.runtime.plain import read_json, read_yaml
+from rlhpc.runtime.plain import read_yaml
 from rlhpc.runtime.shown import shown
 
 DEFAULT = "embodied"
@@ -66,10 +64,10 @@ class Kind(Generic[Cfg]):
         free: Those of the machine and of how the work is cut into pieces: a run goes on with others.
         expendable: Groups that may be lost and restarted in a submitted run.
         independent: Those of them whose ranks have no collectives among themselves: one that dies is restarted alone.
-        workload: What a step consists of, for `rlhpc tune`: a function of the configuration and of the steps by which those who
-            sample may be ahead at most, as `module:function`, that gives a `Workload`; "" if nobody knows.
-        account: What its ranks hold in memory, for `rlhpc plan`: a `rlhpc.runs.memory.plan.Accounting`, as `module:function`; ""
-            if nobody knows.
+        workload: What a step consists of, for `rlhpc tune`: a function of the configuration and of the steps by which those
+            who sample may be ahead at most, as `module:function`, that gives a `Workload`; "" if nobody knows.
+        account: What its ranks hold in memory, for `rlhpc plan`: a `rlhpc.runs.memory.plan.Accounting`, as `module:function`;
+            "" if nobody knows.
     """
 
     name: str

@@ -33,8 +33,8 @@ class Nothing:
 
 
 class Originals:
-    """The ranks of a group that its run started with: calls go to them alone, and not to ranks that have joined. All else is the
-    group's.
+    """The ranks of a group that its run started with: calls go to them alone, and not to ranks that have joined. All else is
+    the group's.
 
     Args:
         group: The launched group.
@@ -59,8 +59,8 @@ class Replicas:
     """Who of a group takes part in a step.
 
     A replica is a rank, or some neighbouring ranks that are one engine. One that is lost costs what it had under way, which
-    others take; it is started again beside the steps that follow, and takes part from the one on before which it had all that it
-    needs.
+    others take; it is started again beside the steps that follow, and takes part from the one on before which it had all that
+    it needs.
 
     Args:
         group: The launched group.

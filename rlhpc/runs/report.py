@@ -8,22 +8,31 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rlhpc.metrics.page import write_page
 from rlhpc.checkpoint.manifest import read_manifest, verify
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.accounting import write_accounting
 from rlhpc.metrics.accounting_page import accounting_tables
-from rlhpc.metrics.phases import phase_columns
-from rlhpc.metrics.logger import read_metrics, series
-from rlhpc.metrics.page import Cell, card, duration, facts, figures, missing, page, section, size, table, time_unit
 from rlhpc.metrics.joined_page import joined_section
+from rlhpc.metrics.logger import read_metrics
+from rlhpc.metrics.page import (
+    Cell,
+    duration,
+    facts,
+    figures,
+    missing,
+    page,
+    section,
+    size,
+    table,
+    time_unit,
+    write_page,
+)
+from rlhpc.metrics.phases import phase_columns
 from rlhpc.metrics.placement import placement_grid
 from rlhpc.metrics.provenance import read_provenance
 from rlhpc.metrics.svg import standalone
 from rlhpc.runs.kinds import kind_of_run
-from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import CheckpointError, RlhpcError
-from rlhpc.runtime.plain import read_yaml
 from rlhpc.runtime.storage import unwritten
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+
 from rlhpc.jobs.paths import CONFIG
 from rlhpc.runs.kinds import Cfg, Kind
 from rlhpc.runs.saved import differing, saved_values

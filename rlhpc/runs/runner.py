@@ -13,9 +13,9 @@ from typing import Any, Generic
 
 import numpy as np
 
-from rlhpc.jobs.paths import CONFIG
 from rlhpc.checkpoint import CheckpointWriter, newest_valid, prune
 from rlhpc.config.typed import plain
+from rlhpc.jobs.paths import CONFIG
 from rlhpc.jobs.signals import StopRequest, end_of_job
 from rlhpc.metrics import MetricLogger, ProgressBar
 from rlhpc.metrics.loggers.public import public_config

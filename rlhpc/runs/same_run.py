@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhpc.config import config_to_yaml, segment_ends
-from rlhpc.runs.changes import require_same_run
 from rlhpc.config.sections import RunConfig
-from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import kind_of
 from rlhpc.jobs.claim import SegmentFiles
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.reopen import reopen, segment_to_reopen, wait_for_end
+from rlhpc.runs.changes import require_same_run
+from rlhpc.runs.configuration import load_config
+from rlhpc.runs.kinds import kind_of
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError
 

@@ -16,9 +16,10 @@ from rlhpc.runs.kinds import Kind
 #: More configurations than that are not told apart in one drawing.
 MOST_DRAWN = 8
 _METHOD = (
-    "Intervals are 95 % percentile intervals of a bootstrap over seeds, within each configuration; IQM is the mean of the middle "
-    "half of the seeds (of fewer than four seeds, all of them), and P(best &gt; this) is the probability that a run of the best "
-    "configuration has a better score than one of this (Agarwal et al. 2021). An interval from a few seeds is a rough one."
+    "Intervals are 95 % percentile intervals of a bootstrap over seeds, within each configuration; IQM is the mean of "
+    "the middle half of the seeds (of fewer than four seeds, all of them), and P(best &gt; this) is the probability "
+    "that a run of the best configuration has a better score than one of this (Agarwal et al. 2021). An interval from "
+    "a few seeds is a rough one."
 )
 
 
@@ -85,7 +86,9 @@ def scores_part(found: Sequence[Scored], metric: str, goal: str) -> str:
             ahead = _words(improvement([sign * s for s in best.scores], [sign * s for s in one.scores]), percent=True)
         seeds = str(len(one.scores)) if len(one.scores) == one.planned else f"{len(one.scores)} of {one.planned}"
         alone = len(one.scores) == 1
-        body.append([one.label, seeds, _words(mean(one.scores), alone), _words(interquartile_mean(one.scores), alone), ahead])
+        body.append(
+            [one.label, seeds, _words(mean(one.scores), alone), _words(interquartile_mean(one.scores), alone), ahead]
+        )
     none = [one.label for one in found if not one.scores]
     left_out = f"<p>Without a score yet: {len(none)} of {len(found)} configurations.</p>" if none else ""
     rows = [

@@ -12,11 +12,10 @@ from typing import Any
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.jobs.state import states
 from rlhpc.metrics.logger import read_metrics, series
-from rlhpc.metrics.page import card, missing, page, section
+from rlhpc.metrics.page import card, missing, page, section, write_page
 from rlhpc.metrics.results import read_results
 from rlhpc.metrics.svg import number
 from rlhpc.runs.compare import Run, curves_part, final_table
-from rlhpc.metrics.page import write_page
 from rlhpc.runs.kinds import kind_of_run
 from rlhpc.runs.scores import MOST_DRAWN, Scored, metric_of, ranked, score_of, scores_part
 from rlhpc.runs.sweeps import read_sweep
@@ -57,12 +56,15 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
     groups = {label: group for label, group in groups.items() if group}
     drawn = dict(list(groups.items())[:MOST_DRAWN])
     failed = [run["name"] for run in named if state[run["name"]].state in _BAD]
+    finished = sum(one.state == "finished" for one in found)
     cards = [
-        card("runs finished", f"{sum(one.state == 'finished' for one in found)} of {len(named)}", f"{len(labels)} configurations"),
+        card("runs finished", f"{finished} of {len(named)}", f"{len(labels)} configurations"),
         card("failed", str(len(failed)), "named below" if failed else "none"),
-    ]  # fmt: skip
+    ]
     if best and metric:
-        cards.append(card("best so far" if len(scores) < len(named) else "best", best[0].label, f"by the IQM of {metric}"))
+        cards.append(
+            card("best so far" if len(scores) < len(named) else "best", best[0].label, f"by the IQM of {metric}")
+        )
     over = scores_part(sorted(scored, key=lambda one: shown.index(one.label)), metric, goal) if metric else ""
     subtitle = f"{len(named)} runs, evaluation suite {suite}, written {time.strftime('%Y-%m-%d %H:%M')}"
     html = page(
@@ -107,7 +109,9 @@ def _nothing(metric: str | None, runs: Sequence[Run], ended: int) -> str:
         return "No run has finished yet."
     if metric is None:
         return "The runs have no metric in common by which they are compared; name one: sweep.metric."
-    there = sorted({f"eval/{name}" for run in runs for e in run.evaluations for name, v in e.items() if isinstance(v, float)})
+    there = sorted(
+        {f"eval/{name}" for run in runs for e in run.evaluations for name, v in e.items() if isinstance(v, float)}
+    )
     logged = sorted({name for run in runs for name in run.rows[-1] if "/" in name})
     return f"No run has {escape(metric)}; there are: {escape(', '.join([*there, *logged]) or 'none')}."
 
@@ -137,5 +141,5 @@ def _runs_table(
             f"<td>{f'{steps[-1]:.0f}' if steps else '–'}</td><td>{'–' if score is None else number(score)}</td>"
             f'<td class="t">{escape(found.why if begun else "")}</td></tr>'
         )
-    cells = "".join(f'<th{"" if i in (2, 3) else " class=t"}>{escape(title)}</th>' for i, title in enumerate(head))
+    cells = "".join(f"<th{'' if i in (2, 3) else ' class=t'}>{escape(title)}</th>" for i, title in enumerate(head))
     return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'

@@ -283,7 +283,9 @@ def read_sweep(paths: SweepPaths) -> dict[str, Any]:
     """
     found = read_json(paths.record)
     runs = (found or {}).get("runs")
-    if not isinstance(runs, list) or not all(isinstance(run, dict) and "/" not in str(run.get("name", "/")) for run in runs):
+    if not isinstance(runs, list) or not all(
+        isinstance(run, dict) and "/" not in str(run.get("name", "/")) for run in runs
+    ):
         raise RlhpcError(f"{paths.record}: it cannot be read as a sweep's; start the sweep again, which writes it anew")
     return dict(found or {})
 

@@ -11,15 +11,15 @@ from rlhpc.jobs.granted import require_hosts, require_live_allocation
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.signals import MAX_RESTARTS, StopRequest
 from rlhpc.jobs.sole import require_no_driver, sole_driver
-from rlhpc.runs.runner import Runner
-from rlhpc.runs.resuming import check_resume
-from rlhpc.runs.kinds import Cfg, Kind, kind_of
 from rlhpc.runs.elastic import Elastic
 from rlhpc.runs.folder import RunFolder, fail_status, keep_traceback, note, read_segment_done
+from rlhpc.runs.kinds import Cfg, Kind, kind_of
+from rlhpc.runs.resuming import check_resume
+from rlhpc.runs.runner import Runner
 from rlhpc.runs.same_run import make_longer
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.device import torch_device
-from rlhpc.runtime.errors import ConfigError, Stopped
+from rlhpc.runtime.errors import Stopped
 from rlhpc.runtime.lookup import load_attribute
 from rlhpc.runtime.placement import HybridComponentPlacement
 from rlhpc.runtime.session import Session

@@ -174,10 +174,15 @@ def _costs(asked: Asked, cfg: RunConfig) -> tuple[Space | None, str]:
     if record is None:
         return None, "how long it takes is not known: rlhpc tune, on such nodes, finds out"
     if record.get("fingerprint") != training_fingerprint(cfg):
-        return None, f"{paths.tuned} is of another configuration, so it is not known how long this one takes: rlhpc tune again"
+        return (
+            None,
+            f"{paths.tuned} is of another configuration, so it is not known how long this one takes: rlhpc tune again",
+        )
     try:
         workload = workload_of(cfg, None)
-        knobs = tuple(Knob(knob.key, (configured_candidate(cfg, workload).settings[knob.key],)) for knob in workload.knobs)
+        knobs = tuple(
+            Knob(knob.key, (configured_candidate(cfg, workload).settings[knob.key],)) for knob in workload.knobs
+        )
         workload = dataclasses.replace(workload, knobs=knobs)
         return space_of(asked, workload, Costs.from_json(record["costs"]), cfg, here=False), ""
     except (KeyError, TypeError, ValueError) as error:

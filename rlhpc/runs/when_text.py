@@ -110,7 +110,7 @@ def _beyond(shape: Shape, minutes: Mapping[str, tuple[float, float]]) -> list[st
         hours = shape.train_s * count / 3600
         if hours > (limit - used) / 60:
             found.append(
-                f"{_some(shape.nodes, 'node')} in {shape.partition or 'the default partition'}: {hours:.3g} {_word(resource)}-hours are "
-                f"more than that"
+                f"{_some(shape.nodes, 'node')} in {shape.partition or 'the default partition'}: {hours:.3g} "
+                f"{_word(resource)}-hours are more than that"
             )
     return found

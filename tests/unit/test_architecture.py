@@ -30,6 +30,15 @@ def test_imports_go_down_only() -> None:
     assert "0 broken" in lint.stdout
 
 
+def test_no_room_is_left_out_of_the_style_checks() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--show-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    checked = set(shown.stdout.splitlines())
+    own = [path for folder in ("rlhpc", "bench", "tests") for path in (ROOT / folder).rglob("*.py")]
+    assert not [str(path) for path in own if str(path) not in checked]
+
+
 def test_no_circle_of_imports() -> None:
     """Those inside functions and those for types included."""
     graph = grimp.build_graph("rlhpc", cache_dir=None)

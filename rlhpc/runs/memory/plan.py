@@ -50,7 +50,8 @@ class Place:
         said: Who says so.
         usable: Part of them that may be filled.
         turns: Groups among them of which only one is there at a time.
-        least: What is there whatever micro-batches turn out to be; on an accelerator, where nothing can be swapped out, all of it.
+        least: What is there whatever micro-batches turn out to be; on an accelerator, where nothing can be swapped out, all
+            of it.
     """
 
     name: str
@@ -184,8 +185,8 @@ def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
         log.warning("%s: memory does not suffice:\n  %s", source, told)
         return
     raise ConfigError(
-        f"{source}: memory does not suffice, so nothing is started:\n  {told}\n  all terms: rlhpc plan {source}; to start it all the "
-        "same: cluster.memory_check=warn"
+        f"{source}: memory does not suffice, so nothing is started:\n  {told}\n  all terms: rlhpc plan {source}; to start it "
+        "all the same: cluster.memory_check=warn"
     )
 
 
@@ -232,7 +233,9 @@ def _hosts(cfg: RunConfig, cluster: Cluster, plan: Plan, accounts: Sequence[Acco
         if in_memory:
             half = None if room is None else _SHM * room
             most = dict([max(shared.items(), key=lambda one: one[1])])
-            mapped.append(Place(f"node{node}, /dev/shm", most, half, f"half of {said}" if said else "", 1.0, frozenset()))
+            mapped.append(
+                Place(f"node{node}, /dev/shm", most, half, f"half of {said}" if said else "", 1.0, frozenset())
+            )
     return found + mapped
 
 
@@ -264,7 +267,8 @@ def _alike(places: Sequence[Place]) -> list[Place]:
         else:
             found.append([place])
     return [
-        group[0] if len(group) == 1 else Place(f"{group[0].name} to {group[-1].name}", *_rest(group[0])) for group in found
+        group[0] if len(group) == 1 else Place(f"{group[0].name} to {group[-1].name}", *_rest(group[0]))
+        for group in found
     ]
 
 
@@ -290,7 +294,8 @@ def _overfull(plan: MemoryPlan, place: Place) -> str:
         if account is None or account.peak is None or "/dev/shm" in place.name:
             continue
         moment, term = account.peak, account.peak.largest
-        words += f"\n    {group}: most at the {moment.name}, {gib(moment.nbytes)} a rank; largest term: {term.name}, {gib(term.nbytes)}"
+        words += f"\n    {group}: most at the {moment.name}, {gib(moment.nbytes)} a rank; "
+        words += f"largest term: {term.name}, {gib(term.nbytes)}"
         room = plan.left.get(group)
         words += _fitting(account, room)
     return words

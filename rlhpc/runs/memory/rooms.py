@@ -18,7 +18,8 @@ _ASK_S = 10.0
 
 
 def parse_bytes(text: str) -> float | None:
-    """Bytes of what Slurm would write: `80G`, `512M`; a bare number is in MiB. None for what is no size, or 0 (all there is)."""
+    """Bytes of what Slurm would write: `80G`, `512M`; a bare number is in MiB. None for what is no size, or 0 (all there
+    is)."""
     found = _SIZE.fullmatch(text.strip())
     return float(found[1]) * (1 << _UNITS[found[2].upper()]) or None if found else None
 

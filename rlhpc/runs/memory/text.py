@@ -32,7 +32,11 @@ def render_memory(plan: MemoryPlan, *, measure: bool = False) -> str:
     for doubt in plan.doubts():
         lines += ["", "may not fit:", f"  {doubt}"]
     if any(place.room is None and "accelerator" in place.name for place in plan.places):
-        lines += ["", "  nobody says how much memory an accelerator has: set cluster.accelerator_memory, such as 80G, best in the site file"]
+        lines += [
+            "",
+            "  nobody says how much memory an accelerator has: set cluster.accelerator_memory, such as 80G, best in the site "
+            "file",
+        ]
     return "\n".join(lines)
 
 
@@ -43,18 +47,29 @@ def _of_group(account: Account, *, accelerated: bool, room: float | None) -> lis
     where = "on its accelerator" if accelerated else "of its node"
     unit = GIB if max((moment.nbytes for moment in account.moments), default=0.0) >= GIB else MIB
     where += ", GiB" if unit == GIB else ", MiB"
-    lines.append(f"    {'a rank holds ' + where:<{_NAME}}" + "".join(f"  {m.name:>{_wide(m.name)}}" for m in account.moments))
+    lines.append(
+        f"    {'a rank holds ' + where:<{_NAME}}" + "".join(f"  {m.name:>{_wide(m.name)}}" for m in account.moments)
+    )
     for name in dict.fromkeys(term.name for moment in account.moments for term in moment.terms):
         cells = []
         for moment in account.moments:
             found = [term.nbytes for term in moment.terms if term.name == name]
             cells.append(f"  {_number(sum(found) / unit) if found else '':>{_wide(moment.name)}}")
         lines.append(f"      {name:<{_NAME - 2}}" + "".join(cells))
-    lines.append(f"    {'together':<{_NAME}}" + "".join(f"  {_number(m.nbytes / unit):>{_wide(m.name)}}" for m in account.moments))
+    lines.append(
+        f"    {'together':<{_NAME}}"
+        + "".join(f"  {_number(m.nbytes / unit):>{_wide(m.name)}}" for m in account.moments)
+    )
     if (peak := account.peak) is not None:
-        lines.append(f"    most: {peak.name}, {gib(peak.nbytes)}; largest term: {peak.largest.name}, {gib(peak.largest.nbytes)}")
-    for what, terms in (("host memory of a rank", account.host), ("pinned host memory of a rank", account.pinned),
-                        ("host memory of a rank, if there is room", account.spare), ("/dev/shm of a node", account.shared)):  # fmt: skip
+        lines.append(
+            f"    most: {peak.name}, {gib(peak.nbytes)}; largest term: {peak.largest.name}, {gib(peak.largest.nbytes)}"
+        )
+    for what, terms in (
+        ("host memory of a rank", account.host),
+        ("pinned host memory of a rank", account.pinned),
+        ("host memory of a rank, if there is room", account.spare),
+        ("/dev/shm of a node", account.shared),
+    ):
         if terms:
             lines.append(f"    {what}: {_listed(terms)}")
     lines += [f"    {remark}" for remark in account.remarks]

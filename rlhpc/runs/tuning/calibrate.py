@@ -42,9 +42,11 @@ class Calibration:
     say: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        measured_with = {key: value for key, value in (word.split("=", 1) for word in self.workload.measured_with)}
+        measured_with = dict(word.split("=", 1) for word in self.workload.measured_with)
         plain = {self.workload.stages: 1, self.workload.staleness: 0}
-        settings = {key: plain[key] if key in measured_with else value for key, value in self.configured.settings.items()}
+        settings = {
+            key: plain[key] if key in measured_with else value for key, value in self.configured.settings.items()
+        }
         self.plain = dataclasses.replace(self.configured, settings=settings)
         self.samples: dict[str, list[tuple[float, float]]] = {phase.name: [] for phase in self.workload.phases}
         self.first: list[Measured] = []

@@ -87,7 +87,10 @@ class Costs:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        return {**asdict(self), "curves": {name: [list(p) for p in curve.points] for name, curve in self.curves.items()}}
+        return {
+            **asdict(self),
+            "curves": {name: [list(p) for p in curve.points] for name, curve in self.curves.items()},
+        }
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Costs:

@@ -23,7 +23,8 @@ from rlhpc.metrics.logger import read_metrics
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.host import node_name
 
-#: Steps of a short run that do not count: at its beginning, where things are set up, and the last, whose successor does not begin.
+#: Steps of a short run that do not count: at its beginning, where things are set up, and the last, whose successor does not
+#: begin.
 _FIRST, _LAST = 2, 1
 _POLL_S, _GRACE_S = 0.1, 30.0
 #: Gives a process some of this one's cores before it becomes another program.
@@ -115,8 +116,8 @@ def _watch(command: Sequence[str], output: Any, paths: RunPaths, deadline_s: flo
             now = time.monotonic()
             if now - begun > deadline_s:
                 raise RlhpcError(
-                    f"a short run did not end within {deadline_s:.0f} s (log {output.name}); give it longer with --deadline, or "
-                    f"fewer steps with --steps"
+                    f"a short run did not end within {deadline_s:.0f} s (log {output.name}); give it longer with --deadline, "
+                    "or fewer steps with --steps"
                 )
             if now - looked > min(1.0, (now - begun) / 20):  # short ones are seen, too, and long ones left alone
                 looked = now
@@ -177,7 +178,11 @@ def _nvidia_smi(query: str) -> list[str]:
         return []
     try:
         done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=10, check=False
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return []

@@ -1,10 +1,10 @@
 """How long a step takes at a place: a closed queueing network, bounded as Denning and Buzen (1978) do.
 
 Stations are the groups, and the machines that they share. `K` customers go round: the stages of a rollout between policy and
-simulators, and the steps that may be under way at once (staleness + 1) between those who sample and those who train. A round then
-takes at least `max(D / K, D_max)`, where `D` is what one customer needs at all stations and `D_max` what the busiest station has
-to do for all of them; with service times as steady as here, it takes about that long. An all-reduce among `n` ranks takes
-`2 (n - 1) / n` of what it takes among two (Patarasuk and Yuan 2009).
+simulators, and the steps that may be under way at once (staleness + 1) between those who sample and those who train. A round
+then takes at least `max(D / K, D_max)`, where `D` is what one customer needs at all stations and `D_max` what the busiest
+station has to do for all of them; with service times as steady as here, it takes about that long. An all-reduce among `n`
+ranks takes `2 (n - 1) / n` of what it takes among two (Patarasuk and Yuan 2009).
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Model:
         }
         own = self._seconds(candidate, threads)
         loads = self._loads(candidate, own, threads)
-        seconds = {phase.name: own[phase.name] * self._crowd(candidate, phase, threads) for phase in self.workload.phases}
+        seconds = {
+            phase.name: own[phase.name] * self._crowd(candidate, phase, threads) for phase in self.workload.phases
+        }
         step = self._period(candidate, seconds, loads)
         host, device = self._memory(candidate)
         return Prediction(step, self._idle(loads, step), host, device, seconds)

@@ -119,7 +119,9 @@ def order(found: Found, configured: Candidate) -> tuple[float, float, float, int
 
 def _looks(found: Found) -> object:
     """What two candidates have in common that nobody would tell apart."""
-    sizes = tuple((group, len(place.resources), len(place.processes)) for group, place in found.candidate.places.items())
+    sizes = tuple(
+        (group, len(place.resources), len(place.processes)) for group, place in found.candidate.places.items()
+    )
     return sizes, found.candidate.mode, round(found.prediction.step_s, 9)
 
 
@@ -128,8 +130,8 @@ def search(space: Space, count: int, allowed: Callable[[Candidate], bool] = lamb
 
     Args:
         space: All candidates.
-        count: How many; of several that differ only in where ranks lie, the best of each mode counts, and of several that differ
-            only in settings which change nothing, the one with the fewest changes.
+        count: How many; of several that differ only in where ranks lie, the best of each mode counts, and of several that
+            differ only in settings which change nothing, the one with the fewest changes.
         allowed: Asked of those that would be among them, since it may take long.
     """
     model, best = space.model, dict[object, Found]()
@@ -145,7 +147,9 @@ def search(space: Space, count: int, allowed: Callable[[Candidate], bool] = lamb
             rows.setdefault(_looks(found), found)
         return list(rows.values())
 
-    bounded = sorted(((model.least(one), index, one) for index, one in enumerate(space.counted())), key=lambda row: row[:2])
+    bounded = sorted(
+        ((model.least(one), index, one) for index, one in enumerate(space.counted())), key=lambda row: row[:2]
+    )
     for least, index, counted in bounded:
         limit = worst()
         if least > limit + 1e-9:
@@ -164,4 +168,3 @@ def search(space: Space, count: int, allowed: Callable[[Candidate], bool] = lamb
             else:
                 refused.add(key)
     return best_first()[:count]
-

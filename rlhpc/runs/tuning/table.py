@@ -41,8 +41,8 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
     machines, spread = record["machines"], record["costs"]["spread"]
     with_ = f", {machines['accelerators']} accelerators" if accelerators else f", {sum(machines['cores'])} cores"
     lines = [
-        f"{machines['nodes']} node{'s' * (machines['nodes'] != 1)}{with_}; hours for {record['samples']} {record['unit']}; runs "
-        f"of the same were up to {spread:.0%} apart",
+        f"{machines['nodes']} node{'s' * (machines['nodes'] != 1)}{with_}; hours for {record['samples']} {record['unit']}; "
+        f"runs of the same were up to {spread:.0%} apart",
         *([_BUSY] if spread > _NOISY else []),
         *_aligned(table),
         f"* {tuned}",
@@ -69,7 +69,8 @@ def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
     text = (0, 1, 2)
     return [
         "  ".join(
-            cell.ljust(width) if i in text else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if i in text else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in table
     ]

@@ -85,7 +85,8 @@ def workload_of(cfg: RunConfig, ahead: int | None) -> Workload:
     if not kind.workload:
         there = ", ".join(sorted(one.name for one in all_kinds() if one.workload))
         raise ConfigError(
-            f"runner.task_type is {kind.name}, and what a step of such a run consists of is not known; rlhpc tune takes: {there}"
+            f"runner.task_type is {kind.name}, and what a step of such a run consists of is not known; rlhpc tune "
+            f"takes: {there}"
         )
     configured = int(select(cfg, "algorithm.max_staleness") or 0)
     made = load_attribute(kind.workload, f"the workload of the kind {kind.name}")
@@ -126,7 +127,9 @@ def tune(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
     """
     cfg = load_config(asked.config, asked.overrides, site=asked.site)
     if asked.machines() and cfg.cluster.node_groups:
-        raise ConfigError("--nodes and --gpus are for configurations without cluster.node_groups; change those in the file")
+        raise ConfigError(
+            "--nodes and --gpus are for configurations without cluster.node_groups; change those in the file"
+        )
     workload = workload_of(cfg, asked.ahead)
     configured = configured_candidate(cfg, workload)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
@@ -170,7 +173,8 @@ def _find(
     best = search(space, max(_SHOWN, asked.verify), lambda candidate: is_allowed(asked, candidate))
     if not best:
         raise ConfigError(
-            f"no placement of {', '.join(workload.groups)} on {_machines(space.model.shape)} is allowed; rlhpc plan says why of one"
+            f"no placement of {', '.join(workload.groups)} on {_machines(space.model.shape)} is allowed; rlhpc plan "
+            "says why of one"
         )
     record = _record(asked, cfg, space, best, calibration.refused)
     _verify(record, asked, runs, say)
@@ -230,7 +234,11 @@ def _record(
         "overrides": list(asked.overrides),
         "kind": kind_of(cfg).name,
         "fingerprint": training_fingerprint(cfg),
-        "machines": {"nodes": len(model.shape.cores), "accelerators": model.shape.accelerators, "cores": list(model.shape.cores)},
+        "machines": {
+            "nodes": len(model.shape.cores),
+            "accelerators": model.shape.accelerators,
+            "cores": list(model.shape.cores),
+        },
         "unit": workload.unit,
         "samples_per_step": workload.samples,
         "samples": steps * workload.samples,

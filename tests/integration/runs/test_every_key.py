@@ -46,7 +46,8 @@ LANGUAGE: dict[str, Any] = {
     "reward": {"terms": [{"name": "math"}]},
     "rollout": {"max_new_tokens": 4},
     "agent": {
-        "kind": "python", "target": "outside_agents:odd_digits",
+        "kind": "python",
+        "target": "outside_agents:odd_digits",
         "services": SERVICES,
     },
     "workflow": {"sft": "first.yaml"},
@@ -55,7 +56,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "embodied": {
         "defaults": [f"{ROOT}/configs/base/ppo.yaml"],
         "algorithm": {
-            "rollout_steps": 4, "rollout_parts": 2, "update_epochs": 1, "loss_type": "decoupled_ppo", "tis_cap": 2.0, "anneal_lr": False,
+            "rollout_steps": 4, "rollout_parts": 2, "update_epochs": 1, "loss_type": "decoupled_ppo", "tis_cap": 2.0,
+            "anneal_lr": False,
         },
         "env": PLAYED,
         "actor": POLICY,
@@ -111,23 +113,29 @@ SLURM = [
 ]  # fmt: skip
 
 #: Only where ranks come and go.
-ELASTIC = {"reasoning": ["cluster.elastic=[{group: rollout, max: 2, partition: preempt}]"]} | dict.fromkeys(
-    ("embodied", "off_policy"),
-    ["algorithm.max_staleness=1", "cluster.elastic=[{group: env, max: 2, partition: preempt}]"],
-)
+_PLAYERS = ["algorithm.max_staleness=1", "cluster.elastic=[{group: env, max: 2, partition: preempt}]"]
+ELASTIC = {
+    "reasoning": ["cluster.elastic=[{group: rollout, max: 2, partition: preempt}]"],
+    "embodied": _PLAYERS,
+    "off_policy": _PLAYERS,
+}
 
 
 #: A second run with language models, with every group that one can have.
 GROUPS = [
-    "runner.name=groups", "agent={kind: mcp, target: null, servers: [{shell: true}], sandbox: none}", "actor.model.value_head=false", "runner.val_check_interval=-1", "algorithm.adv_type=gae", "algorithm.name=own_groups:Taught",
-    "cluster.component_placement={actor: 0, rollout: 0, critic: 0, reference: 0, teacher: 0, reward: 0, judge: 0, mine: 0, steps: 0}",
+    "runner.name=groups", "agent={kind: mcp, target: null, servers: [{shell: true}], sandbox: none}",
+    "actor.model.value_head=false", "runner.val_check_interval=-1", "algorithm.adv_type=gae",
+    "algorithm.name=own_groups:Taught",
+    "cluster.component_placement={actor: 0, rollout: 0, critic: 0, reference: 0, teacher: 0, reward: 0, judge: 0, mine: 0, "
+    "steps: 0}",
     "teacher.model.model_path=builtin:tiny", "teacher.model.kwargs={hidden: 32, layers: 1, heads: 1}",
     "teacher.rollout_backend=vllm",
     "judge.model.model_path=builtin:tiny", "judge.model.kwargs={hidden: 32, layers: 1, heads: 2, context: 1024}",
     "judge.max_new_tokens=4", "reward.model.model_path=classifier",
     "reward.terms=[{name: math}, {name: reward}, {name: judge}, {name: mine}]",
     "reward.process_terms=[{name: steps}]",
-    "groups=[{name: steps, scorer: process, model: {model_path: classifier}}, {name: mine, scorer: classifier, model: {model_path: classifier}}, {name: idle, scorer: logprobs, model: "
+    "groups=[{name: steps, scorer: process, model: {model_path: classifier}}, {name: mine, scorer: classifier, model: "
+    "{model_path: classifier}}, {name: idle, scorer: logprobs, model: "
     "{model_path: 'builtin:tiny', kwargs: {hidden: 32, layers: 1, heads: 2}}}]",
     "critic.training_backend=fsdp",
     "critic.lora.rank=2",

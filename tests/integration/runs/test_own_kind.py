@@ -1,4 +1,5 @@
-"""A kind of run from outside the package: its own keys, workers, loop, evaluation, export, curves. Nothing in rlhpc knows it."""
+"""A kind of run from outside the package: its own keys, workers, loop, evaluation, export, curves. Nothing in rlhpc knows
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A strategy of one's own, named by import path, carries the weights of both wings' runs, bit for bit as the built-in one does."""
+"""A strategy of one's own, named by import path, carries the weights of both wings' runs, bit for bit as the built-in one
+does."""
 
 from __future__ import annotations
 

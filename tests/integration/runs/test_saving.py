@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from saving_roles import Plain, Weights
-from tiny_run import TinyRun, kill_tree, wait_until
 from test_resume import assert_identical
+from tiny_run import TinyRun, kill_tree, wait_until
 
 from rlhpc import Cluster, NodePlacementStrategy, Session, WorkerFailed
 from rlhpc.checkpoint import CheckpointWriter, newest_valid, read_manifest, verify

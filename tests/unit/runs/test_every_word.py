@@ -13,17 +13,21 @@ from rlhpc.runs.kinds import find_kind
 ROOT = Path(__file__).resolve().parents[3]
 #: Text that may be anything: names that the user gives, files and folders, words for others (Slurm, transformers, columns).
 FREE = (
-    "runner.name", "runner.run_dir", "runner.resume_dir", "runner.init_from", "cluster.", "workflow.", "env.train.simulator_python",
+    "runner.name", "runner.run_dir", "runner.resume_dir", "runner.init_from", "cluster.", "workflow.",
+    "env.train.simulator_python",
     "env.eval.simulator_python", "actor.model.model_path", "critic.model.model_path", "teacher.model.model_path",
     # Names of vLLM's parsers, and which it has is known where it is imported: on the ranks, which refuse others.
     "agent.python", "agent.tool_parser", "agent.reasoning_parser",
-    "reward.model.model_path", "judge.model.model_path", "judge.rubric", "judge.reply_start", "algorithm.demo_buffer.load_path", "algorithm.value_model", "env.train.reward_model",
+    "reward.model.model_path", "judge.model.model_path", "judge.rubric", "judge.reply_start",
+    "algorithm.demo_buffer.load_path", "algorithm.value_model", "env.train.reward_model",
     "data.train.",
 )  # fmt: skip
 #: Keys of those sections that do name something, and which lists have words that do.
 NAMED = {
     "reasoning": (
-        "data.train.source=nonsense", "data.eval=[{source: nonsense}]", "reward.terms=[{name: nonsense}]",
+        "data.train.source=nonsense",
+        "data.eval=[{source: nonsense}]",
+        "reward.terms=[{name: nonsense}]",
         "groups=[{name: own, scorer: nonsense}]",
     ),
     "sft": ("data.train.source=nonsense", "data.eval=[{source: nonsense}]", "reward.terms=[{name: nonsense}]"),

@@ -29,7 +29,13 @@ from rlhpc.runtime.slurm import ask
 #: How long a command may take here.
 PATIENCE_S = 2.0
 #: What the commands say that answer; each is a shell script that does not replace itself, as sites' wrappers are.
-ANSWERS = {"squeue": "", "sbatch": "sbatch: Job 7 to start at 2020-01-01T00:00:00 using 1 processors", "scancel": "", "sacct": "", "scontrol": ""}
+ANSWERS = {
+    "squeue": "",
+    "sbatch": "sbatch: Job 7 to start at 2020-01-01T00:00:00 using 1 processors",
+    "scancel": "",
+    "sacct": "",
+    "scontrol": "",
+}
 HANGS = "sleep 1000; true"
 
 
@@ -116,7 +122,11 @@ def test_a_submission_that_takes_too_long_is_given_up(
 
 @pytest.mark.parametrize(("present", "vain"), [({"5": 0}, False), ({}, True)])
 def test_a_rank_may_come_and_go_between_two_looks(
-    commands: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], present: dict[str, int], vain: bool
+    commands: Callable[..., Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    present: dict[str, int],
+    vain: bool,
 ) -> None:
     """Its job has not been in vain, and the next one need not wait."""
     commands()
@@ -193,9 +203,7 @@ class Cluster:
             self.ends[job] = min(self.ends[job], self.now + self.draw.random() * 100)
 
     def query(self, jobs: Iterable[str]) -> dict[str, JobReport]:
-        return {
-            job: JobReport(JobState.CANCELLED if self.jobs[job][0] is None else JobState.COMPLETED) for job in jobs
-        }
+        return {job: JobReport(JobState.CANCELLED if self.jobs[job][0] is None else JobState.COMPLETED) for job in jobs}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -214,7 +222,9 @@ def test_the_budget_is_never_exceeded(seed: int, tmp_path: Path, monkeypatch: py
     paths.submit.mkdir(parents=True)
 
     def present() -> dict[str, int]:
-        return {job: int(end is None) for job, (start, end) in cluster.jobs.items() if start is not None and int(job) % 3}
+        return {
+            job: int(end is None) for job, (start, end) in cluster.jobs.items() if start is not None and int(job) % 3
+        }
 
     helpers = Helpers(paths, plan, 8, lambda job: None, present)
     for _ in range(200):

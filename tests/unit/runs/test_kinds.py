@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlhpc import load_config
-from rlhpc.runs.kinds import all_kinds, find_kind, kind_of, kind_of_run
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.runs.kinds import all_kinds, find_kind, kind_of, kind_of_run
 from rlhpc.runtime.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

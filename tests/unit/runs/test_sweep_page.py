@@ -22,7 +22,9 @@ def sweep_of(folder: Path, scores: dict[str, list[float | None]], **record: obje
             run.config.write_text("env: {train: {env_id: Task-v1}}\n")
             rows = [{"step": step, "time/wall_s": 1.0 * step, "train/loss": value or 0.0} for step in (1, 2, 3, 4)]
             run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            run.driver_state.write_text(json.dumps({"state": "finished" if value is not None else "failed", "stop_reason": "x"}))
+            run.driver_state.write_text(
+                json.dumps({"state": "finished" if value is not None else "failed", "stop_reason": "x"})
+            )
             if value is not None:
                 result = {"suite": "held", "global_step": 4, "return_mean": value, "episodes": 4}
                 run.eval_result(4, "held").write_text(json.dumps(result))
@@ -64,11 +66,15 @@ def test_of_many_configurations_the_best_are_drawn(tmp_path: Path) -> None:
     sweep = sweep_of(tmp_path, {f"lr={k}": [float(k)] for k in range(12)})
     page = write_sweep_page(sweep, sweep.page)
     assert order_of(page) == [f"lr={k}" for k in reversed(range(12))]
-    assert "IQM over seeds, the best 8 of 12" in page.read_text() and "The 8 best of 12 configurations" in page.read_text()
+    assert (
+        "IQM over seeds, the best 8 of 12" in page.read_text() and "The 8 best of 12 configurations" in page.read_text()
+    )
 
 
 def test_before_anything_has_begun(tmp_path: Path) -> None:
     sweep = SweepPaths(tmp_path)
-    sweep.record.write_text(json.dumps({"name": "lr", "runs": [{"name": "a-s1", "label": "a", "seed": 1, "values": {}}]}))
+    sweep.record.write_text(
+        json.dumps({"name": "lr", "runs": [{"name": "a-s1", "label": "a", "seed": 1, "values": {}}]})
+    )
     html = write_sweep_page(sweep, sweep.page).read_text()
     assert "No run has finished yet." in html and "not started" in html

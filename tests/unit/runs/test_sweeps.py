@@ -39,7 +39,12 @@ def load(*args: object, **options: object) -> Sweep:
 def test_each_run_has_a_configuration_of_its_own() -> None:
     sweep = load({"grid": {"actor.optim.lr": [1e-4, 3e-4]}, "seeds": [1, 2]})
     assert sweep.paths.root == Path.cwd() / "runs/lr"
-    assert [run.paths.root.name for run in sweep.runs] == ["lr_0.0001-s1", "lr_0.0001-s2", "lr_0.0003-s1", "lr_0.0003-s2"]
+    assert [run.paths.root.name for run in sweep.runs] == [
+        "lr_0.0001-s1",
+        "lr_0.0001-s2",
+        "lr_0.0003-s1",
+        "lr_0.0003-s2",
+    ]
     assert [run.cfg.runner.seed for run in sweep.runs] == [1, 2, 1, 2]
     again = load_config("lr.yaml", sweep.runs[2].overrides)
     assert again == sweep.runs[2].cfg and again.actor.optim.lr == 3e-4  # type: ignore[attr-defined]
@@ -163,7 +168,9 @@ def test_a_run_on_demonstrations_with_a_name_of_its_own_stays_there() -> None:
     assert sweep is not None and [sorted(run.prepares) for run in sweep.runs] == [["sft"], []]
     assert {str(run.cfg.actor.model.model_path) for run in sweep.runs} == {"runs/warm/export"}  # type: ignore[attr-defined]
     words[1] = "runner.seed=${runner.seed}"
-    with pytest.raises(ConfigError, match=r"runs lr_0.0001-s1 and lr_0.0001-s2 both prepare .*/runs/warm, and differently"):
+    with pytest.raises(
+        ConfigError, match=r"runs lr_0.0001-s1 and lr_0.0001-s2 both prepare .*/runs/warm, and differently"
+    ):
         load_sweep(file, [f"workflow.sft_overrides={json.dumps(words)}", "sweep.seeds=[1, 2]"])
 
 

@@ -13,7 +13,9 @@ NOW = time.mktime((2026, 3, 2, 12, 0, 0, 0, 0, -1))  # a Monday
 DAY = 86400.0
 
 
-def answer(gpus: int, start: float | None, train_s: float | None, *, own: bool = False, usable: float | None = None) -> Answer:
+def answer(
+    gpus: int, start: float | None, train_s: float | None, *, own: bool = False, usable: float | None = None
+) -> Answer:
     words = () if own else (f"cluster.num_nodes={gpus // 4}",)
     shape = Shape(gpus // 4, gpus, "gpu", 600, words, own, "", train_s, usable)
     return Answer(shape, Start(None if start is None else NOW + start, "" if start is not None else "no such nodes"))
@@ -24,7 +26,9 @@ def test_fewer_now_end_before_more_later() -> None:
     found = Outlook(sorted([many, few], key=lambda one: one.rank), None, "", (), NOW)
     assert found.answers[0] is few
     first, words = verdict(found)
-    assert first.startswith("4 GPUs in gpu now end before 8 GPUs in gpu from Tuesday 12:00: Tuesday 08:00, not Tuesday 23:00")
+    assert first.startswith(
+        "4 GPUs in gpu now end before 8 GPUs in gpu from Tuesday 12:00: Tuesday 08:00, not Tuesday 23:00"
+    )
     assert words == "for the first: cluster.num_nodes=1"
     late = answer(4, 0, 60 * 3600.0)
     assert min([many, late], key=lambda one: one.rank) is many
@@ -32,7 +36,9 @@ def test_fewer_now_end_before_more_later() -> None:
 
 def test_without_costs_the_sooner_start_is_better() -> None:
     soon, later, never = answer(8, 600, None), answer(4, DAY, None, own=True), answer(16, None, None)
-    found = Outlook(sorted([never, later, soon], key=lambda one: one.rank), None, "nobody knows", ("3 nodes: why",), NOW)
+    found = Outlook(
+        sorted([never, later, soon], key=lambda one: one.rank), None, "nobody knows", ("3 nodes: why",), NOW
+    )
     assert list(found.answers) == [soon, later, never]
     text = render(found)
     assert "8 GPUs in gpu from 12:10 start before 4 GPUs in gpu from Tuesday 12:00" in text
@@ -65,4 +71,9 @@ def test_walltimes_worth_asking_about() -> None:
 
 
 def test_moments() -> None:
-    assert [moment(NOW + s, NOW) for s in (10.0, 3600.0, DAY, 10 * DAY)] == ["now", "13:00", "Tuesday 12:00", "2026-03-12 12:00"]
+    assert [moment(NOW + s, NOW) for s in (10.0, 3600.0, DAY, 10 * DAY)] == [
+        "now",
+        "13:00",
+        "Tuesday 12:00",
+        "2026-03-12 12:00",
+    ]

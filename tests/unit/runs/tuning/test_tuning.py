@@ -117,7 +117,8 @@ def test_the_search_finds_the_optimum(case: tuple[Workload, Costs], shape: Shape
 
 
 def test_sizes_of_a_mesh_are_keys_like_others() -> None:
-    """A kind of run names them, short runs measure them, the configuration's rules say which go with which numbers of ranks."""
+    """A kind of run names them, short runs measure them, the configuration's rules say which go with which numbers of
+    ranks."""
     workload, costs = ANSWERS
     workload = dataclasses.replace(workload, knobs=(*workload.knobs, Knob("tensor", (1, 2, 4))))
     costs = dataclasses.replace(
