@@ -37,7 +37,7 @@ def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: 
     folder = here.nearest_folder(folder.expanduser().absolute())
     lines = [checks.commands(shutil.which), *_here(folder)]
     if lines[0].level != "pass":
-        alone = look_here(folder, len(visible_accelerators(os.environ)))
+        alone = look_here(site, folder, len(visible_accelerators(os.environ)))
         lines += nodes.gpus_in_torch(alone, os.environ) + nodes.shared_memory(alone) + nodes.node_disks(alone, site)
         return lines + nodes.simulators(alone) + nodes.limits(alone)
     facts = SlurmFacts.gather(getpass.getuser())

@@ -218,15 +218,16 @@ class Probed:
         return {node: said for job in self.jobs for node, said in job.peers.items()}
 
 
-def look_here(folder: Path, gpus: int) -> Probed:
+def look_here(site: Site, folder: Path, gpus: int) -> Probed:
     """This machine as if it were the one node of a job.
 
     Args:
+        site: Says what else is written to.
         folder: Where runs are to be written.
         gpus: How many GPUs torch should see.
     """
     job = ProbeJob(None, (), (), None, gpus, 1, 1)
-    said = probe.look({"canary": str(folder / "canary"), "packages": PACKAGES})
+    said = probe.look({"canary": str(folder / "canary"), "packages": PACKAGES, "scratch": site.scratch})
     job.hello[said["node"]] = said
     if gpus and not os.environ.get(VIRTUAL):
         job.torch[said["node"]] = probe.ask_torch(source_of(torch_probe), _TORCH_S)

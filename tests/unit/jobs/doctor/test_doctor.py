@@ -346,6 +346,8 @@ def test_without_slurm_this_machine_is_looked_at(tmp_path: Path, monkeypatch: py
         assert lines["Slurm commands"].level == "warn" and lines["limits"].level == "pass"
         assert {"/dev/shm", "node-local disk", "Vulkan"} <= lines.keys()
         assert ("GPUs in torch" in lines) == asked
+        lacking = {line.what: line for line in examine({"scratch": str(tmp_path / "nowhere")}, tmp_path)}
+        assert lacking["node-local disk"].level == "fail" and "nowhere" in lacking["node-local disk"].found
         if asked and torch.version.cuda is None:
             found = lines["GPUs in torch"]
             assert found.level == "fail" and "granted 1, torch sees 0" in found.found
