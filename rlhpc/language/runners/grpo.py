@@ -212,24 +212,26 @@ class ReasoningRunner(Runner[GrpoConfig]):
         last = step >= self.folder.end_step
         every = self.cfg.runner.val_check_interval
         due = every > 0 and step % every == 0
-        if self.turns:
-            with timers("turns"):
-                self.rollout.reload().wait(self.timeout)
+        waking = self.rollout.reload() if self.turns else None
         made = self._made.pop(step, None) or self._start(step)
         if self.ahead and not last and not due:
             self._made[step + 1] = self._start(step + 1)
         received = self.actor.receive(step)
-        if self.turns:
+        if waking is not None:
+            with timers("turns"):
+                waking.wait(self.timeout)
             with timers("rollout"):
                 made.wait(self.timeout)
             with timers("turns"):
                 self.rollout.offload().wait(self.timeout)
             made.score(self.timeout)
-            with timers("turns"):
-                self.actor.reload().wait(self.timeout)
+            waking = self.actor.reload()
         update = self.actor.update(step)
         learnt = self.critic.update(step) if self.critic and not self.turns else None
         sync = [] if last and not due else [self.actor.sync_weights(step, self.replicas.ranks)]
+        if waking is not None:
+            with timers("turns"):
+                waking.wait(self.timeout)
         with timers("rollout"):
             generated = made.wait(self.timeout)
             served = made.served(self.timeout)
