@@ -8,6 +8,7 @@ attended to as ever.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -195,13 +196,18 @@ def _kernel() -> Callable[..., Any] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    takes = inspect.signature(varlen_attn).parameters
+    return _as_in_213(varlen_attn)
+
+
+@functools.cache
+def _as_in_213(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
+    takes = inspect.signature(kernel).parameters
     if not {"scale", "window_size"} <= takes.keys():
         return None
     if "enable_gqa" in takes:
-        return varlen_attn
+        return kernel
     # Before 2.13 heads shared keys without being told to.
-    return lambda *rows, enable_gqa, **how: varlen_attn(*rows, **how)
+    return lambda *rows, enable_gqa, **how: kernel(*rows, **how)
 
 
 def _as_rows(row: Tensor, count: int, length: int) -> Tensor:
