@@ -124,7 +124,7 @@ class FsdpBackend(ParkingBackend):
         last, uncast = blueprint.last(module), blueprint.uncast(module)
         for part in [*units, module]:
             frees = reshard and (root or (part is not module and part is not last))
-            policy = replace(precision, cast_forward_inputs=not any(part is one for one in uncast))
+            policy = replace(precision, cast_forward_inputs=part not in uncast)
             fully_shard(
                 part, mesh=self.mesh.fsdp, mp_policy=policy, offload_policy=offload, reshard_after_forward=frees
             )

@@ -142,9 +142,7 @@ class Looker:
     def seen(self, images: Sequence[bytes], at: Sequence[int]) -> Seen:
         """Pictures of which the first tokens stand at these places."""
         patches, grids, digests = zip(*map(self._one, images), strict=True)
-        return Seen(
-            tuple(patches), np.stack(grids), np.asarray(at, np.int64), self._merge, tuple(digests)
-        )  # fmt: skip
+        return Seen(tuple(patches), np.stack(grids), np.asarray(at, np.int64), self._merge, tuple(digests))
 
     def look(
         self, images: Sequence[bytes], ids: Sequence[int], behind: int = 0, spoken: Collection[int] = ()
