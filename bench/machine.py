@@ -27,15 +27,13 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """What is checked out, with `-dirty` where the code differs from it. Where only the files were brought, what
-    `RLHPC_COMMIT` says."""
+    """What is checked out, with `-dirty` where the code differs from it; empty without a repository."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=RESULTS.parents[1], capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
-    if not (head := git("rev-parse", "--short", "HEAD")):
-        return os.environ.get("RLHPC_COMMIT", "")
+    head = git("rev-parse", "--short", "HEAD")
     return head + ("-dirty" if git("status", "--porcelain", "--", "rlhpc", "bench", ":!bench/results") else "")
 
 
