@@ -1,6 +1,9 @@
 # What a newcomer types. Everything else is `rlhpc --help` and `snakemake --help`.
 SHELL := /bin/bash
-VENV  := .venv
+# Empty: .venv, and all that the tests need. EXTRAS=dev: another environment, .venv-dev, with these extras and nothing else.
+EXTRAS ?=
+comma := ,
+VENV  := .venv$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 RUN   ?= configs/quickstart.yaml
@@ -20,15 +23,18 @@ LONG  ?= 1/10
 export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup setup-llm setup-robot setup-lerobot setup-simulators quickstart demo-llm demo-agent demo-robot demo-vla test test-gpu test-slurm test-all chaos chaos-helpers leftovers attack bad-inputs lint bench bench-gpu docs docs-reference constraints resolve clean
+# Pythons beside that of $(VENV), each with the packages of its file in envs/: some exclude those of another.
+PYTHONS := agents lerobot libero loggers metaworld simulators verifiers
+
+.PHONY: help setup setup-llm setup-robot setup-system setup-tests $(PYTHONS:%=setup-%) quickstart demo-llm demo-agent demo-robot demo-vla test test-gpu test-slurm test-slurm-24 test-slurm-26 test-all combinations chaos chaos-helpers leftovers attack bad-inputs lint bench bench-gpu docs docs-reference constraints resolve clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP)  ## the environment in .venv, once
 
 $(STAMP): pyproject.toml envs/constraints.txt envs/setup.sh
-	bash envs/setup.sh $(VENV)
+	$(if $(EXTRAS),RLHPC_EXTRAS=$(EXTRAS)) bash envs/setup.sh $(VENV)
 	@touch $@
 
 setup-llm: $(VENV)/.setup-llm  ## what language models need on top: transformers, vLLM, DeepSpeed
@@ -43,26 +49,48 @@ $(VENV)/.setup-robot: $(STAMP)
 	RLHPC_EXTRAS=dev,slurm,embodied bash envs/setup.sh $(VENV)
 	@touch $@
 
-# A Python of its own, whatever interpreter the rest has: lerobot 0.4.4 and its pins are for 3.11.
-setup-lerobot: $(VENV)-lerobot/.setup-done  ## LeRobot's policies, in a Python of their own: .venv-lerobot (docs/how-to/lerobot.md)
+setup-tests: $(VENV)/.setup-tests  ## what make test needs: setup-llm, setup-system, and setup-* of each other Python
 
-$(VENV)-lerobot/.setup-done: $(STAMP) envs/lerobot.txt
+$(VENV)/.setup-tests: $(VENV)/.setup-llm $(PYTHONS:%=$(VENV)-%/.setup-done)
+	@touch $@
+
+setup-system:  ## what the tests need of Debian: Mesa, Slurm, sshd, bubblewrap, a compiler (as root; says what is missing otherwise)
+	@bash tests/install.sh
+
+$(PYTHONS:%=setup-%): setup-%: $(VENV)-%/.setup-done
+
+$(VENV)-%/.setup-done: envs/%.txt | $(STAMP)
+	[ -x $(@D)/bin/python ] || $(BIN)/python -m venv --without-pip $(@D)
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(@D)/bin/python -r $<
+	@touch $@
+
+# Whatever interpreter the rest has: lerobot 0.4.4 and its pins are for 3.11.
+$(VENV)-lerobot/.setup-done: envs/lerobot.txt | $(STAMP)
 	RLHPC_EXTRAS=slurm bash envs/setup.sh $(VENV)-lerobot
 	$(BIN)/uv pip install --python $(VENV)-lerobot/bin/python --no-deps --compile-bytecode -r envs/lerobot.txt
 	@touch $@
 
-setup-simulators: $(VENV)-simulators/.setup-done  ## Gymnasium-Robotics, dm_control, PushT, MiniGrid, Atari, gym-hil: .venv-simulators (docs/how-to/gymnasium-recipes.md)
+# With setuptools, which some of its packages are built with.
+$(VENV)-libero/.setup-done: envs/libero.txt | $(STAMP)
+	[ -x $(@D)/bin/python ] || $(BIN)/python -m venv $(@D)
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python -r $<
+	@touch $@
 
-$(VENV)-simulators/.setup-done: $(STAMP) envs/simulators.txt envs/gym-hil.txt
-	[ -x $(VENV)-simulators/bin/python ] || $(BIN)/python -m venv --without-pip $(VENV)-simulators
-	$(BIN)/uv pip install --python $(VENV)-simulators/bin/python -r envs/simulators.txt
-	$(BIN)/uv pip install --python $(VENV)-simulators/bin/python --no-deps -r envs/gym-hil.txt
+$(VENV)-metaworld/.setup-done: envs/metaworld.txt | $(STAMP)
+	RLHPC_EXTRAS=slurm bash envs/setup.sh $(VENV)-metaworld
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python -r $<
+	@touch $@
+
+$(VENV)-simulators/.setup-done: envs/simulators.txt envs/gym-hil.txt | $(STAMP)
+	[ -x $(@D)/bin/python ] || $(BIN)/python -m venv --without-pip $(@D)
+	$(BIN)/uv pip install --python $(@D)/bin/python -r envs/simulators.txt
+	$(BIN)/uv pip install --python $(@D)/bin/python --no-deps -r envs/gym-hil.txt
 	@touch $@
 
 quickstart: setup  ## train, evaluate, export and report a first policy (RUN=configs/….yaml for another)
 	rlhpc run $(RUN)
 
-test: setup  ## the tests, in four processes (WORKERS=0: in one; PYTEST_ARGS=… for some of them; LONG=1/1: all long ones)
+test: setup-system $(if $(EXTRAS),setup,setup-tests)  ## the tests, with all that they need (WORKERS=0: in one process; PYTEST_ARGS=… for some; LONG=1/1: all long ones; EXTRAS=dev: in the smallest environment)
 	RLHPC_TESTS_LONG=$(LONG) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 demo-llm: setup-llm  ## a language model from nothing: SFT, then GRPO, at three seeds (SEEDS=1 for one)
@@ -81,12 +109,29 @@ test-slurm: WORKERS = $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 
 test-slurm: setup  ## the tests on a real Slurm each worker brings up (tests/slurm/install.sh installs it)
 	pytest -m slurm -n $(WORKERS) --dist worksteal tests/slurm $(PYTEST_ARGS)
 
+# What another version of Slurm has to show: a het job with its evaluation, a requeue, a cancelled run, helpers, a rank that is
+# given up, the doctor, and all queries. SLURM_TESTS=tests/slurm takes all.
+SLURM_TESTS ?= $(addprefix tests/slurm/, test_training.py::test_accounting_that_fails_half_the_time \
+	test_accounting.py::test_roles_and_components_of_a_requeued_run test_training.py::test_every_rank_sees_its_own_part \
+	test_elastic.py::test_one_that_waits_for_rollouts_gets_more_ranks test_given_up_rank.py test_doctor.py::test_a_good_cluster \
+	test_user_environment.py)
+
+test-slurm-24 test-slurm-26: WORKERS = $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 2 || echo 0)
+test-slurm-24: setup  ## some of them on Slurm 24.11 (SLURM_TESTS=tests/slurm for all), in a root of Debian 13
+	bash tests/slurm/roots.sh trixie $(CURDIR)/$(BIN)/python -m pytest -m slurm -n $(WORKERS) --dist worksteal $(SLURM_TESTS) $(PYTEST_ARGS)
+
+test-slurm-26: setup  ## some of them on Slurm 26.05, in a root of Debian 14
+	bash tests/slurm/roots.sh forky $(CURDIR)/$(BIN)/python -m pytest -m slurm -n $(WORKERS) --dist worksteal $(SLURM_TESTS) $(PYTEST_ARGS)
+
 test-gpu: setup-llm  ## the tests on an accelerator (RLHPC_TEST_DEVICE=cpu shows without one that they run)
 	RLHPC_TEST_DEVICE=$${RLHPC_TEST_DEVICE:-accelerator} pytest -m gpu $(PYTEST_ARGS)
 
 test-all: setup  ## all of what make test takes a part of (SEED=…, PART=k/n)
 	RLHPC_TESTS_SEED=$(SEED) RLHPC_TESTS_PART=$(PART) RLHPC_TESTS_LONG=$(PART) pytest -m "(drawn or long) and not gpu and not slurm" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 	python -m tests.attack.bad_inputs --seed $(SEED) --part $(PART)
+
+combinations: setup-llm  ## options in combination, pairwise: each row is trained, resumed and compared (SEED=…, PART=k/n; hours for all)
+	python -m tests.combinations --seed $(SEED) --part $(PART)
 
 leftovers: setup  ## 20 jobs of two users end in every way on a real Slurm: nothing stays on its nodes (ENDS=…, SEED=…)
 	RLHPC_LEFTOVERS=$(ENDS) RLHPC_LEFTOVERS_SEED=$(SEED) pytest -m slurm tests/slurm/test_leftovers.py -s
@@ -101,6 +146,7 @@ attack: setup  ## hostile programs, files and users against what is built (long;
 	PYTHONPATH=. $(VENV)/bin/python tests/attack/programs.py
 	PYTHONPATH=. $(VENV)/bin/python tests/attack/files.py
 	PYTHONPATH=. $(VENV)/bin/python tests/attack/strangers.py
+	PYTHONPATH=. $(VENV)/bin/python tests/attack/tries.py
 
 bad-inputs: setup  ## hundreds of mistakes of users: is each one message, and is nothing left (SEED=…)
 	python -m tests.attack.bad_inputs --seed $(SEED)
@@ -109,6 +155,7 @@ lint: setup  ## style, types, import floors, workflow
 	ruff check .
 	ruff format --check .
 	mypy
+	! mypy --explicit-package-bases --check-untyped-defs tests | grep '\[call-arg\]$$'
 	snakefmt --check workflow
 	lint-imports
 	snakemake --lint --snakefile workflow/Snakefile --config run=$(RUN)
@@ -144,5 +191,5 @@ resolve: setup  ## whether each environment can be had, on CPUs and GPUs, from P
 	bash envs/resolve.sh
 
 clean:  ## the environment and caches; runs/ stays
-	rm -rf $(VENV) .snakemake .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
+	rm -rf .venv $(wildcard .venv-*) .snakemake .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -64,7 +64,7 @@ def run_ours(case: Case, seed: int, steps: int) -> dict[str, Any]:
     points = []
     for row in rows:
         if count := int(row["rollout/episodes"]):
-            success = row.get("rollout/success_rate")
+            success = row.get("rollout/success_once")
             total = None if success is None else count * success
             points.append([int(row["rollout/env_steps"]), count, count * row["rollout/episode_return"], total])
     return {"rows": points, "env_steps": rows[-1]["rollout/env_steps"], "loop_s": rows[-1]["time/wall_s"]}

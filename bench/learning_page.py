@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.learning_cases import CASES
-from rlhpc.metrics.svg import SMALL, Line, beside, line_chart, standalone
+from rlhpc.metrics.svg import CHART, Line, beside, line_chart, standalone
 
 COLOURS = {"rlhpc": 0, "single_process": 1}
 NAMES = {"rlhpc": "rlhpc", "single_process": "one process"}
@@ -40,13 +40,13 @@ def panel(result: dict[str, Any], measure: str) -> str:
         lines.append(band(NAMES[side], [(i + 1) * width for i in at], columns, color))
     label = {"return": "return of training episodes", "success": "success, once in an episode"}[measure]
     seeds = len(_curves(result, "rlhpc", measure))
-    return line_chart(f"{result['title']}, {seeds} seeds", "environment steps", label, lines, SMALL)
+    return line_chart(f"{result['title']}, {seeds} seeds", "environment steps", label, lines, CHART)
 
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     """One drawing with a panel for each case and measure."""
     charts = [panel(result, measure) for result, measure in _panels(results)]
-    path.write_text(standalone(beside(charts, SMALL, columns=3)))
+    path.write_text(standalone(beside(charts, CHART, columns=3)))
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:

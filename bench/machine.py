@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhpc.runtime.repository import run_git
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -29,12 +31,11 @@ def machine() -> dict[str, Any]:
 def commit() -> str:
     """What is checked out, with `-dirty` where the code differs from it; empty without a repository."""
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=RESULTS.parents[1], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    head = git("rev-parse", "--short", "HEAD")
-    return head + ("-dirty" if git("status", "--porcelain", "--", "rlhpc", "bench", ":!bench/results") else "")
+    top, changed = RESULTS.parents[1], ("status", "--porcelain", "--", "rlhpc", "bench", ":!bench/results")
+    try:
+        return run_git(top, "rev-parse", "--short", "HEAD") + ("-dirty" if run_git(top, *changed) else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 from bench.machine import RESULTS
+from rlhpc.runtime.repository import run_git
 
 PAGE = RESULTS.parents[1] / "docs" / "reference" / "benchmarks.md"
 _HEAD = "| result | measured on | code of |\n|---|---|---|\n"
@@ -21,8 +21,7 @@ def table() -> str:
 
 
 def _brought_by(name: str) -> str:
-    words = ["git", "log", "-1", "--format=%h", "--", name]
-    return subprocess.run(words, cwd=RESULTS, capture_output=True, text=True, check=True).stdout.strip()
+    return run_git(RESULTS, "log", "-1", "--format=%h", "--", name)
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ def train(folder: Path, config: str, name: str, *words: str) -> Path:
 def curve(run: Path) -> list[tuple[int, float]]:
     """(env steps, success rate of training episodes)."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(int(row["rollout/env_steps"]), row["train/success_rate"]) for row in rows if "train/success_rate" in row]
+    return [(int(row["rollout/env_steps"]), row["train/success_once"]) for row in rows if "train/success_once" in row]
 
 
 def main(arguments: list[str] | None = None) -> None:

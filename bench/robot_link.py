@@ -88,7 +88,9 @@ def one(way: str, shows: Any, options: argparse.Namespace, folder: Path) -> dict
     """One way, once."""
     pictures, own = isinstance(shows, dict), {"hz": options.hz, "stale_s": 5.0}
     if way == "the same process":
-        section = EnvSideConfig(env_type="robot", env_id="bench.robot_link:Still", kwargs={**own, "pictures": pictures})
+        section = EnvSideConfig(
+            env_type="robot", env_id="bench.robot_link:Still", kwargs={**own, "pictures": pictures}, simulators=0
+        )
     else:
         bounds = {"low": [-1.0] * 7, "high": [1.0] * 7}
         kwargs = {**own, "observes": shows, "acts": bounds, "folder": str(folder / "meeting"), "wait_s": 60.0}

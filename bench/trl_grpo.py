@@ -92,7 +92,7 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from rlhpc.config.typed import typed
-    from rlhpc.language.config import GrpoConfig
+    from rlhpc.language.config import GrpoConfig, minibatch_size
     from rlhpc.language.data import make_dataset
     from rlhpc.runs.configuration import load_config
 
@@ -112,7 +112,7 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             times.append(time.perf_counter())
 
-    batch = cfg.actor.global_batch_size
+    batch = minibatch_size(cfg, cfg.actor)
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(start, dtype="float32"),
         processing_class=AutoTokenizer.from_pretrained(start),

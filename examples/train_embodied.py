@@ -3,6 +3,7 @@
 python examples/train_embodied.py configs/quickstart.yaml runner.max_steps=20
 """
 
+import argparse
 import sys
 
 from rlhpc import (
@@ -14,10 +15,11 @@ from rlhpc import (
     MultiStepRolloutWorker,
     load_config,
 )
+from rlhpc.runtime.exit_codes import report_errors
 
 
-def main(path: str, overrides: list[str]) -> None:
-    """Trains what the configuration describes."""
+def train(path: str, overrides: list[str]) -> int:
+    """Trains what the configuration describes; returns the exit code."""
     cfg = load_config(path, overrides)
     cluster = Cluster(cfg.cluster)  # Slurm's variables when inside a job, else this machine
     placement = HybridComponentPlacement(cfg, cluster)
@@ -31,7 +33,12 @@ def main(path: str, overrides: list[str]) -> None:
     runner = EmbodiedRunner(cfg=cfg, actor=actor, rollout=rollout, env=env)
     runner.init_workers()
     runner.run()
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    parser = argparse.ArgumentParser(description="Trains a policy.")
+    parser.add_argument("config", help="YAML file of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_args()
+    sys.exit(report_errors(lambda: train(args.config, args.overrides)))

@@ -7,13 +7,14 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import rlhpc
 from rlhpc.config.reference import render
 from rlhpc.config.sweep import SWEEP, SweepConfig
 from rlhpc.runs.kinds import all_kinds
+from rlhpc.runtime.exit_codes import report_errors
 
 _CLI_HEAD = """# Command line
 
@@ -74,8 +75,19 @@ _PARTS = {
     "Groups and calls": ("Worker…", "WorkerGroup…", "Handle…"),
     "Channels": ("Channel…", "QueueFull", "QueueEmpty"),
     "Session": ("Session",),
+    "Training": ("train", "TrainingRun…"),
     "Configuration": ("load_config",),
-    "Roles and runner": ("EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker", "EmbodiedRunner…"),
+    "Roles and runners": (
+        "EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker", "Runner", "EmbodiedRunner", "OffPolicyRunner", "BcRunner",
+        "ReasoningRunner", "SftRunner", "DpoRunner", "RewardModelRunner",
+    ),
+    "Environments and policies of your own": (
+        "VectorEnv…", "SlotwiseVectorEnv", "SlotStep", "register_env", "Policy…", "register_model",
+    ),
+    "Rewards, agents and environments of language models": (
+        "Prompt", "Sample", "Reward", "register_reward", "Agent…", "ToolAgent", "register_agent", "Environment…",
+        "ToolEnvironment", "Step", "tool", "register_environment",
+    ),
     "A trained policy": ("load_exported",),
     "Algorithms of language models": (
         "LanguageAlgorithm…", "Column", "Scorer…", "LogitReader…", "Rater…", "TokenBatch…", "register_algorithm",
@@ -99,7 +111,7 @@ What breaks a rule is a `PlacementError` that names component, text and rule. Ev
 and returns a `Handle` at once. Names that begin with `_` are refused.""",
 }
 #: Made by other calls, not by their constructors.
-_MADE = ("WorkerGroup", "Handle", "Channel")
+_RETURNED = ("WorkerGroup", "Handle", "Channel", "TrainingRun")
 #: What has no docstring, because its name says it.
 _PLAIN = {
     "Cluster.num_nodes": "How many nodes there are.",
@@ -116,6 +128,11 @@ _SECTIONS = re.compile(r"^(Args|Returns|Raises|Attributes|Yields):$")
 
 def _cell(text: Any) -> str:
     return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def _sentence(summary: str) -> str:
+    """Returns a command's summary as a sentence; names in it keep their capitals."""
+    return f"{summary[:1].upper()}{summary[1:]}."
 
 
 def _argument(action: argparse.Action) -> tuple[str, str]:
@@ -139,12 +156,12 @@ def render_cli() -> str:
         options = [action for action in arguments if action.option_strings]
         words = [action for action in arguments if not action.option_strings]
         usage = " ".join(_argument(action)[0] for action in [*words, *options])
-        lines += [f"## rlhpc {name}\n", f"{(command.description or '').capitalize()}.\n", "```text"]
+        lines += [f"## rlhpc {name}\n", f"{_sentence(command.description or '')}\n", "```text"]
         lines += textwrap.wrap(f"rlhpc {name} {usage}", 110, subsequent_indent="    ", break_on_hyphens=False)
         lines += ["```\n", "| argument | meaning |", "|---|---|"]
         for action in [*words, *options]:
             shown = "`" + _cell(_argument(action)[1]) + "`"
-            default = f" (default: {action.default})" if action.choices else ""
+            default = f" (default: {action.default})" if action.choices and action.default is not None else ""
             lines.append(f"| {shown} | {_cell(action.help)}{default} |")
         examples = [line.strip() for line in (command.epilog or "").splitlines()[1:]]
         lines += ["", "```bash", *examples, "```\n"]
@@ -224,7 +241,7 @@ def _entry(name: str) -> list[str]:
     thing = getattr(rlhpc, name)
     plain = isinstance(thing, type) and issubclass(thing, Exception)
     lines = [f"### {name}\n"]
-    if not plain and name not in _MADE:
+    if not plain and name not in _RETURNED:
         lines += [f"```text\n{name}{_signature(thing)}\n```\n"]
     lines += _doc(thing)
     if members:
@@ -265,7 +282,19 @@ def render_config() -> str:
 
 PAGES = {"cli": render_cli, "config": render_config, "runtime": render_runtime}
 
+
+def main(words: Sequence[str] | None = None) -> int:
+    """`python -m rlhpc.reference PAGE`; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m rlhpc.reference", description="Prints a generated page.")
+    parser.add_argument("page", choices=PAGES)
+    page = parser.parse_args(words).page
+
+    def command() -> int:
+        print(PAGES[page](), end="")
+        return 0
+
+    return report_errors(command)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in PAGES:
-        sys.exit(f"usage: python -m rlhpc.reference {'|'.join(PAGES)}")
-    print(PAGES[sys.argv[1]](), end="")
+    sys.exit(main())

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ |= {"SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy", "MPLBACKEND": "Agg"}  # no test opens a window
+for screen in ("DISPLAY", "WAYLAND_DISPLAY"):
+    os.environ.pop(screen, None)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile the project anew
 
 from tests import warm
@@ -17,7 +20,7 @@ from tests.warm import engines
 
 gc.disable()  # until everything is imported
 
-pytest_plugins = ["tests.took", "tests.drawn", "tests.accelerators", "tests.warm.workers"]
+pytest_plugins = ["tests.crashes", "tests.took", "tests.drawn", "tests.accelerators", "tests.warm.workers"]
 
 HERE = Path(__file__).parent
 #: Files of long tests, the longest first: no worker is left with one at the end.
@@ -54,6 +57,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     for name in ("freeze", "unfreeze"):
         setattr(gc, name, lambda: None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_notices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Robots of tests leave no notices where those of this user are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests import warm
 from tests.eventually import wait_until
@@ -21,7 +22,8 @@ SSHD = Path("/usr/sbin/sshd")
 @contextmanager
 def sshd(folder: Path) -> Iterator[str]:
     """The words that ssh needs for it. When it is left, nobody may be logged in any more."""
-    assert SSHD.is_file(), "no sshd: tests/slurm/install.sh installs what the tests need of Debian"
+    if not SSHD.is_file():
+        pytest.skip("needs sshd: tests/install.sh installs what the tests need of Debian")
     if os.getuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
     for name in ("host", "user"):

@@ -4,8 +4,8 @@ What is to be drawn from is shuffled by a seed and dealt into n parts, of which 
 are everything. pytest says which part it took, and with `make test-all SEED=… PART=k/n` anybody takes it again.
 
 There are two such things. Cases by the hundred are drawn by the test that has them (`drawn`, marked so, RLHPC_TESTS_PART).
-Long tests are marked `long`: `make test` takes a part of them (RLHPC_TESTS_LONG), CI all, and so does who names tests. What a
-file's tests share, such as a run, is paid for once where they are drawn together: `pytest.mark.long(together=True)`.
+Long tests are marked `long`: `make test` takes a part of them (RLHPC_TESTS_LONG); who names tests takes
+all. What a file's tests share, such as a run, is paid for once where they are drawn together: `long(together=True)`.
 """
 
 from __future__ import annotations

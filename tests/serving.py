@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import select
 import threading
 
 from rlhpc.runtime.comm.bulk import BulkServer
 from rlhpc.runtime.comm.loans import Loans
 from rlhpc.runtime.comm.offers import Offers
 from rlhpc.runtime.comm.pool import SegmentPool
+from rlhpc.runtime.descriptors import readable
 from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.scratch import Scratch
 
@@ -27,7 +27,7 @@ class Serving:
 
     def _accept(self) -> None:
         while not self._ending.is_set():
-            if select.select([self.server.sock], [], [], 0.05)[0]:
+            if readable([self.server.sock.fileno()], 0.05):
                 self.server.accept()
 
     def close(self) -> None:

@@ -12,6 +12,8 @@ from rlhpc.algorithms.registry import ADVANTAGES
 from rlhpc.runtime.errors import ConfigError
 
 Reduce = Callable[[Tensor], Tensor]
+#: Outcomes of a group are equal if they differ by at most this part of the largest.
+_ROUNDING = 1e-6
 
 
 def calculate_adv_and_returns(
@@ -28,6 +30,7 @@ def calculate_adv_and_returns(
     gae_lambda: float = 1.0,
     normalize: bool = False,
     all_reduce: Reduce | None = None,
+    members: Tensor | None = None,
     **kw: Any,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns by a registered estimator.
@@ -44,10 +47,12 @@ def calculate_adv_and_returns(
         gamma, gae_lambda: Discount and trace decay.
         normalize: (x − mean) / (std + 1e-8) over the valid entries of the whole batch.
         all_reduce: Sums a tensor over data-parallel ranks, so that the whole batch is normalised and not a rank's share.
+        members: `[B]` bool, rows that take part; None means all. The others are removed before the estimator is asked, so they
+            count in no group, mean or variance. A row that takes part without a valid position has the outcome 0.
         **kw: Options of the estimator, such as `norm_by_std` and `kl`, `kl_coef`.
 
     Returns:
-        (advantages, returns), both `[B, T]`, 0 where masked out.
+        (advantages, returns), both `[B, T]`, 0 where masked out and in rows that do not take part.
 
     Raises:
         ConfigError: Unknown estimator, or shapes that do not fit.
@@ -60,13 +65,29 @@ def calculate_adv_and_returns(
     if group_ids is not None and group_ids.shape != rewards.shape[:1]:
         raise ConfigError(f"{adv_type}: group_ids has shape {tuple(group_ids.shape)}, not ({rewards.shape[0]},)")
     estimator = ADVANTAGES.find(adv_type)
-    advantages, returns = estimator(
-        rewards=rewards, values=values, next_values=next_values, terminations=terminations, truncations=truncations,
-        mask=mask, group_ids=group_ids, gamma=gamma, gae_lambda=gae_lambda, all_reduce=all_reduce, **kw,
-    )  # fmt: skip
+    columns: dict[str, Any] = {
+        "rewards": rewards, "values": values, "next_values": next_values, "terminations": terminations,
+        "truncations": truncations, "mask": mask, "group_ids": group_ids, **kw,
+    }  # fmt: skip
+    if members is not None:
+        rows = len(rewards)
+        columns = {name: _rows(value, members, rows) for name, value in columns.items()}
+        mask = columns["mask"]
+    advantages, returns = estimator(**columns, gamma=gamma, gae_lambda=gae_lambda, all_reduce=all_reduce)
     if normalize:
         advantages = masked_whiten(advantages, mask, all_reduce=all_reduce)
-    return advantages.masked_fill(~mask, 0), returns.masked_fill(~mask, 0)
+    advantages, returns = advantages.masked_fill(~mask, 0), returns.masked_fill(~mask, 0)
+    if members is not None:
+        advantages, returns = (
+            values.new_zeros(rewards.shape).index_copy(0, torch.nonzero(members).flatten(), values)
+            for values in (advantages, returns)
+        )
+    return advantages, returns
+
+
+def _rows(value: Any, members: Tensor, rows: int) -> Any:
+    """The members' rows of what has one for each row of the batch."""
+    return value[members] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
 
 
 def masked_moments(x: Tensor, mask: Tensor, unbiased: bool, all_reduce: Reduce | None) -> tuple[Tensor, Tensor]:
@@ -150,19 +171,31 @@ def _group_mean(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
     return torch.zeros_like(sizes).index_add_(0, index, scores) / sizes
 
 
-def varied(scores: Tensor, index: Tensor, count: int) -> Tensor:
-    """`[B]` bool, False for rows of a group whose scores are all equal."""
+def varied(scores: Tensor, index: Tensor, count: int, magnitudes: Tensor | None = None) -> Tensor:
+    """Tells which rows are of a group whose scores differ by more than rounding.
+
+    Args:
+        scores: `[B]`.
+        index: `[B]`, each row's group.
+        count: Groups.
+        magnitudes: `[B]`, what each score is a sum of, added up without signs; None is the score's own size. A sum's last
+            digits depend on its order.
+
+    Returns:
+        `[B]` bool.
+    """
+    sizes = scores.abs() if magnitudes is None else magnitudes
     high = scores.new_full((count,), -torch.inf).scatter_reduce(0, index, scores, "amax")
     low = scores.new_full((count,), torch.inf).scatter_reduce(0, index, scores, "amin")
-    return (high > low)[index]
+    return (high - low > _ROUNDING * torch.zeros_like(high).scatter_reduce(0, index, sizes, "amax"))[index]
 
 
 def grpo(
     *, rewards: Tensor, mask: Tensor, group_ids: Tensor | None, norm_by_std: bool = True, eps: float = 1e-6, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Group-relative advantages (DeepSeekMath, Shao et al. 2024): (R − mean_g) / (std_g + 1e-6), std unbiased, spread over
-    the response's valid tokens. A group of one, or one whose rewards are equal, gives 0. `norm_by_std=False` is Dr. GRPO
-    (Liu et al. 2025)."""
+    the response's valid tokens. A group of one, or one whose rewards are equal, gives 0: their mean is rounded, and the
+    division would blow the difference up. `norm_by_std=False` is Dr. GRPO (Liu et al. 2025)."""
     scores = _outcomes(rewards, mask)
     index, sizes = _groups(group_ids, scores)
     centred = scores - _group_mean(scores, index, sizes)[index]
@@ -170,9 +203,8 @@ def grpo(
         squares = torch.zeros_like(sizes).index_add_(0, index, centred**2)
         std = (squares / (sizes - 1).clamp(min=1)).sqrt()
         centred = centred / (std[index] + eps)
-    # Equal rewards must give 0: their mean is rounded, and the division would blow the difference up.
-    centred = torch.where(varied(scores, index, len(sizes)), centred, torch.zeros_like(centred))
-    advantages = centred[:, None] * mask
+    differ = varied(scores, index, len(sizes), _outcomes(rewards.abs(), mask))
+    advantages = centred.masked_fill(~differ, 0)[:, None] * mask
     return advantages, advantages.clone()
 
 
@@ -182,13 +214,15 @@ def dr_grpo(**kw: Any) -> tuple[Tensor, Tensor]:
 
 
 def rloo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]:
-    """Leave-one-out baseline (Kool et al. 2019; Ahmadian et al. 2024): R_i − mean of the others; a group of one gives 0."""
+    """Leave-one-out baseline (Kool et al. 2019; Ahmadian et al. 2024): R_i − mean of the others; a group of one, or one whose
+    rewards are equal, gives 0."""
     scores = _outcomes(rewards, mask)
     index, sizes = _groups(group_ids, scores)
     size = sizes[index]
     total = _group_mean(scores, index, sizes)[index] * size
     others = (total - scores) / (size - 1).clamp(min=1)
-    advantages = torch.where(size > 1, scores - others, torch.zeros_like(scores))[:, None] * mask
+    differ = varied(scores, index, len(sizes), _outcomes(rewards.abs(), mask))
+    advantages = (scores - others).masked_fill(~differ, 0)[:, None] * mask
     return advantages, advantages.clone()
 
 

@@ -16,6 +16,54 @@ _LOG_RATIO_LIMIT = 20.0
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 
+def token_weights(
+    mask: Tensor,
+    loss_agg: str,
+    *,
+    tokens: float | Tensor,
+    seqs: float | Tensor,
+    seq_tokens: Tensor,
+    length: float,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Weight of each token in an aggregated loss, which is then Σ weight · loss: the one normaliser of all losses.
+
+    A token's weight depends on the whole batch alone. So any order of the tokens, and any division into samples, micro-batches
+    and ranks, adds up to the same loss and gradient.
+
+    Args:
+        mask: Bool, of any shape: trained tokens.
+        loss_agg: See `aggregate`.
+        tokens: Trained tokens of the whole batch.
+        seqs: Sequences of the whole batch with a trained token.
+        seq_tokens: Trained tokens of each token's sequence, in a shape that broadcasts to `mask`.
+        length: Constant by which "seq-mean-token-sum-norm" divides: the tokens that a sequence may have (Dr. GRPO, Liu et al.
+            2025).
+        dtype: Of the result.
+
+    Returns:
+        In the shape of `mask`, 0 where it is False.
+
+    Raises:
+        ConfigError: Unknown aggregation.
+    """
+    trained = mask.to(dtype)
+    if loss_agg == "token-sum":
+        return trained
+    if loss_agg == "token-mean":
+        return trained / _at_least_one(tokens)
+    if loss_agg not in AGGREGATIONS:
+        raise ConfigError(f"algorithm.loss_agg is {loss_agg!r}; allowed: {', '.join(AGGREGATIONS)}")
+    each = trained / _at_least_one(seqs)
+    if loss_agg == "seq-mean-token-mean":
+        return each / seq_tokens.clamp(min=1)
+    return each / length if loss_agg == "seq-mean-token-sum-norm" else each
+
+
+def _at_least_one(count: float | Tensor) -> float | Tensor:
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1.0)
+
+
 def aggregate(
     per_token: Tensor,
     mask: Tensor,
@@ -23,6 +71,7 @@ def aggregate(
     *,
     global_tokens: float | Tensor | None = None,
     global_seqs: float | Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Reduces a per-token loss to a scalar.
 
@@ -33,26 +82,24 @@ def aggregate(
             count), "seq-mean-token-sum", "seq-mean-token-sum-norm" (÷ T width too).
         global_tokens: Valid tokens of the global batch; default those given here.
         global_seqs: Rows with a valid token in the global batch; default those given here.
+        weights: `[B, T]`, `token_weights` of the global batch, in place of the three arguments before. Needed where rows are
+            parts of sequences, or batches have different widths.
 
     Returns:
         Scalar; the shares of a split batch add up to the loss of the whole.
     """
-    kept = per_token.masked_fill(~mask, 0)
-    if loss_agg == "token-sum":
-        return kept.sum()
-    if loss_agg == "token-mean":
-        tokens = mask.sum() if global_tokens is None else torch.as_tensor(global_tokens, device=kept.device)
-        return kept.sum() / tokens.clamp(min=1)
-    counts = mask.sum(1)
-    seqs = (counts > 0).sum() if global_seqs is None else torch.as_tensor(global_seqs, device=kept.device)
-    seqs = seqs.clamp(min=1)
-    if loss_agg == "seq-mean-token-mean":
-        return (kept.sum(1) / counts.clamp(min=1)).sum() / seqs
-    if loss_agg == "seq-mean-token-sum":
-        return kept.sum(1).sum() / seqs
-    if loss_agg == "seq-mean-token-sum-norm":
-        return kept.sum(1).sum() / seqs / per_token.shape[1]
-    raise ConfigError(f"algorithm.loss_agg is {loss_agg!r}; allowed: {', '.join(AGGREGATIONS)}")
+    if weights is None:
+        counts = mask.sum(1, keepdim=True)
+        weights = token_weights(
+            mask,
+            loss_agg,
+            tokens=counts.sum() if global_tokens is None else global_tokens,
+            seqs=(counts > 0).sum() if global_seqs is None else global_seqs,
+            seq_tokens=counts,
+            length=per_token.shape[1],
+            dtype=per_token.dtype,
+        )
+    return (per_token.masked_fill(~mask, 0) * weights).sum()
 
 
 def policy_loss(
@@ -70,6 +117,7 @@ def policy_loss(
     tis_cap: float | None = None,
     global_tokens: float | Tensor | None = None,
     global_seqs: float | Tensor | None = None,
+    weights: Tensor | None = None,
     **kw: Any,
 ) -> tuple[Tensor, Metrics]:
     """A registered policy loss, aggregated.
@@ -102,8 +150,8 @@ def policy_loss(
         weight = _ratio(old_logprobs - rollout_logprobs).clamp(max=tis_cap).detach()
         per_token = per_token * weight
         metrics["tis_weight"] = _mean(weight, mask)
-    loss = aggregate(per_token, mask, loss_agg, global_tokens=global_tokens, global_seqs=global_seqs)
-    return loss, metrics
+    counts: dict[str, Any] = {"global_tokens": global_tokens, "global_seqs": global_seqs, "weights": weights}
+    return aggregate(per_token, mask, loss_agg, **counts), metrics
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
@@ -220,6 +268,7 @@ def value_loss(
     loss_agg: str = "token-mean",
     global_tokens: float | Tensor | None = None,
     global_seqs: float | Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """½·max((v−R)², (clip(v, v_old±c)−R)²), masked (PPO's implementation by Dhariwal et al.; CleanRL).
 
@@ -236,9 +285,12 @@ def value_loss(
             raise ConfigError("value_clip needs old_values")
         bounded = old_values + (values - old_values).clamp(-value_clip, value_clip)
         clipped = (bounded - returns) ** 2
-        metrics["value_clip_fraction"] = _mean((clipped > error).to(error.dtype), mask)
+        # Within the range, old + (v - old) is v but for rounding.
+        outside = (values - old_values).abs() > value_clip
+        metrics["value_clip_fraction"] = _mean((outside & (clipped > error)).to(error.dtype), mask)
         error = torch.max(error, clipped)
-    return aggregate(0.5 * error, mask, loss_agg, global_tokens=global_tokens, global_seqs=global_seqs), metrics
+    counts: dict[str, Any] = {"global_tokens": global_tokens, "global_seqs": global_seqs, "weights": weights}
+    return aggregate(0.5 * error, mask, loss_agg, **counts), metrics
 
 
 def entropy_loss(entropy: Tensor, loss_mask: Tensor, loss_agg: str = "token-mean", **counts: Any) -> Tensor:

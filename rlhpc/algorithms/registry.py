@@ -7,6 +7,10 @@ from typing import Any
 
 from rlhpc.runtime.lookup import Registry
 
+#: Estimators that compare the members of a group: one alone has the advantage 0.
+COMPARE_WITHIN_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
+#: Estimators that credit each token with what follows it, discounted by `algorithm.gamma`.
+DISCOUNTED = ("gae", "raw", "reinforce++", "reinforce++_baseline")
 ADVANTAGES: Registry[Callable[..., Any]] = Registry(
     "advantage estimator",
     "algorithm.adv_type",

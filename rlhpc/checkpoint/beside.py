@@ -31,8 +31,8 @@ _SMALL = 16 << 20
 _SPARE = 1.25
 
 Value = TypeVar("Value")
-#: Size in bytes and SHA-256 of each file, by its name in the checkpoint.
-Checksums = dict[str, tuple[int, str]]
+#: Size in bytes and SHA-256 of each file, by its name in the checkpoint; None for a file that was not summed on the way.
+Checksums = dict[str, tuple[int, str] | None]
 
 
 class SummedFile:
@@ -214,13 +214,18 @@ class Writes:
     def write(self) -> Checksums:
         """Writes what is not written yet.
 
+        Returns:
+            All files that this rank has written. Files written in other ways are found by a listing, which a rank's own node
+            gives right, and another node may not; it has files of other ranks, too.
+
         Raises:
             CheckpointError: The filesystem refused.
         """
         for name, how in self._later:
             self._sums[name] = write_summed(self._folder / name, how)
         self._later = []
-        return self._sums
+        listed = [path.relative_to(self._folder).as_posix() for path in self._folder.rglob("*") if path.is_file()]
+        return {**dict.fromkeys(listed), **self._sums}
 
 
 _collecting: contextvars.ContextVar[Writes | None] = contextvars.ContextVar("collecting", default=None)

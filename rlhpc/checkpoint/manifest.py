@@ -93,7 +93,7 @@ def _verify(checkpoint: Path, checksums: bool) -> list[str]:
     raw = _read(checkpoint / MANIFEST)
     if raw is None:
         return [*faults, f"{MANIFEST}: missing"]
-    manifest, wrong = _parse(raw)
+    manifest, wrong = parse_manifest(raw)
     if wrong:
         return [*faults, wrong]
     if is_complete(checkpoint) and (checkpoint / COMPLETE).read_bytes().strip() != seal(raw).strip():
@@ -127,8 +127,8 @@ def _read(path: Path) -> bytes | None:
         return None
 
 
-def _parse(raw: bytes) -> tuple[dict[str, Any], str]:
-    """The manifest, and what is wrong with it ("" if nothing)."""
+def parse_manifest(raw: bytes) -> tuple[dict[str, Any], str]:
+    """Returns a manifest, and what is wrong with it ("" if nothing)."""
     try:
         manifest = read_json(raw)
     except ValueError as error:
@@ -163,7 +163,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{Path(checkpoint) / MANIFEST}: {error.strerror}") from error
     if raw is None:
         raise CheckpointError(f"{checkpoint}: no {MANIFEST}, this is not a checkpoint folder (global_step_<N>)")
-    manifest, wrong = _parse(raw)
+    manifest, wrong = parse_manifest(raw)
     if wrong:
         raise CheckpointError(f"{checkpoint}: {wrong}")
     return manifest

@@ -12,6 +12,7 @@ from rlhpc.checkpoint import newest_valid, require_valid
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.jobs.paths import MANIFEST, MODEL, RunPaths
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 
 WEIGHTS = MODEL
 
@@ -23,7 +24,7 @@ def find_weights(path: str, key: str = "runner.init_from") -> Path:
         ConfigError: There is no such folder.
         CheckpointError: The checkpoint has faults.
     """
-    folder = Path(path).expanduser().absolute()
+    folder = expand_home(path).absolute()
     if not folder.is_dir():
         raise ConfigError(f"{key} is {path!r}, which is no folder; name a checkpoint, an export folder or a run folder")
     if RunPaths(folder).checkpoints.is_dir():
@@ -102,4 +103,4 @@ def check_start(cfg: StartingRun, module: nn.Module | None) -> None:
         return
     folder = find_weights(cfg.runner.init_from)
     if module is not None:
-        load_weights(module, folder)
+        weights_that_fit({name: tensor.shape for name, tensor in module.state_dict().items()}, folder)

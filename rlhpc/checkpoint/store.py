@@ -35,9 +35,11 @@ from rlhpc.checkpoint.manifest import (
     seal,
     verify,
 )
+from rlhpc.checkpoint.own import note_own
 from rlhpc.jobs.paths import RunPaths, step_name
 from rlhpc.runtime.durable import follow_umask, fsync_file, fsync_folder, write_durably
 from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.storage import GO_ON, advice, is_full
 
 # .tmp_: a save in progress or killed. .old_: what a save of the same step replaces. .trash_: being deleted.
@@ -120,12 +122,15 @@ class CheckpointWriter:
         except OSError as error:
             raise self._failed(error) from error
 
-    def commit(self, meta: dict[str, Any] | None = None, known: Mapping[str, tuple[int, str]] | None = None) -> Path:
+    def commit(
+        self, meta: dict[str, Any] | None = None, known: Mapping[str, tuple[int, str] | None] | None = None
+    ) -> Path:
         """Seals the checkpoint and gives it its name. Once this returns, the checkpoint survives a power cut.
 
         Args:
             meta: JSON-serializable facts kept in the manifest.
-            known: Size and SHA-256 of files, by name, that who wrote them made durable; the others are read.
+            known: Names of files that ranks have written or seen, with size and SHA-256 of those that their writers made
+                durable; the others are read. The listing of this node need not have them all.
 
         Raises:
             CheckpointError: Nothing was written, or the filesystem refused; the staging folder is removed.
@@ -139,15 +144,19 @@ class CheckpointWriter:
         self._committed = True
         return self.final
 
-    def _seal(self, meta: dict[str, Any], written: Mapping[str, tuple[int, str]]) -> None:
+    def _seal(self, meta: dict[str, Any], reported: Mapping[str, tuple[int, str] | None]) -> None:
+        written = {name: known for name, known in reported.items() if known is not None}
         files: dict[str, dict[str, Any]] = {}
         new: dict[Path, str] = {}
         folders = {self.staging}
         follow_umask(self.staging)
-        for path in sorted(self.staging.rglob("*")):
+        listed = {*self.staging.rglob("*")}
+        listed |= {path for name in reported if (path := self.staging / name).is_file()}
+        for path in sorted(listed):
             if path.is_dir():
                 folders.add(path)
                 continue
+            folders.add(path.parent)
             name = path.relative_to(self.staging).as_posix()
             if name in written:
                 files[name] = _entry(*written[name])
@@ -171,6 +180,7 @@ class CheckpointWriter:
             fsync_folder(folder)
         write_durably(self.staging / COMPLETE, seal(raw))
         fsync_folder(self.staging)
+        note_own(raw)
 
     def _has(self, name: str, size: int) -> bool:
         path = self.staging / name
@@ -284,7 +294,7 @@ def find_resumable(paths: RunPaths, resume_dir: str | Path | None) -> Resumable:
         with contextlib.suppress(OSError):  # a read-only run folder can still be resumed from
             clean_leftovers(paths)
         return newest_valid(paths)
-    path = _named(paths, Path(resume_dir).expanduser())
+    path = _named(paths, expand_home(resume_dir))
     require_valid(path, hint="or take the newest sound checkpoint with: rlhpc train <config> runner.resume_dir=auto")
     return Resumable(path, int(read_manifest(path)["global_step"]))
 

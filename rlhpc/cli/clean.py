@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
 from rlhpc.cli.parser import SITE, add_command
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.host import node_name
 
 _EXAMPLES = {
@@ -29,7 +29,7 @@ def _clean(args: argparse.Namespace) -> int:
         from rlhpc.config import load_site
 
         if scratch := load_site(site).get("scratch"):
-            os.environ["RLHPC_SCRATCH"] = str(Path(str(scratch)).expanduser())
+            os.environ["RLHPC_SCRATCH"] = str(expand_home(str(scratch)))
     node = node_name().split(".")[0]
     removed, alive = remove_stale(), live()
     for path in removed:

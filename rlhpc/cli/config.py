@@ -10,6 +10,7 @@ from typing import Any
 from rlhpc.cli.outputs import check_file
 from rlhpc.cli.parser import add_command, add_words
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 
 _EXAMPLES = {
     "config": (
@@ -22,17 +23,25 @@ _EXAMPLES = {
 def _import(args: argparse.Namespace) -> int:
     from rlhpc.cli.foreign import report, translate, written
     from rlhpc.cli.foreign.hydra import compose
+    from rlhpc.config.keys import typed_value
+    from rlhpc.config.load import TASK
     from rlhpc.config.merge import parse_override
+    from rlhpc.config.yaml_loader import Scalar
+    from rlhpc.runs.kinds import find_kind
 
-    path = Path(args.file).expanduser()
-    output = check_file("--output", Path(args.output).expanduser()) if args.output else None
+    path = expand_home(args.file)
+    output = check_file("--output", expand_home(args.output)) if args.output else None
     if output is not None and output.exists() and output.resolve() == path.resolve():
         raise ConfigError(f"--output is {output}, the file that is to be imported; choose another")
     found = compose(path.resolve())
     made = translate(found, args.file)
-    for text in args.overrides:
-        key, value = parse_override(text)
-        made.ours[key], made.origin[key] = value, []
+    changes = dict(map(parse_override, args.overrides))
+    schema = find_kind(typed_value(changes.get(TASK, made.ours.get(TASK)), str)).schema
+    for key, keys in made.origin.items():
+        if len(keys) == 1 and keys[0] in found.texts and made.ours[key] == found.leaves[keys[0]]:
+            made.ours[key] = typed_value(Scalar(made.ours[key], found.texts[keys[0]]), schema.kind(key))
+    for key, value in changes.items():
+        made.ours[key], made.origin[key] = typed_value(value, schema.kind(key)), []
     text = written(made, args.file, "RLinf")
     sys.stderr.write(report(made, args.file, "RLinf", found.files, _verdict(text, str(output or args.file))))
     if output is None:
@@ -56,7 +65,7 @@ def _verdict(text: str, name: str) -> str:
             load_config(file, site="")
         except ConfigError as error:
             return f"rlhpc plan does not accept it yet: {str(error).replace(str(file), name)}"
-    return "rlhpc plan accepts it"
+    return "its keys and values are right; rlhpc plan also looks at the files that they name"
 
 
 def add_commands(commands: Any) -> None:

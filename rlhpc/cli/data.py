@@ -17,7 +17,7 @@ _EXAMPLES = (
     "rlhpc data show demos/push_cube.h5 --output push_cube.html",
     "rlhpc data merge demos/round_0.h5 demos/round_1.h5 --output demos/all.h5",
     "rlhpc data split demos/all.h5 --parts 2 --output demos/halves",
-    "rlhpc data convert demos/push_cube.h5 --to lerobot --videos --fps 20 --task 'push the cube' --output lerobot/push_cube",
+    "rlhpc data convert demos/push_cube.h5 --to lerobot --videos --task 'push the cube' --output lerobot/push_cube",
 )
 
 
@@ -29,18 +29,20 @@ def format_options(args: argparse.Namespace) -> Any:
     """
     from rlhpc.embodied.data.datasets import Options
 
-    if args.fps < 1:
+    if args.fps is not None and args.fps < 1:
         raise ConfigError(f"--fps is {args.fps}; it must be at least 1")
     return Options(args.to, args.fps, args.task, args.videos)
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:
     """Adds what LeRobot's datasets are told of their episodes."""
-    parser.add_argument("--fps", type=int, default=20, help="frames a second (lerobot; default 20)")
     parser.add_argument(
-        "--task", help="what is done in the episodes, in words (lerobot; default: the environment's name)"
+        "--fps", type=int, help="frames a second (LeRobot; default: as the sources or the environment have them)"
     )
-    parser.add_argument("--videos", action="store_true", help="pictures as mp4 instead of in the table (lerobot)")
+    parser.add_argument(
+        "--task", help="what is done in the episodes, in words (LeRobot; default: the environment's name)"
+    )
+    parser.add_argument("--videos", action="store_true", help="pictures as mp4 instead of in the table (LeRobot)")
 
 
 def _data(args: argparse.Namespace) -> int:

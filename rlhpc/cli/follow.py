@@ -35,6 +35,8 @@ _RULE = re.compile(r"^(?:local)?(?:rule|checkpoint) (\w+):$")
 _FINISHED = re.compile(r"^Finished jobid: \d+ \(Rule: (\w+)\)")
 _FAILED = re.compile(r"^Error in (?:rule|checkpoint) (\w+)")
 _LOG = re.compile(r"^ +log: (\S+)")
+#: The last line of what is said of a job that starts; what its command writes may follow minutes later.
+_LAST = re.compile(r"^    resources: ")
 _WAITS = re.compile(r"^rlhpc: (\S+ segment \d+: Slurm job .*)$")
 #: Seconds between lines if the output is not a terminal.
 _SELDOM_S = 30.0
@@ -90,10 +92,10 @@ class WorkflowLog:
                 data = file.read()
         except OSError:
             return []
-        whole = data.rpartition(b"\n")[0]
-        self._at += len(whole) + (1 if whole or data.startswith(b"\n") else 0)
-        for line in whole.decode("utf-8", "replace").split("\n"):
-            self._line(line)
+        *lines, rest = data.split(b"\n")  # a line counts once it is complete
+        self._at += len(data) - len(rest)
+        for line in lines:
+            self._line(line.decode("utf-8", "replace"))
         return self.started
 
     def _line(self, line: str) -> None:
@@ -113,7 +115,7 @@ class WorkflowLog:
         elif self._block is not None and line.strip().startswith("wildcards: "):
             pairs = (pair.partition("=") for pair in line.split(": ", 1)[1].split(", "))
             self._block.wildcards = {name: value for name, _, value in pairs}
-        elif not line.strip():
+        elif not line.startswith(" ") or _LAST.match(line):
             self._end_block()
 
     def _end_block(self) -> None:

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import contextlib
+import os
+import posixpath
+import shlex
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import yaml
+
 from rlhpc import share
-from rlhpc.cli.parser import add_command
+from rlhpc.cli.parser import add_command, documentation_root
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.lookup import meant
+from rlhpc.runtime.shown import shown
 
 _EXAMPLES = {
-    "init": ("rlhpc init myproject", "rlhpc init myproject --config embodied/pendulum_sac"),
+    "init": (
+        "rlhpc init myproject",
+        "rlhpc init myproject --config reasoning/own",
+        "rlhpc init myproject --config embodied/own",
+        "rlhpc init --list",
+    ),
     "completion": (
         "rlhpc completion bash > ~/.local/share/bash-completion/completions/rlhpc",
         "rlhpc completion zsh > ~/.zfunc/_rlhpc",
     ),
 }
+#: Where a project names the run that its workflow makes.
+_RUN = "config/config.yaml"
 _SHELLS = ("bash", "zsh", "tcsh")
 _SNAKEFILE = """# rlhpc's workflow on the run that config/config.yaml names; rules of your own go below.
 #
@@ -48,33 +64,50 @@ snakemake --profile profiles/slurm --config site=mycluster
 
 | | |
 |---|---|
-| `{config}` | what is trained; all keys: `rlhpc help train`, the reference of the configuration |
-| `configs/base/` | what it starts from |
-| `configs/site/mycluster.yaml` | what your cluster calls things; `rlhpc doctor --site mycluster` checks it |
-| `config/config.yaml` | which run the workflow makes |
+| `{config}` | the run; [all keys]({docs}/reference/config.md) |
+{base}| `configs/site/mycluster.yaml` | [your cluster]({docs}/how-to/slurm.md); `rlhpc doctor --site mycluster` checks it |
+| `config/config.yaml` | the run that the workflow makes |
 | `profiles/` | where Snakemake runs its jobs |
-| `runs/` | what comes out: `rlhpc status runs`, and a report in each run |
+| `runs/` | the results: `rlhpc status runs`, and a report in each run |
 
 Environments, models and rewards of your own: a module beside the Snakefile, named `module:Class` in the configuration, with
-`export PYTHONPATH=$PWD`.
+`export PYTHONPATH=$PWD` ([how to extend rlhpc]({docs}/how-to/extend.md)). `rlhpc init --list` names projects that have some.
 """
+
+
+_BASE = "| `configs/base/` | what it starts from |\n"
+
+
+def _templates() -> dict[str, Path]:
+    """The projects with code of their own, by name: folders with everything that another project does not have."""
+    folder = share.path("examples", "projects")
+    return {
+        file.parent.parent.relative_to(folder).as_posix(): file.parent.parent
+        for file in sorted(folder.glob(f"*/*/{_RUN}"))
+    }
 
 
 def _configs() -> dict[str, Path]:
     """The configurations that a project can start from, by name."""
     folder = share.path("configs")
-    found = {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
-    return {name: path for name, path in found.items() if not name.startswith(("base/", "site/"))}
+    paths = {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
+    return {name: path for name, path in paths.items() if not name.startswith(("base/", "site/"))}
 
 
-def _chain(path: Path) -> list[Path]:
-    """The configuration, and the files that its `defaults:` name."""
-    import yaml
+def _read_chain(name: str, files: dict[str, str]) -> dict[str, str]:
+    """Reads a configuration of a project, and those that its `defaults:` and `workflow.sft` name.
 
-    content = yaml.safe_load(path.read_text())
-    before = [part for name in content.get("defaults") or () for part in _chain((path.parent / name).resolve())]
+    Args:
+        name: Its name in the project.
+        files: The project's own files, which come before those of rlhpc.
+    """
+    text = files[name] if name in files else share.path(*PurePosixPath(name).parts).read_text()
+    content = yaml.safe_load(text)
     sft = (content.get("workflow") or {}).get("sft")
-    return [path, *before, *(_chain((path.parent / sft).resolve()) if sft else [])]
+    chain = {name: text}
+    for other in (*(content.get("defaults") or ()), *([sft] if sft else [])):
+        chain |= _read_chain(posixpath.normpath(posixpath.join(posixpath.dirname(name), other)), files)
+    return chain
 
 
 def project_files(name: str, config: str) -> dict[str, str]:
@@ -82,43 +115,121 @@ def project_files(name: str, config: str) -> dict[str, str]:
 
     Args:
         name: The project's name.
-        config: Which configuration it starts from.
+        config: The configuration, or the project with code of its own, that it starts from.
 
     Raises:
         ConfigError: There is no such configuration.
     """
-    there = _configs()
-    if config not in there:
-        raise ConfigError(f"--config is {config!r}; {meant(config, there)}there are: {', '.join(there)}")
-    root = share.root().resolve()
-    files = {path.resolve().relative_to(root).as_posix(): path.read_text() for path in _chain(there[config])}
+    configs, templates = _configs(), _templates()
+    if config not in configs and config not in templates:
+        names = [*templates, *configs]
+        raise ConfigError(f"--config is {config!r}; {meant(config, names)}allowed: {', '.join(names)}")
+    template: dict[str, str] = {}
+    main = f"configs/{config}.yaml"
+    if folder := templates.get(config):
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
+        template = {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
+        main = yaml.safe_load(template[_RUN])["run"]
+    files = _read_chain(main, template)
+    base = _BASE if any(name.startswith("configs/base/") for name in files) else ""
     for path in sorted(share.path("profiles").rglob("*.yaml")):
         text = path.read_text().replace("snakefile: workflow/Snakefile", "snakefile: Snakefile")
         files[path.relative_to(share.root()).as_posix()] = text
-    main = f"configs/{config}.yaml"
     files |= {
         "configs/site/mycluster.yaml": share.path("configs", "site", "example.yaml").read_text(),
-        "config/config.yaml": f"# What may also be given with --config.\nrun: {main}\n",
+        _RUN: f"# What may also be given with --config.\nrun: {main}\n",
         "Snakefile": _SNAKEFILE,
-        "README.md": _README.format(name=name, config=main),
-        ".gitignore": "runs/\n.snakemake/\n",
+        "README.md": _README.replace("{name}", name).replace("{config}", main).replace("{base}", base),
+        ".gitignore": "runs/\nmodels/\n.snakemake/\n__pycache__/\n",
+        **template,
     }
+    files["README.md"] = files["README.md"].replace("{docs}", documentation_root())
     return files
 
 
-def _init(args: argparse.Namespace) -> int:
-    folder = Path(args.folder).expanduser().absolute()
-    files = project_files(folder.name, args.config)
-    if there := [name for name in files if (folder / name).exists()]:
-        raise ConfigError(f"{folder} has {there[0]} already; give another folder, nothing is overwritten")
+def _folder(text: str | None) -> Path:
+    """Returns the folder of a new project.
+
+    Raises:
+        ConfigError: The name is missing, or modules in it could not be imported.
+    """
+    if not text:
+        raise ConfigError(
+            "init needs a folder: rlhpc init myproject; rlhpc init --list shows what it can start from; see rlhpc init --help"
+        )
+    folder = expand_home(text).absolute()
+    if os.pathsep in str(folder) or not str(folder).isprintable():
+        raise ConfigError(
+            f"{shown(str(folder))}: modules in it cannot be imported, because of {os.pathsep!r} or a character "
+            "that is not printable in its name; give another folder"
+        )
+    return folder
+
+
+def _check_free(folder: Path, names: Iterable[str]) -> None:
+    """Refuses a project over what is there.
+
+    Raises:
+        ConfigError: Names the first file in the way.
+    """
+    for name in names:
+        for part in (folder / name, *(folder / name).parents):
+            if os.path.lexists(part) and (part == folder / name or not part.is_dir()):
+                raise ConfigError(f"{part} is there already; give another folder, nothing is overwritten")
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    """Writes all files, or none: a file that cannot be written removes the ones before it.
+
+    Raises:
+        ConfigError: Names the file or folder.
+    """
+    written: list[Path] = []
     try:
         for name, text in files.items():
             target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"{error.filename or folder}: cannot be written: {error.strerror}") from error
-    print(f"{folder}: {len(files)} files\nnext: cd {args.folder} && rlhpc run configs/{args.config}.yaml")
+            for parent in reversed(target.parents):
+                if not parent.is_dir():
+                    parent.mkdir()
+                    written.append(parent)
+            with target.open("x", encoding="utf-8") as file:
+                written.append(target)
+                file.write(text)
+    except BaseException as error:
+        for path in reversed(written):
+            with contextlib.suppress(OSError):
+                if path.is_dir():
+                    path.rmdir()
+                else:
+                    path.unlink()
+        if isinstance(error, OSError):
+            raise ConfigError(f"{error.filename or folder}: cannot be written: {error.strerror}") from error
+        raise
+
+
+def _list() -> int:
+    """Prints what a project can start from, with the first sentence of each configuration."""
+    titles = {name: (folder / "README.md").read_text().splitlines()[0] for name, folder in _templates().items()}
+    titles |= {name: path.read_text().splitlines()[0] for name, path in _configs().items()}
+    width = max(map(len, titles))
+    for name, line in titles.items():
+        title = line.lstrip("# ") if line.startswith("#") else ""
+        print(f"{name:<{width}}  {title.split('. ')[0].rstrip('.:')}")
+    return 0
+
+
+def _init(args: argparse.Namespace) -> int:
+    if args.overrides:
+        raise ConfigError(f"init takes no key=value words: {' '.join(args.overrides)}")
+    if args.list:
+        return _list()
+    folder = _folder(args.folder)
+    files = project_files(folder.name, args.config)
+    _check_free(folder, files)
+    _write(folder, files)
+    path = "export PYTHONPATH=$PWD && " if any(name.endswith(".py") for name in files) else ""
+    print(f"{folder}: {len(files)} files; README.md says what they are")
+    print(f"next: cd {shlex.quote(args.folder)} && {path}rlhpc run {yaml.safe_load(files[_RUN])['run']}")
     return 0
 
 
@@ -134,12 +245,14 @@ def add_commands(commands: Any) -> None:
     init = add_command(
         commands, "init", _init, "write a new project: configuration, site file, profiles, Snakefile", _EXAMPLES["init"]
     )
-    init.add_argument("folder", help="where")
+    init.add_argument("folder", nargs="?", help="where; nothing there is overwritten")
     init.add_argument(
         "--config",
         default="quickstart",
-        help="what it starts from, such as embodied/pendulum_sac (default: quickstart)",
+        help="what it starts from: reasoning/own (data and a reward of your own), embodied/own (an environment of your own), "
+        "or a configuration such as embodied/pendulum_sac (default: quickstart)",
     )
+    init.add_argument("--list", action="store_true", help="show what it can start from")
     init.set_defaults(overrides=[])
     completion = add_command(
         commands, "completion", _completion, "print a script by which a shell completes commands and options",

@@ -9,8 +9,8 @@ from typing import Any
 
 from rlhpc.cli.named import run_paths
 from rlhpc.cli.parser import RUN, add_command, add_words
-from rlhpc.cli.streams import tell
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.streams import tell
 
 _EXAMPLES = (
     "rlhpc join runs/reasoning --group rollout",

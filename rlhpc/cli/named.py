@@ -7,8 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhpc.jobs.paths import CONFIG, RunPaths
+from rlhpc.jobs.paths import BEST, CONFIG, RunPaths
 from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.files import expand_home
+
+#: The word for a run's newest checkpoint.
+LATEST = "latest"
 
 
 def is_run(paths: RunPaths) -> bool:
@@ -22,16 +26,16 @@ def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
     Raises:
         ConfigError: There is no such run; names those that lie beside it.
     """
-    given = Path(text).expanduser().absolute()
-    root = given
-    if given.is_file() or overrides:
+    location = expand_home(text).absolute()
+    root = location
+    if location.is_file() or overrides:
         from rlhpc.runs.configuration import load_config
 
-        folder = given.is_dir()
-        cfg = load_config(RunPaths(given).config if folder else given, overrides, check=False)
+        folder = location.is_dir()
+        cfg = load_config(RunPaths(location).config if folder else location, overrides, check=False)
         changed = {override.partition("=")[0].strip() for override in overrides}
-        run_dir = given.parent if folder and "runner.run_dir" not in changed else cfg.runner.run_dir
-        name = given.name if folder and "runner.name" not in changed else cfg.runner.name
+        run_dir = location.parent if folder and "runner.run_dir" not in changed else cfg.runner.run_dir
+        name = location.name if folder and "runner.name" not in changed else cfg.runner.name
         root = RunPaths.of(run_dir, name).root
     paths = RunPaths(root)
     if is_run(paths):
@@ -42,11 +46,19 @@ def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
 
 
 def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Path:
-    """The checkpoint named by --checkpoint, or by --run (and overrides) and --step."""
-    if args.checkpoint and args.run:
+    """The checkpoint named by --checkpoint, or by --run (and overrides) and --step; with --run, `--checkpoint best` is
+    `--step best`."""
+    step = args.step
+    if args.checkpoint == BEST and args.run:
+        step = BEST
+    elif args.checkpoint and args.run:
         raise ConfigError("--checkpoint names the checkpoint already; leave out --run")
-    if args.checkpoint:
-        checkpoint = Path(args.checkpoint).expanduser().absolute()
+    elif args.checkpoint:
+        checkpoint = expand_home(args.checkpoint).absolute()
+        if checkpoint.name == BEST and (run := RunPaths.around(checkpoint)) is not None:
+            return _best(run)
+        if args.checkpoint == BEST and not checkpoint.exists():
+            raise ConfigError("--checkpoint best is the best checkpoint of a run: name the run with --run FOLDER")
         if overrides and (checkpoint / CONFIG).is_file():
             from rlhpc.runs.configuration import load_config
 
@@ -54,37 +66,55 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
             print("rlhpc: --checkpoint names the checkpoint; the overrides change nothing here", file=sys.stderr)
         return checkpoint
     if not args.run:
-        raise ConfigError("say which checkpoint: --checkpoint FOLDER, or --run FOLDER with --step N or --step latest")
+        raise ConfigError("say which checkpoint: --checkpoint FOLDER, or --run FOLDER with --step N, latest or best")
     from rlhpc.checkpoint import newest_valid
 
     paths = run_paths(args.run, overrides)
-    if args.step == "latest":
+    if step == BEST or (step is None and paths.best_step() is not None):
+        return _best(paths)
+    if step in (None, LATEST):
         found = newest_valid(paths)
         for path, reason in found.skipped:
             print(f"rlhpc: skipped {path.name}: {reason}", file=sys.stderr)
         if found.path is None:
             raise CheckpointError(f"{paths.root} has no complete checkpoint yet; see rlhpc status {paths.root}")
         return found.path
-    if not args.step.isdecimal():
-        raise ConfigError(f"--step is {args.step!r}; give a number or latest")
-    checkpoint = paths.checkpoint(int(args.step))
+    if not step.isdecimal():
+        raise ConfigError(f"--step is {step!r}; give a number, {LATEST} or {BEST}")
+    checkpoint = paths.checkpoint(int(step))
     if not checkpoint.is_dir():
         there = ", ".join(str(step) for step, _ in paths.checkpoint_steps()) or "none"
-        raise CheckpointError(f"{paths.root} has no checkpoint of step {args.step}; there are: {there}")
+        raise CheckpointError(f"{paths.root} has no checkpoint of step {step}; there are: {there}")
     return checkpoint
+
+
+def _best(paths: RunPaths) -> Path:
+    """The best checkpoint of a run, under its own name.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    if (step := paths.best_step()) is None:
+        raise CheckpointError(
+            f"{paths.root} has no best checkpoint: a run keeps one where runner.keep_best names a metric of its evaluations; "
+            "--step latest takes the newest"
+        )
+    return paths.checkpoint(step)
 
 
 def require_driver(paths: RunPaths) -> Path:
     """The registry folder of a run's driver, which is at work to hear what the run is asked.
 
     Raises:
-        ConfigError: There is none, or it does not answer.
+        ConfigError: There is none, or it is not at work.
     """
+    from rlhpc.jobs.state import states
     from rlhpc.runtime.joining import Door
 
     door = Door(paths.registry)
     try:
-        if not door.lives():
+        # A driver whose ranks are all on its host listens there only; from elsewhere, files and Slurm say what it does.
+        if not (door.lives() if door.is_reachable else states([paths])[0][1].state == "running"):
             raise ConfigError(
                 f"{paths.root.name}: its driver does not answer; `rlhpc status {paths.root}` says where it is"
             )

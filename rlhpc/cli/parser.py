@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import rlhpc
-from rlhpc.cli.streams import tell
 from rlhpc.runtime.shown import readable
+from rlhpc.runtime.streams import tell
 from rlhpc.runtime.trust import FLAG
 
 Command = Callable[[argparse.Namespace], int]
@@ -77,18 +77,24 @@ class TopParser(Parser):
             self.error(f"there is no command {words[0]!r}{self.near(words[0])}")
 
 
-def documentation() -> str:
-    """Where the documentation is: beside a checkout's package, else at the address that the installed package names."""
-    page = Path(rlhpc.__file__).resolve().parents[1] / "docs" / "README.md"
-    if page.is_file():
-        return str(page)
+def documentation_root() -> str:
+    """Returns where the documentation is: the folder of a checkout, or the address that the installed package names."""
+    folder = Path(rlhpc.__file__).resolve().parents[1] / "docs"
+    if (folder / "README.md").is_file():
+        return str(folder)
     from importlib import metadata
 
     try:
         urls = dict(url.split(", ", 1) for url in metadata.metadata("rlhpc").get_all("Project-URL") or ())
     except metadata.PackageNotFoundError:
         urls = {}
-    return urls.get("Documentation") or urls.get("Homepage") or "docs/README.md of the project"
+    return (urls.get("Documentation") or urls.get("Homepage") or "docs").rstrip("/")
+
+
+def documentation() -> str:
+    """Returns the first page of the documentation."""
+    root = documentation_root()
+    return root if "://" in root else f"{root}/README.md{'' if Path(root).is_absolute() else ' of the project'}"
 
 
 def add_command(
@@ -115,9 +121,12 @@ def add_words(parser: argparse.ArgumentParser, **first: str) -> None:
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """The arguments that name a checkpoint and say how far it is trusted, without an output and overrides."""
-    parser.add_argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run")
+    parser.add_argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run; with --run, best")
     parser.add_argument("--run", help=f"{RUN}; together with --step")
-    parser.add_argument("--step", default="latest", help="global step of the checkpoint (default: latest)")
+    parser.add_argument(
+        "--step",
+        help="global step of the checkpoint, latest or best (default: best where runner.keep_best keeps one, else latest)",
+    )
     add_trust(parser)
 
 

@@ -1,4 +1,4 @@
-"""What is done with checkpoints: `eval`, `record`, `pairs`, `convert`; and `dagger`, which makes them from an expert."""
+"""Commands on checkpoints: `eval`, `play`, `record`, `pairs`, `convert`; and `dagger`, which makes them from an expert."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rlhpc.cli.data import add_format, format_options
 from rlhpc.cli.named import checkpoint_of
 from rlhpc.cli.outputs import check_file, check_folder
-from rlhpc.cli.parser import add_checkpoint, add_command, add_trust, add_words
+from rlhpc.cli.parser import RUN, add_checkpoint, add_command, add_trust, add_words
 from rlhpc.jobs.paths import CONFIG, RunPaths, step_of
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.trust import Trust, without_variables
@@ -21,6 +21,12 @@ _EXAMPLES = {
         "rlhpc eval --checkpoint /elsewhere/checkpoints/global_step_60 --episodes 10 --output result.json",
         "rlhpc eval --run runs/quickstart --suite long env.eval.max_episode_steps=1000",
         "rlhpc eval --model Qwen/Qwen2.5-0.5B-Instruct --config configs/reasoning/gsm8k.yaml --suite test",
+    ),
+    "play": (
+        "rlhpc play runs/quickstart",
+        "rlhpc play runs/quickstart --step 60 --episodes 2 --seed 7",
+        "rlhpc play runs/gsm8k --system 'Answer in one word.' --max-tokens 200",
+        "rlhpc play --checkpoint /elsewhere/checkpoints/global_step_60 --output film.mp4",
     ),
     "record": (
         "rlhpc record --run runs/quickstart --episodes 100 --output demos.h5",
@@ -50,14 +56,14 @@ _EXAMPLES = {
 _INTERVENE = "who watches and takes over: keyboard, gamepad, scripted, or one with settings: '{keyboard: {hz: 5}}'"
 
 
-def _source(args: argparse.Namespace, instead: str, what_for: str) -> tuple[Path | None, Path, Trust | None]:
+def _source(args: argparse.Namespace, instead: str = "", what_for: str = "") -> tuple[Path | None, Path, Trust | None]:
     """The checkpoint, the configuration and, if that is the checkpoint's own, which code it may name.
 
     Args:
-        instead: The option that names something to use instead of a checkpoint, which is then None.
+        instead: The option that names something to use instead of a checkpoint, which is then None; "" for none.
         what_for: What the configuration is needed for, as the message says it.
     """
-    if getattr(args, instead) is not None:
+    if instead and getattr(args, instead) is not None:
         if args.config is None or args.checkpoint or args.run:
             raise ConfigError(f"--{instead} needs --config RUN.yaml, which {what_for}; and no checkpoint")
         return None, Path(args.config), None
@@ -67,7 +73,14 @@ def _source(args: argparse.Namespace, instead: str, what_for: str) -> tuple[Path
     config = checkpoint / CONFIG
     if not config.is_file():
         raise CheckpointError(f"{checkpoint} has no config.yaml, so it is no checkpoint of rlhpc, or incomplete")
-    return checkpoint, config, Trust.of_words(args.overrides, args.trust_checkpoint_code)
+    return checkpoint, config, Trust.of_words(args.overrides, _trusts(args, checkpoint))
+
+
+def _trusts(args: argparse.Namespace, checkpoint: Path | None) -> bool:
+    """Returns whether code that the checkpoint names may be imported: the user says so, or an own run wrote it."""
+    from rlhpc.checkpoint.own import is_own
+
+    return bool(args.trust_checkpoint_code) or (checkpoint is not None and is_own(checkpoint))
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -76,13 +89,14 @@ def _eval(args: argparse.Namespace) -> int:
 
     if args.episodes is not None and args.episodes < 1:
         raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.suite):
-        raise ConfigError(f"--suite is {args.suite!r}; it becomes a file's name: use letters, digits, '.', '_' and '-'")
+    suite = args.suite or "default"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", suite):
+        raise ConfigError(f"--suite is {suite!r}; it becomes a file's name: use letters, digits, '.', '_' and '-'")
     checkpoint, config, theirs = _source(args, "model", "says how it is asked and judged")
     if checkpoint is None:
-        return _eval_model(args, config)
+        return _eval_model(args, config, suite)
     cfg = load_config(config, args.overrides, training=False, theirs=theirs)
-    if changes := list(cfg.workflow.suites.get(args.suite, ())):
+    if changes := list(cfg.workflow.suites.get(suite, ())):
         if theirs is not None and not theirs.everything:
             without_variables(
                 {"suites": changes}, theirs, str(config)
@@ -91,15 +105,21 @@ def _eval(args: argparse.Namespace) -> int:
     run = RunPaths.around(checkpoint)
     output = check_file("--output", Path(args.output)) if args.output else None
     if output is None and run is not None and (step := step_of(checkpoint.name)) is not None:
-        output = run.eval_result(step, args.suite)
+        output = run.eval_result(step, suite)
+        changed = [*args.overrides, *([] if args.episodes is None else [f"--episodes {args.episodes}"])]
+        if changed and args.suite is None:
+            raise ConfigError(
+                f"the run's own evaluation belongs in {output}, and {', '.join(changed)} makes it another one: say with "
+                "--suite whose result it is (a new name keeps both), or name a file with --output"
+            )
     said = kind_of(cfg).evaluate(
-        cfg, checkpoint, suite=args.suite, episodes=args.episodes, output=output, trust_code=args.trust_checkpoint_code
+        cfg, checkpoint, suite=suite, episodes=args.episodes, output=output, trust_code=_trusts(args, checkpoint)
     )
     print(f"{checkpoint.name}: {said}" + (f" → {output}" if output else ""))
     return 0
 
 
-def _eval_model(args: argparse.Namespace, config: Path) -> int:
+def _eval_model(args: argparse.Namespace, config: Path, suite: str) -> int:
     """A model as it is, without a checkpoint."""
     from rlhpc.config.typed import select
     from rlhpc.runs.configuration import load_config
@@ -108,9 +128,43 @@ def _eval_model(args: argparse.Namespace, config: Path) -> int:
     words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
     cfg = load_config(config, words, training=False)
     output = check_file("--output", Path(args.output)) if args.output else None
-    said = kind_of(cfg).evaluate_model(cfg, suite=args.suite, output=output)
+    summary = kind_of(cfg).evaluate_model(cfg, suite=suite, output=output)
     name = Path(str(select(cfg, "actor.model.model_path"))).name
-    print(f"{name}: {said}" + (f" → {output}" if output else ""))
+    print(f"{name}: {summary}" + (f" → {output}" if output else ""))
+    return 0
+
+
+def _play(args: argparse.Namespace) -> int:
+    from rlhpc.runs.configuration import load_config
+    from rlhpc.runs.kind_parts import PlayOptions
+    from rlhpc.runs.kinds import kind_of
+
+    if args.run is not None and "=" in args.run and not Path(args.run).exists():
+        args.run, args.overrides = None, [args.run, *args.overrides]
+    for name in ("episodes", "max_tokens"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if args.seed is not None and args.seed < 0:
+        raise ConfigError(f"--seed is {args.seed}; it must be 0 or more")
+    checkpoint, config, trust = _source(args)
+    assert checkpoint is not None
+    cfg = load_config(config, args.overrides, training=False, theirs=trust)
+    run, step = RunPaths.around(checkpoint), step_of(checkpoint.name)
+    inside = run.film(step) if run is not None and step is not None else Path(f"{checkpoint.name}.mp4")
+    summary = kind_of(cfg).play(
+        cfg,
+        checkpoint,
+        PlayOptions(
+            film=check_file("--output", Path(args.output)) if args.output else inside,
+            episodes=args.episodes,
+            seed=args.seed,
+            system=args.system,
+            max_tokens=args.max_tokens,
+            trust_code=_trusts(args, checkpoint),
+        ),
+    )
+    if summary:
+        print(f"{checkpoint.name}: {summary}")
     return 0
 
 
@@ -143,7 +197,7 @@ def _record(args: argparse.Namespace) -> int:
         mode=mode,
         teacher=args.teacher,
         intervene=args.intervene,
-        trust_code=args.trust_checkpoint_code,
+        trust_code=_trusts(args, checkpoint),
         options=options,
     )
     success = f", success_once {result['success_once']:.1%}" if "success_once" in result else ""
@@ -199,7 +253,7 @@ def _convert(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         critic=args.critic,
         released=args.released,
-        trust_code=args.trust_checkpoint_code,
+        trust_code=_trusts(args, checkpoint),
     )
     print(kind_of_checkpoint(checkpoint).export(checkpoint, output, wanted))
     return 0
@@ -224,17 +278,46 @@ def _dagger(args: argparse.Namespace) -> int:
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
     evaluate = add_command(
-        commands, "eval", _eval, "evaluate a checkpoint with deterministic actions", _EXAMPLES["eval"]
+        commands,
+        "eval",
+        _eval,
+        "evaluate a checkpoint: a policy by deterministic episodes, a language model on a suite of problems",
+        _EXAMPLES["eval"],
     )
     add_checkpoint(evaluate)
     evaluate.add_argument("--output", help="where to write; default in the checkpoint's own run folder")
     add_words(evaluate)
-    evaluate.add_argument("--suite", default="default", help="name of the evaluation (default: default)")
+    evaluate.add_argument(
+        "--suite",
+        help="name of the evaluation (default: default); with changed settings it has to be named, or --output",
+    )
     evaluate.add_argument("--episodes", type=int, help="default: env.eval.num_episodes")
     evaluate.add_argument("--config", help="configuration to use instead of the checkpoint's own")
     evaluate.add_argument(
         "--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)"
     )
+    play = add_command(
+        commands,
+        "play",
+        _play,
+        "watch a trained policy play, or talk with a trained language model in the terminal",
+        _EXAMPLES["play"],
+    )
+    play.add_argument("run", nargs="?", help=f"{RUN}; or --checkpoint")
+    add_words(play)
+    play.add_argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run")
+    play.add_argument("--step", default="latest", help="global step of the run's checkpoint (default: latest)")
+    play.add_argument("--config", help="configuration to use instead of the checkpoint's own")
+    play.add_argument("--episodes", type=int, help="how many episodes are played (default 4)")
+    play.add_argument("--seed", type=int, help="of the environment, or of sampling (default: that of evaluations)")
+    play.add_argument(
+        "--output", help="film to write where there is no display (default: in the checkpoint's own run folder)"
+    )
+    play.add_argument("--system", help="language models: first message of the conversation")
+    play.add_argument(
+        "--max-tokens", type=int, help="language models: most tokens of a reply (default: rollout.max_new_tokens)"
+    )
+    add_trust(play)
     record = add_command(
         commands,
         "record",
@@ -253,7 +336,7 @@ def add_commands(commands: Any) -> None:
     )
     record.add_argument("--intervene", metavar="WHO", help=_INTERVENE)
     record.add_argument(
-        "--output", required=True, help="the .h5 file; a .json of the same name goes beside it. lerobot: the folder"
+        "--output", required=True, help="the .h5 file; a .json of the same name goes beside it. LeRobot: the folder"
     )
     _add_to(record)
     add_words(record)
@@ -289,9 +372,12 @@ def add_commands(commands: Any) -> None:
     convert.add_argument(
         "--released",
         action="store_true",
-        help="an openvla or lerobot policy as its family is released: for its own code",
+        help="an OpenVLA or LeRobot policy as its family is released: for its own code",
     )
-    convert.add_argument("--base", help="with LoRA: where the adapted model is now (default: where it was in training)")
+    convert.add_argument(
+        "--base",
+        help="with LoRA or frozen parts: where the model is now that training began from (default: where it was)",
+    )
     convert.add_argument("--license", help="for the model card, such as apache-2.0 (default: it says other)")
     convert.add_argument("--dtype", choices=("float32", "bfloat16"), help="of a language model (default: as trained)")
     dagger = add_command(

@@ -1,4 +1,4 @@
-"""`robot`: invites a robot on another machine to a run, and brings it there."""
+"""`robot`: invites a robot on another machine to a run, brings it there, and lets one that was stopped move again."""
 
 from __future__ import annotations
 
@@ -9,20 +9,43 @@ from typing import Any
 
 from rlhpc.cli.outputs import check_file
 from rlhpc.cli.parser import add_command
-from rlhpc.cli.streams import tell
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.streams import tell
 
 _EXAMPLES = (
     "rlhpc robot invite runs/arm --output arm.key",
     "scp arm.key lab-pc: && ssh lab-pc",
     "rlhpc robot serve arm.key --robot my_arm:Arm --kwargs 'address: 192.168.1.5' --ssh '-J me@login node07'",
+    "rlhpc robot resume",
 )
 
 
 def _robot(args: argparse.Namespace) -> int:
     if args.overrides:
         raise ConfigError(f"rlhpc robot takes no overrides ({args.overrides[0]})")
+    if args.action == "resume":
+        return _resume(args)
+    if not args.what:
+        what = "the run's folder" if args.action == "invite" else "the key's file"
+        raise ConfigError(f"rlhpc robot {args.action} needs {what}")
     return _invite(args) if args.action == "invite" else _serve(args)
+
+
+def _resume(args: argparse.Namespace) -> int:
+    import time
+
+    from rlhpc.embodied.robots.notices import resume, stopped_robots
+
+    if args.what:
+        print(f"{args.what} may move again; it was stopped: {resume(args.what)}")
+        return 0
+    for record in stopped_robots():
+        print(
+            f"{record['robot']}  stopped {max(0.0, time.time() - float(record['since'])):.0f} s ago: {record['reason']}"
+        )
+    print("look at the robot first, then: rlhpc robot resume NAME" if stopped_robots() else "no robot is stopped")
+    return 0
 
 
 def _meeting(text: str) -> Path:
@@ -31,7 +54,7 @@ def _meeting(text: str) -> Path:
     from rlhpc.jobs.paths import RunPaths
     from rlhpc.runtime.registry import ROBOTS
 
-    paths = RunPaths(Path(text).expanduser().absolute())
+    paths = RunPaths(expand_home(text).absolute())
     if is_run(paths):
         return require_driver(paths) / ROBOTS
     if any(paths.root.glob("slot_*.json")):
@@ -64,16 +87,17 @@ def _reached(place: Any) -> str:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from rlhpc.embodied.envs.robot import above_0, built
+    from rlhpc.embodied.envs.robot import above_0
     from rlhpc.embodied.robots.keys import Key
-    from rlhpc.embodied.robots.serving import BOUNDS, Served, Way
+    from rlhpc.embodied.robots.safety import safe_robot
+    from rlhpc.embodied.robots.serving import BOUNDS, Served, Way, own_limits
     from rlhpc.runtime.plain import read_yaml
 
     if not args.robot:
         raise ConfigError("rlhpc robot serve needs --robot, the robot's class as module:Class")
     if args.patience < 0:
         raise ConfigError(f"--patience is {args.patience:g}; it must be 0 or more")
-    key = Key.read(Path(args.what).expanduser())
+    key = Key.read(expand_home(args.what))
     way = Way(key, args.ssh, args.address)
     try:
         kwargs = read_yaml("{" + args.kwargs + "}")
@@ -84,19 +108,31 @@ def _serve(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in BOUNDS if getattr(args, name) is not None}
     bounds = {name: above_0(name, value) for name, value in given.items()}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the robot is stopped first
-    Served(built(args.robot, "--robot", kwargs), bounds, tell).serve(key, way, args.patience)
+    core = safe_robot(args.robot, "--robot", kwargs, own_limits(bounds, args.resume))
+    try:
+        Served(core, bounds, tell).serve(key, way, args.patience)
+    finally:
+        core.close()
     return 0
 
 
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
     robot = add_command(
-        commands, "robot", _robot, "invite a robot on another machine to a run, and bring it there", _EXAMPLES
+        commands,
+        "robot",
+        _robot,
+        "invite a robot on another machine to a run, bring it there, let it move again",
+        _EXAMPLES,
     )
     robot.add_argument(
-        "action", choices=("invite", "serve"), help="on the cluster: make a key; at the robot: join by it"
-    )
-    robot.add_argument("what", help="invite: the run's folder; serve: the key's file")
+        "action", choices=("invite", "serve", "resume"),
+        help="on the cluster: make a key; at the robot: join by it; after a stop for safety: let it move again",
+    )  # fmt: skip
+    robot.add_argument(
+        "what", nargs="?",
+        help="invite: the run's folder; serve: the key's file; resume: the robot's name, or nothing to list those stopped",
+    )  # fmt: skip
     robot.add_argument("--output", help="the file to write the key to (invite)")
     robot.add_argument("--slot", type=int, help="whose key, where a run has several robots (invite)")
     robot.add_argument("--minutes", type=float, default=60.0, help="how long the key is good for (invite; default 60)")
@@ -116,6 +152,10 @@ def add_commands(commands: Any) -> None:
     robot.add_argument(
         "--patience", type=float, default=60.0, metavar="SECONDS",
         help="how long to try to reach the run, also when the line to it was lost (serve; default 60)",
+    )  # fmt: skip
+    robot.add_argument(
+        "--resume", choices=("person", "auto"), default="person",
+        help="who ends a stop for safety: a person (rlhpc robot resume), or it ends by itself (serve; default person)",
     )  # fmt: skip
     most = "that this machine allows at most, whatever the run says (serve)"
     robot.add_argument("--hz", type=float, help=f"steps a second {most}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -18,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc import share
 from rlhpc.cli.parser import RESUME_WITH, SITE, add_command, add_words
-from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.paths import RunPaths, refuse_braces
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.lookup import meant
 
 if TYPE_CHECKING:
@@ -62,9 +64,9 @@ def find_profile(name: str) -> str:
     Raises:
         ConfigError: There is none.
     """
-    given = Path(name).expanduser()
-    if given.is_dir():
-        return str(given)
+    folder = expand_home(name)
+    if folder.is_dir():
+        return str(folder)
     if os.sep in name:
         raise ConfigError(f"--profile is {name}: there is no such folder")
     here, own = Path.cwd() / "profiles" / name, share.path("profiles", name)
@@ -77,7 +79,7 @@ def find_profile(name: str) -> str:
         os.environ.get("XDG_CONFIG_HOME") or "~/.config",
         *os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":"),
     ]
-    if any((Path(home).expanduser() / "snakemake" / name).is_dir() for home in homes if home):
+    if any((expand_home(home) / "snakemake" / name).is_dir() for home in homes if home):
         return name  # Snakemake finds it there
     there = sorted(path.name for path in share.path("profiles").iterdir())
     raise ConfigError(
@@ -88,7 +90,7 @@ def find_profile(name: str) -> str:
 
 def command_of(args: argparse.Namespace) -> list[str]:
     """The command line of Snakemake."""
-    config = [f"run={args.config}", f"overrides={json.dumps(args.overrides)}"]
+    config = [f"run={args.config}", f"overrides={json.dumps(args.overrides, ensure_ascii=False)}"]
     if args.site:
         config.append(f"site={args.site}")
     if args.resume_with:
@@ -124,30 +126,39 @@ def _run(args: argparse.Namespace) -> int:
     if (sweep := load_sweep(args.config, args.overrides, site=args.site)) is not None:
         return _run_sweep(args, sweep)
     cfg = load_config(args.config, args.overrides, site=args.site)
+    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    refuse_braces(args.config, paths.root)
     command = command_of(args)
     if args.dry_run:
         return subprocess.run(command, check=False).returncode
     from rlhpc.cli.follow import Follower, Track, WorkflowLog
+    from rlhpc.runs.conditions import warn_of_unused
     from rlhpc.runs.memory.plan import refuse_overfull
 
     refuse_overfull(cfg, args.config, "slurm" if "slurm" in Path(args.profile).name else "local")
+    warn_of_unused(args.config, args.overrides, site=args.site)
 
-    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     tracks = {"run": Track(cfg.runner.name, paths, total_steps(cfg))}
     if (sft := kind_of(cfg).preparation(cfg).sft) is not None:
         first = load_config(find_config(args.config).parent / sft[0], sft[1], site=args.site)
         own = RunPaths.of(first.runner.run_dir, first.runner.name)
         tracks["sft"] = Track(first.runner.name, own, total_steps(first))
-    path = _log_of(paths.logs)
-    say(f"{cfg.runner.name}: {total_steps(cfg)} steps into {near(paths.root)}; Snakemake's own words: {near(path)}")
-    log = WorkflowLog(path, Path.cwd())
-    begun = time.monotonic()
-    code = _follow(command, path, Follower(log, tracks), lambda process, stopped: _stop(process, stopped, args, tracks))
-    if code == 0:
-        print("\n".join(ending(cfg, paths, args, time.monotonic() - begun)), flush=True)
-    elif not isinstance(code, Ended):
-        _tell_failure(log, path, args, code)
-    return code if code >= 0 else 128 - code
+    with _workflow_log(paths.logs) as path:
+        saved = [step for step, _ in paths.complete_steps()]
+        goes_on = f", from step {saved[-1]} on" if saved else ""
+        say(
+            f"{cfg.runner.name}: {total_steps(cfg)} steps into {near(paths.root)}{goes_on}; Snakemake log: {near(path)}"
+        )
+        log = WorkflowLog(path, Path.cwd())
+        begun = time.monotonic()
+        code = _follow(
+            command, path, Follower(log, tracks), lambda process, stopped: _stop(process, stopped, args, tracks)
+        )
+        if code == 0:
+            print("\n".join(ending(cfg, paths, args, time.monotonic() - begun)), flush=True)
+        elif not isinstance(code, Ended):
+            code = _tell_failure(log, path, args, code)
+    return code
 
 
 def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
@@ -157,46 +168,57 @@ def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
     from rlhpc.config import total_steps
     from rlhpc.runs.sweeps import check_begun
 
+    refuse_braces(args.config, sweep.paths.root)
     check_begun(sweep, resume_with=args.resume_with)
     command = command_of(args)
     at = command.index("--config")  # whatever profile: a run that fails stops no other
     command[at:at] = ["--keep-going"]
     if args.dry_run:
         return subprocess.run(command, check=False).returncode
-    path = _log_of(sweep.paths.logs)
-    say(f"{sweep.name}: {len(sweep.runs)} runs into {near(sweep.paths.root)}; Snakemake's own words: {near(path)}")
-    log = WorkflowLog(path, Path.cwd())
-    tracks = {run.point.name: Track(run.point.name, run.paths, total_steps(run.cfg)) for run in sweep.runs}
-    tracks |= {folder.name: Track(folder.name, RunPaths(folder), 0) for folder in sweep.paths.root.glob("sft-*")}
-    code = _follow(
-        command, path, SweepFollower(log, sweep), lambda process, stopped: _stop(process, stopped, args, tracks)
-    )
-    if isinstance(code, Ended):
-        return code
-    if not log.started and not log.failed and code != 0 and not sweep.paths.is_there:
-        _tell_failure(log, path, args, code)  # nothing began
-        return code if code > 0 else 128 - code
-    print("\n".join(["", *ending_of(sweep)]))
-    if sweep.paths.page.is_file():
-        print(f"  page    {near(sweep.paths.page)}", flush=True)
-    if code != 0:
-        _tell_failure(log, path, args, code)
-    return code if code >= 0 else 128 - code
+    with _workflow_log(sweep.paths.logs) as path:
+        say(f"{sweep.name}: {len(sweep.runs)} runs into {near(sweep.paths.root)}; Snakemake log: {near(path)}")
+        log = WorkflowLog(path, Path.cwd())
+        tracks = {run.point.name: Track(run.point.name, run.paths, total_steps(run.cfg)) for run in sweep.runs}
+        tracks |= {folder.name: Track(folder.name, RunPaths(folder), 0) for folder in sweep.paths.root.glob("sft-*")}
+        code = _follow(
+            command, path, SweepFollower(log, sweep), lambda process, stopped: _stop(process, stopped, args, tracks)
+        )
+        if isinstance(code, Ended):
+            return code
+        if not log.started and not log.failed and code != 0 and not sweep.paths.is_there:
+            return _tell_failure(log, path, args, code)  # nothing began
+        print("\n".join(["", *ending_of(sweep)]))
+        if sweep.paths.page.is_file():
+            print(f"  page    {near(sweep.paths.page)}", flush=True)
+        if code != 0:
+            code = _tell_failure(log, path, args, code)
+    return code
 
 
 class Ended(int):
     """The exit code of a workflow that somebody ended."""
 
 
-def _log_of(logs: Path) -> Path:
-    """The empty file for what Snakemake says."""
+@contextlib.contextmanager
+def _workflow_log(logs: Path) -> Iterator[Path]:
+    """Yields an empty file for what Snakemake says; while another command writes to `snakemake.log`, `snakemake-2.log`."""
+    from rlhpc.jobs.lease import Lease
+
     path = logs / "workflow" / "snakemake.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            lease = Lease(path.with_suffix(".lease"))
+            if lease.take_over():
+                break
+            path = logs / "workflow" / f"snakemake-{number}.log"
         path.write_bytes(b"")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}; choose another runner.run_dir") from error
-    return path
+    try:
+        yield path
+    finally:
+        lease.release()
 
 
 def _follow(command: list[str], path: Path, follower: Follower | SweepFollower, stop: Stop) -> int:
@@ -215,14 +237,22 @@ def _follow(command: list[str], path: Path, follower: Follower | SweepFollower, 
     return process.returncode
 
 
-def _tell_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code: int) -> None:
-    """Says what went wrong first, and how to go on."""
+def _tell_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code: int) -> int:
+    """Says what went wrong first, and how to go on; returns the exit code, which is 2 if the workflow refused what the user
+    gave."""
     from rlhpc.cli.follow import real_error
 
+    if code < 0:
+        name = signal.Signals(-code).name
+        say(f"Snakemake was killed by {name}; jobs in Slurm go on\n  the same command finds them: {same_command(args)}")
+        return 128 - code
     text, where = real_error(log, path)
     print(text or f"Snakemake ended with exit code {code} and said nothing", file=sys.stderr)
+    if not log.failed and text.startswith("rlhpc: error: "):
+        return 2
     also = f"; Snakemake's: {near(path)}" if where != path else ""
     say(f"failed; log: {near(where)}{also}\n  the same command goes on from the last checkpoint: {same_command(args)}")
+    return code
 
 
 def say(text: str) -> None:
@@ -240,7 +270,8 @@ def ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, seconds: f
     from rlhpc.jobs.status import duration
     from rlhpc.metrics.results import last_result
 
-    step, result, words = last_result(paths, next(iter(cfg.workflow.eval_suites), "default"))
+    suite = next(iter(cfg.workflow.eval_suites), "default")
+    step, result, words = last_result(paths, suite)
     program = same_command(args).split(" run ", 1)[0]
     run = shlex.quote(near(paths.root))
     lines = ["", f"{cfg.runner.name}: done in {duration(seconds)}{', ' if words else ''}{words}"]
@@ -248,10 +279,11 @@ def ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, seconds: f
     if (paths.export(step)).is_dir():
         lines.append(f"  policy  {near(paths.export(step))}")
     config = shlex.quote(args.config)
+    lines += ["next", f"  {program} status {run}"]
+    if result:  # suites of language models have names in data.eval; those of episodes may have any
+        options = "again --episodes 20" if "return_mean" in result else shlex.quote(suite)
+        lines.append(f"  {program} eval --run {run} --suite {options}")
     lines += [
-        "next",
-        f"  {program} status {run}",
-        f"  {program} eval --run {run} --suite again" + (" --episodes 20" if "return_mean" in result else ""),
         f"  {program} run {config} runner.name={shlex.quote(cfg.runner.name + '-2')} runner.seed={cfg.runner.seed + 1}",
     ]
     return lines

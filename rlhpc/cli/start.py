@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.cli.named import run_paths
 from rlhpc.cli.parser import RESUME_WITH, RUN, SITE, add_command, add_words
 from rlhpc.cli.sweep import cancel_sweep, render_plan_of, sweep_paths
 from rlhpc.jobs.paths import RunPaths, SweepPaths
-from rlhpc.runtime.errors import ConfigError, SubmitError
+from rlhpc.runtime.errors import ConfigError, RlhpcError, SubmitError, UserError
 
 if TYPE_CHECKING:
     from rlhpc.config.sections import RunConfig
+    from rlhpc.jobs.plan import Plan
+    from rlhpc.runs.preflight import Check
 
 _EXAMPLES = {
     "plan": (
@@ -41,11 +45,11 @@ _EXAMPLES = {
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from rlhpc.jobs.plan import build_plan, render_plan
+    from rlhpc.runs.checks import check_planned
     from rlhpc.runs.configuration import load_config
-    from rlhpc.runs.memory.plan import memory_plan
-    from rlhpc.runs.memory.text import render_memory
-    from rlhpc.runs.sweeps import load_sweep
+    from rlhpc.runs.memory.plan import refuse_overfull
+    from rlhpc.runs.preflight import FILES_ALONE, Need
+    from rlhpc.runs.sweeps import load_sweep, sft_export, sft_of
 
     sweep = load_sweep(args.config, args.overrides, site=args.site)
     if args.when and sweep is not None:
@@ -54,19 +58,53 @@ def _plan(args: argparse.Namespace) -> int:
         return _when(args)
     if args.nodes or args.partitions:
         raise ConfigError("--nodes and --partitions are alternatives for --when; add it")
+    resources = FILES_ALONE | {Need.PROCESS} if args.processes else FILES_ALONE
     if sweep is not None:
+        skipped = [check for run in sweep.runs for check in check_planned(run.cfg, resources)]
         print(render_plan_of(sweep, args.launcher))
+        _print_skipped(skipped)
         return 0
     cfg = load_config(args.config, args.overrides, site=args.site)
+    if (first := sft_of(args.config, cfg, args.site)) is not None:
+        sft_export(args.config, cfg, first)
+    try:
+        skipped = check_planned(cfg, resources)
+    except UserError:
+        with contextlib.suppress(RlhpcError):  # sizes and placement are worth knowing all the same
+            _print_plan(args, cfg, [])
+        raise
+    plan = _print_plan(args, cfg, skipped)
+    refuse_overfull(cfg, args.config, plan.launcher)
+    return 0
+
+
+def _print_plan(args: argparse.Namespace, cfg: RunConfig, skipped: Sequence[Check]) -> Plan:
+    """Prints what a run would start, its memory, and the checks that were left out; returns the plan."""
+    from rlhpc.jobs.plan import build_plan, render_plan
+    from rlhpc.runs.conditions import find_unused
+    from rlhpc.runs.memory.plan import memory_plan
+    from rlhpc.runs.memory.text import render_memory
+
     plan = build_plan(cfg, launcher=args.launcher)
     print(render_plan(plan))
+    if unused := find_unused(args.config, args.overrides, site=args.site):
+        print("\nno effect in this configuration:")
+        print("\n".join(f"  {key}" for key in unused))
     if memory := render_memory(memory_plan(cfg, plan, measure=args.measure), measure=args.measure):
         print(f"\n{memory}")
+    _print_skipped(skipped)
     if plan.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:
         print(
             "\nThis is the job of `rlhpc submit` and profiles/slurm; `rlhpc train` here starts the ranks on this machine."
         )
-    return 0
+    return plan
+
+
+def _print_skipped(checks: Sequence[Check]) -> None:
+    """Prints the checks that a plan has not made, each once."""
+    if lines := list(dict.fromkeys(map(str, checks))):
+        print("\nnot checked (checked at the start):")
+        print("\n".join(f"  {line}" for line in lines))
 
 
 def _when(args: argparse.Namespace) -> int:
@@ -86,15 +124,10 @@ def _when(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from rlhpc.runs.configuration import load_config
-
-    cfg = load_config(args.config, args.overrides)
-    if args.segment is not None and not 0 <= args.segment < cfg.runner.segments:
-        raise ConfigError(f"--segment is {args.segment}; the run has segments 0 to {cfg.runner.segments - 1}")
-    from rlhpc.runs.memory.plan import refuse_overfull
+    from rlhpc.runs.handle import load_for_training
     from rlhpc.runs.train import train
 
-    refuse_overfull(cfg, args.config, "local")
+    cfg = load_for_training(args.config, args.overrides, segment=args.segment)
     try:
         code = int(train(cfg, segment=args.segment, resume_with=args.resume_with)["exit_code"])
     except KeyboardInterrupt:
@@ -139,6 +172,7 @@ def _submit(args: argparse.Namespace) -> int:
     from rlhpc.jobs.probes import ProcessId
     from rlhpc.jobs.submit import choose_executor, driver_command, submit_segment
     from rlhpc.jobs.waiter import Waiter
+    from rlhpc.runs.checks import check_planned
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.memory.plan import refuse_overfull
     from rlhpc.runs.same_run import SubmittedConfig, check_same_run, make_longer
@@ -152,6 +186,7 @@ def _submit(args: argparse.Namespace) -> int:
         raise ConfigError(f"--attempt is {args.attempt}; the first one is 1")
     executor = choose_executor(args.executor)
     refuse_overfull(cfg, args.config, executor)
+    check_planned(cfg)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     around = SweepPaths.around(paths)
     if args.asked_by is not None and around is not None and around.cancelled.exists():
@@ -214,6 +249,11 @@ def add_commands(commands: Any) -> None:
         "--measure",
         action="store_true",
         help="also have PyTorch follow a training step without contents, and hold the account of memory against it",
+    )
+    plan.add_argument(
+        "--processes",
+        action="store_true",
+        help="also make the checks that start processes of their own: simulators, judges, sandboxes",
     )
     plan.add_argument("--nodes", metavar="N,…", help="--when: numbers of nodes to ask about (default: half, and twice)")
     plan.add_argument("--partitions", metavar="P,…", help="--when: partitions to ask about (default: the site file's)")

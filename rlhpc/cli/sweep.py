@@ -7,12 +7,12 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from rlhpc.cli.follow import WorkflowLog, last_row
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.files import expand_home
 
 if TYPE_CHECKING:
     from rlhpc.jobs.plan import Plan
@@ -24,17 +24,17 @@ _SELDOM_S = 2.0
 
 def sweep_paths(text: str, overrides: Sequence[str] = ()) -> SweepPaths | None:
     """The sweep that the user names by its folder, or by its configuration; None if it is a run that is named."""
-    given = Path(text).expanduser().absolute()
-    if given.is_dir():
-        found = SweepPaths(given)
-        if overrides or not found.is_there:
+    location = expand_home(text).absolute()
+    if location.is_dir():
+        paths = SweepPaths(location)
+        if overrides or not paths.is_there:
             return None
-        return found
-    if not given.is_file():
+        return paths
+    if not location.is_file():
         return None
     from rlhpc.runs.sweeps import load_sweep
 
-    sweep = load_sweep(given, overrides)
+    sweep = load_sweep(location, overrides)
     if sweep is not None and not sweep.paths.is_there:
         raise ConfigError(
             f"{sweep.paths.root}: the sweep of {text} has not begun; start it: rlhpc run {shlex.quote(text)}"
@@ -46,6 +46,7 @@ def render_sweep(sweep: SweepPaths) -> str:
     """Renders a line for each run of a sweep, those that have not begun or that it no longer names included."""
     from rlhpc.jobs.state import find_runs
     from rlhpc.jobs.status import render_runs
+    from rlhpc.runs.headlines import run_headlines
     from rlhpc.runs.sweeps import read_sweep
 
     names = [str(run["name"]) for run in read_sweep(sweep)["runs"]]
@@ -54,7 +55,7 @@ def render_sweep(sweep: SweepPaths) -> str:
     order = [*(name for name in sorted(there) if name.startswith("sft-")), *names, *sorted(notes)]
     ended = "; cancelled, rlhpc run goes on with it" if sweep.cancelled.exists() else ""
     return f"sweep {sweep.root.name}: {len(names)} runs{ended}\n" + render_runs(
-        sweep.root, [sweep.run(name) for name in order], notes
+        sweep.root, [sweep.run(name) for name in order], notes, headlines=run_headlines
     )
 
 
@@ -248,7 +249,7 @@ class SweepFollower:
 
 
 def ending_of(sweep: Sweep) -> list[str]:
-    """What to print about a sweep that has ended: each configuration's runs, the page, and what failed."""
+    """Renders a sweep that has ended: what failed, and each configuration with its score."""
     from rlhpc.jobs.state import states
 
     found = [state for _, state in states([run.paths for run in sweep.runs])]
@@ -256,4 +257,8 @@ def ending_of(sweep: Sweep) -> list[str]:
     lines = [f"{sweep.name}: {len(found) - len(bad)} of {len(found)} runs finished"]
     lines += [f"  {name}: {state.state}{f', {state.why}' if state.why else ''}" for name, state in bad[:10]]
     lines += [f"  and {len(bad) - 10} more"] if len(bad) > 10 else []
+    if sweep.paths.is_there:
+        from rlhpc.runs.sweep_page import rank_sweep, render_ranking
+
+        lines += render_ranking(rank_sweep(sweep.paths))
     return lines

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from rlhpc.cli import reported
 from rlhpc.cli.start import tell
-from rlhpc.cli.streams import standard_streams
 from rlhpc.jobs.handover import Wait, hand_over
 from rlhpc.jobs.waiter import WaitInterrupted, goes_on, say
+from rlhpc.runtime.exit_codes import report_errors
+from rlhpc.runtime.streams import standard_streams
 
 
 def _wait(wait: Wait, *, alone: bool) -> int:
@@ -26,7 +26,7 @@ def _wait(wait: Wait, *, alone: bool) -> int:
 def main() -> int:
     standard_streams()
     wait, alone = Wait.from_environment(), "--alone" in sys.argv[1:]
-    return reported(lambda: _wait(wait, alone=alone))
+    return report_errors(lambda: _wait(wait, alone=alone))
 
 
 if __name__ == "__main__":

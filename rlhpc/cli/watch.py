@@ -12,6 +12,7 @@ from rlhpc.cli.parser import RUN, add_command, add_words
 from rlhpc.cli.sweep import render_sweep, sweep_paths
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.writable import unwritable
 
 _EXAMPLES = {
@@ -40,15 +41,16 @@ _EXAMPLES = {
 def _status(args: argparse.Namespace) -> int:
     from rlhpc.jobs.state import find_runs
     from rlhpc.jobs.status import render_runs, render_status
+    from rlhpc.runs.headlines import run_headlines
 
-    folder = Path(args.run).expanduser().absolute()
+    folder = expand_home(args.run).absolute()
     if (sweep := sweep_paths(args.run, args.overrides)) is not None:
         print(render_sweep(sweep))
         return 0
     if folder.is_dir() and not args.overrides and not is_run(RunPaths(folder)) and any(find_runs(folder)):
-        print(render_runs(folder))
+        print(render_runs(folder, headlines=run_headlines))
         return 0
-    print(render_status(run_paths(args.run, args.overrides)))
+    print(render_status(run_paths(args.run, args.overrides), headlines=run_headlines))
     return 0
 
 
@@ -59,9 +61,12 @@ def _logs(args: argparse.Namespace) -> int:
         raise ConfigError(f"--lines is {args.lines}; it must be 0 or more")
     if args.rank is not None and args.rank < 0:
         raise ConfigError(f"--rank is {args.rank}; ranks count from 0")
+    if args.start not in ("last", "all") and not (args.start.isdecimal() and int(args.start)):
+        raise ConfigError(f"--start is {args.start!r}; allowed: 1, 2, …, last or all")
     print_logs(
-        run_paths(args.run, args.overrides), group=args.group, rank=args.rank, follow=args.follow, lines=args.lines
-    )
+        run_paths(args.run, args.overrides), group=args.group, rank=args.rank, follow=args.follow, lines=args.lines,
+        start=args.start,
+    )  # fmt: skip
     return 0
 
 
@@ -87,7 +92,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from rlhpc.runs.compare import label_of, write_comparison
+    from rlhpc.runs.compare import labels_of, write_comparison
 
     sweeps = {word: found for word in args.runs if (found := sweep_paths(word)) is not None}
     alone = sweeps.get(args.runs[0]) if len(args.runs) == 1 else None
@@ -99,17 +104,19 @@ def _compare(args: argparse.Namespace) -> int:
         return 0
     if args.metric is not None:
         raise ConfigError("--metric is for a sweep; name its folder, and nothing else")
-    named = []
+    named: list[tuple[str | None, RunPaths]] = []
     for word in args.runs:
         if word in sweeps:
             from rlhpc.runs.sweeps import read_sweep
 
-            named += [(str(run["label"]), sweeps[word].run(run["name"])) for run in read_sweep(sweeps[word])["runs"]]
+            record = read_sweep(sweeps[word])
+            prefix = f"{record.get('name', word)}: " if len(args.runs) > 1 else ""  # others may vary the same keys
+            named += [(f"{prefix}{run['label']}", sweeps[word].run(run["name"])) for run in record["runs"]]
             continue
         label, _, folder = word.rpartition("=") if not Path(word).exists() else ("", "", word)
         paths = run_paths(folder)
-        named.append((label or label_of(paths.root.name), paths))
-    print(write_comparison(named, output, args.suite or "default"))
+        named.append((label or None, paths))
+    print(write_comparison(labels_of(named), output, args.suite))
     return 0
 
 
@@ -124,6 +131,9 @@ def add_commands(commands: Any) -> None:
     logs.add_argument("--group", help="only this group")
     logs.add_argument("--rank", type=int, help="only this rank")
     logs.add_argument("--follow", "-f", action="store_true", help="go on printing what is added")
+    logs.add_argument(
+        "--start", default="last", metavar="N", help="only this start of the run: 1, 2, …, last or all (default last)"
+    )
     logs.add_argument("--lines", "-n", type=int, default=50, help="last lines of each file (default 50)")
     report = add_command(commands, "report", _report, "write a run's report page", _EXAMPLES["report"])
     add_words(report, run=RUN)
@@ -143,7 +153,9 @@ def add_commands(commands: Any) -> None:
         "a number at the end are seeds of one thing, or say what they are as label=folder",
     )  # fmt: skip
     compare.add_argument("--output", help="the page (default: compare.html; of a sweep, in its folder)")
-    compare.add_argument("--suite", help="evaluation suite that is compared (default: default; of a sweep, its first)")
+    compare.add_argument(
+        "--suite", help="evaluation suite that is compared (default: the first that the runs are evaluated on)"
+    )
     compare.add_argument(
         "--metric", help="of a sweep: what is compared, such as eval/return_mean (default: what it says)"
     )

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from rlhpc import share
-from rlhpc.config.yaml_loader import UniqueKeys
+from rlhpc.config.keys import typed_value
+from rlhpc.config.values import plain_value
+from rlhpc.config.yaml_loader import ConfigDumper, UniqueKeys, WrittenScalars
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plain import read_yaml_file
+from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.plain import read_yaml, read_yaml_file
 from rlhpc.runtime.shown import cut, shown
 from rlhpc.runtime.trust import Trust, without_variables
 
 _MAX_DEPTH = 10
+#: A configuration file, or the content of one.
+ConfigSource = str | Path | Mapping[str, Any]
 
 
 def find_config(path: str | Path) -> Path:
@@ -28,44 +34,69 @@ def find_config(path: str | Path) -> Path:
         raise ConfigError(
             "no configuration file: its path is empty; give a .yaml file, such as configs/quickstart.yaml"
         )
-    given = Path(path).expanduser()
-    own = share.path(*given.parts)
+    location = expand_home(path)
+    shipped = share.path(*location.parts)
     try:
-        return own if not given.exists() and not given.is_absolute() and own.is_file() else given
+        return shipped if not location.exists() and not location.is_absolute() and shipped.is_file() else location
     except OSError as error:
         raise ConfigError(f"no configuration file {cut(str(path))}: {error.strerror}") from None
 
 
-def read_files(path: Path, theirs: Trust | None = None) -> list[tuple[str, dict[str, Any]]]:
-    """Reads a file and, before it, those it names under `defaults:`; as (source, content).
+def source_name(config: ConfigSource) -> str:
+    """Returns the name of a configuration in messages: its file, or that it is a mapping."""
+    return "configuration" if isinstance(config, Mapping) else str(find_config(config))
+
+
+def read_files(config: ConfigSource, trust: Trust | None = None) -> list[tuple[str, dict[str, Any]]]:
+    """Reads a file and, before it, those it names under `defaults:`; as (source, content), with its scalars as written.
 
     Args:
-        path: YAML file.
-        theirs: Given if the file came with a checkpoint: which code it may name.
+        config: YAML file, or a mapping in place of its content, whose `defaults` are relative to the working directory.
+        trust: Given if the file came with a checkpoint: which code it may name.
 
     Raises:
         ConfigError: A file cannot be read, is not a mapping of sections, or files include each other; says which includes it.
     """
-    return _read(path, (), theirs)
+    if isinstance(config, Mapping):
+        name = source_name(config)
+        return _with_defaults(name, _written(config, name), Path.cwd(), (), trust)
+    return _read(find_config(config), (), trust)
 
 
-def _read(path: Path, chain: tuple[Path, ...], theirs: Trust | None) -> list[tuple[str, dict[str, Any]]]:
+def _written(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The content of a mapping, as if it had been read from a file."""
+    text = yaml.dump(plain_value(config, name), Dumper=ConfigDumper, default_flow_style=False, allow_unicode=True)
+    try:
+        content: dict[str, Any] = read_yaml(text, WrittenScalars)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{name}: {error}") from None
+    return content
+
+
+def _read(path: Path, chain: tuple[Path, ...], trust: Trust | None) -> list[tuple[str, dict[str, Any]]]:
     if path in chain or len(chain) > _MAX_DEPTH:
         raise ConfigError(f"{path}: `defaults` go round in a circle: {' → '.join(p.name for p in (*chain, path))}")
     content = _content(path, f"{chain[-1]}: defaults: " if chain else "")
-    if theirs is not None and not theirs.everything:
-        content = without_variables(content, theirs, str(path))
+    return _with_defaults(str(path), content, path.parent, (*chain, path), trust)
+
+
+def _with_defaults(
+    path: str, content: dict[str, Any], folder: Path, chain: tuple[Path, ...], trust: Trust | None
+) -> list[tuple[str, dict[str, Any]]]:
+    """The files that a content names under `defaults`, relative to a folder, and the content itself."""
+    if trust is not None and not trust.everything:
+        content = without_variables(content, trust, path)
         if "defaults" in content:
             raise ConfigError(f"{path}: defaults: a configuration that comes with a checkpoint names no other files")
-    defaults = content.pop("defaults", None) or []
+    defaults = typed_value(content.pop("defaults", None), list[str]) or []
     if isinstance(defaults, str) or not isinstance(defaults, list):
         raise ConfigError(f"{path}: defaults is {shown(defaults)}; give a list of files")
     if wrong := [name for name in defaults if not isinstance(name, str)]:
         raise ConfigError(
             f"{path}: defaults has {shown(wrong[0])}; give a list of files, as paths relative to this one"
         )
-    parts = [part for name in defaults for part in _read((path.parent / str(name)).resolve(), (*chain, path), theirs)]
-    return [*parts, (str(path), content)]
+    parts = [part for name in defaults for part in _read((folder / str(name)).resolve(), chain, trust)]
+    return [*parts, (path, content)]
 
 
 def _content(path: Path, includer: str) -> dict[str, Any]:
@@ -79,7 +110,7 @@ def _content(path: Path, includer: str) -> dict[str, Any]:
             raise ConfigError(f"{includer}no configuration file {path}{hint}")
     except OSError as error:
         raise ConfigError(f"{includer}{cut(str(path))}: cannot be read: {error.strerror}") from None
-    content = read_content(path, includer)
+    content = read_content(path, includer, WrittenScalars)
     if content is None:
         raise ConfigError(f"{path} is empty; see configs/quickstart.yaml for a start")
     if not isinstance(content, dict):
@@ -89,18 +120,19 @@ def _content(path: Path, includer: str) -> dict[str, Any]:
     return content
 
 
-def read_content(path: Path, includer: str = "") -> Any:
-    """What a YAML file holds.
+def read_content(path: Path, includer: str = "", loader: type[UniqueKeys] = UniqueKeys) -> Any:
+    """Reads a YAML file.
 
     Args:
         path: The file.
         includer: Begins the message where the file cannot be opened.
+        loader: `WrittenScalars` keeps the text of numbers and booleans.
 
     Raises:
         ConfigError: It cannot be read, or is not YAML; says where.
     """
     try:
-        return read_yaml_file(path, UniqueKeys)
+        return read_yaml_file(path, loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
+import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from rlhpc.config.yaml_loader import Scalar
 
 #: Other projects' names for keys of ours.
 _ALSO_KNOWN_AS = {
@@ -27,6 +31,22 @@ _ALSO_KNOWN_AS = {
 }
 #: Mappings whose keys are the user's own.
 _OPEN = ("kwargs", "component_placement", "env_vars", "deepspeed.config", "sweep.grid")
+#: Last parts of the keys whose values are paths.
+PATHS = frozenset(
+    (
+        "run_dir", "resume_dir", "init_from", "scratch", "python_interpreter", "simulator_python", "python", "path",
+        "model_path", "load_path", "reward_model", "value_model", "sft", "demos_expert",
+    )
+)  # fmt: skip
+_VARIABLE = re.compile(r"(?<!\\)\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+
+
+def open_mapping_of(key: str) -> str | None:
+    """Returns the mapping of the user's own keys that a dotted key lies in, or is: `env.train.kwargs` of
+    `env.train.kwargs.g`; None if there is none."""
+    parts = key.split(".")
+    paths = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    return next((path for path in paths if path.endswith(_OPEN)), None)
 
 
 @functools.cache
@@ -40,6 +60,54 @@ def element_of(kind: Any) -> type | None:
     """The dataclass of a list's elements, if they are sections."""
     found = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
     return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
+
+
+def typed_value(content: Any, kind: Any) -> Any:
+    """Replaces each scalar in a value by its text where the type wants text, and by its YAML value elsewhere.
+
+    Args:
+        content: A value as it was written, or a section.
+        kind: The type of its key.
+
+    Raises:
+        ValueError: Two keys of a mapping are the same.
+    """
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        kinds = [part for part in typing.get_args(kind) if part is not type(None)]
+        kind = kinds[0] if len(kinds) == 1 else Any
+    if isinstance(content, Scalar):
+        return content.text if kind is str else content.value
+    if isinstance(content, list):
+        item_kind = typing.get_args(kind)[0] if typing.get_origin(kind) is list else Any
+        return [typed_value(item, item_kind) for item in content]
+    if not isinstance(content, dict):
+        return content
+    fields = fields_of(kind) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+    key_kind, value_kind = typing.get_args(kind) if typing.get_origin(kind) is dict else (str if fields else Any, Any)
+    result: dict[Any, Any] = {}
+    for written, value in content.items():
+        key = typed_value(written, key_kind)
+        if key in result:
+            raise ValueError(f"key {key!r} is given twice")
+        result[key] = typed_value(value, fields.get(key, Any) if fields else value_kind)
+    return result
+
+
+def with_variables(content: Any, kind: Any, name: str = "") -> Any:
+    """Replaces `$NAME` and `${NAME}` in the values of path keys by `${oc.env:NAME}`, which reads the environment variable.
+
+    Args:
+        content: A typed value, or a section.
+        kind: The type of its key.
+        name: The last part of its key.
+    """
+    if isinstance(content, str) and name in PATHS:
+        return _VARIABLE.sub(lambda match: f"${{oc.env:{match[1] or match[2]}}}", content)
+    if isinstance(content, list):
+        return [with_variables(item, element_of(kind), name) for item in content]
+    if isinstance(content, dict) and isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return {key: with_variables(value, fields_of(kind).get(key), key) for key, value in content.items()}
+    return content
 
 
 def words_of(kind: Any) -> str:

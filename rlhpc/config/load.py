@@ -5,19 +5,22 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.files import find_config, read_files
-from rlhpc.config.keys import Schema
+from rlhpc.config.files import ConfigSource, read_files, source_name
+from rlhpc.config.keys import Schema, typed_value
 from rlhpc.config.merge import Layers, parse_override, reason
+from rlhpc.config.ranges import RANGES, Range, null_numbers
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import apply_site, find_site
 from rlhpc.config.sweep import SWEEP, is_about_sweep, read_section
+from rlhpc.config.yaml_loader import ConfigDumper
 from rlhpc.runtime import environment_values
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.shown import shown
@@ -28,7 +31,7 @@ _ONCE_SAVED = frozenset(
     ("cluster", "runner", "algorithm", "env", "rollout", "actor", "data", "demos", "reward", "workflow")
 )
 #: Keys of section `runner` that every saved configuration has, and hardly one that was written by hand.
-_ALWAYS_SAVED = frozenset(
+ALWAYS_SAVED = frozenset(
     ("run_dir", "max_epochs", "resume_dir", "save_reserve_s", "rendezvous_timeout_s", "step_timeout_s")
 )
 #: Keys that did nothing in some kinds of run, which had them once: saved configurations may still say them.
@@ -36,6 +39,7 @@ _GONE = (
     "algorithm.loss_type", "env.train.num_envs", "env.train.seed", "env.train.group_size", "env.train.auto_reset",
     "env.train.use_fixed_reset_state_ids", "env.train.use_rel_reward", "env.train.simulators",
     "env.train.simulator_timeout_s", "env.eval.auto_reset", "actor.lora.dropout", "data.train.name",
+    "reward.max_failed_steps",
 )  # fmt: skip
 TASK = "runner.task_type"
 
@@ -46,6 +50,10 @@ class Found(Protocol):
     @property
     def schema(self) -> Schema:
         """The keys that its configuration may have."""
+
+    @property
+    def ranges(self) -> Mapping[str, Range]:
+        """Key → the range of its number."""
 
     def whose(self, key: str) -> str:
         """The complaint about a key that another kind of run has; empty if none has it."""
@@ -59,7 +67,7 @@ Finder = Callable[[str | None, str], Found]
 
 
 def read_layers(
-    path: str | Path,
+    config: ConfigSource,
     overrides: Sequence[str],
     find: Finder,
     *,
@@ -71,24 +79,29 @@ def read_layers(
     Raises:
         ConfigError: Names the file or override, the key, what was found, and what is allowed.
     """
-    given = find_config(path)
+    name = source_name(config)
     environment_values.watch()
-    files, overrides = _of_one_run(read_files(given, theirs), overrides, str(given))
-    task, origin = _task(files, overrides)
+    files, overrides = _of_one_run(read_files(config, theirs), overrides, name)
+    task, origin = read_task_type(files, overrides)
     if theirs is not None:
         theirs.check({"runner": {"task_type": task}}, origin)  # before anything that it names is imported
     kind = find(task, origin)
-    layers = Layers(kind.schema, kind.whose)
+    layers = Layers(kind.schema, kind.whose, null_numbers({**RANGES, **kind.ranges}))
     for source, content in files:
-        layers.add(_without_gone(content, kind.schema), source, lenient=set(content) >= _ONCE_SAVED)
+        layers.add(
+            _without_gone(content, kind.schema),
+            source,
+            lenient=set(content) >= _ONCE_SAVED,
+            variables=theirs is None or theirs.everything,
+        )
     for text in overrides:
         layers.override(text)
     site = os.environ.get("RLHPC_SITE") if site is None else site
     if site:
         apply_site(layers, find_site(site))
-    require(layers, kind, str(given))
+    require(layers, kind, name)
     if theirs is not None:
-        theirs.check(OmegaConf.to_container(layers.cfg, resolve=True), str(given))
+        theirs.check(OmegaConf.to_container(layers.cfg, resolve=True), name)
     return layers
 
 
@@ -111,7 +124,7 @@ def _of_one_run(
 def _without_gone(content: Any, schema: Schema) -> Any:
     """A saved configuration without the keys that this kind of run no longer has; any other as it is."""
     runner = content.get("runner") if isinstance(content, dict) else None
-    if not isinstance(runner, dict) or not set(runner) >= _ALWAYS_SAVED:
+    if not isinstance(runner, dict) or not set(runner) >= ALWAYS_SAVED:
         return content
     kept = copy.deepcopy(content)
     for key in _GONE:
@@ -124,8 +137,12 @@ def _without_gone(content: Any, schema: Schema) -> Any:
     return kept
 
 
-def _task(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -> tuple[str | None, str]:
-    """`runner.task_type`, which decides what keys there are, and the source that set it."""
+def read_task_type(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -> tuple[str | None, str]:
+    """Returns `runner.task_type`, which decides what keys there are, and the source that set it.
+
+    Raises:
+        ConfigError: It is not a text.
+    """
     task, origin = None, files[-1][0] if files else ""
     for source, content in files:
         runner = content.get("runner") if isinstance(content, dict) else None
@@ -134,6 +151,7 @@ def _task(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -> tuple[s
     for text in overrides:
         if text.partition("=")[0].strip() == TASK:
             task, origin = parse_override(text)[1], f"override {shown(text)}"
+    task = typed_value(task, str)
     if task is not None and not isinstance(task, str):
         raise ConfigError(f"{origin}: {TASK} is {shown(task)}; it must be the name of a kind of run")
     return task, origin
@@ -152,8 +170,15 @@ def require(layers: Layers, kind: Found, source: str) -> None:
             raise ConfigError(f"{source}: {missing[0]} is missing; set it in the file or with {missing[0]}=…")
         OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        key = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(f"{source}: {key}{reason(error)}") from None
+        key = error.full_key or ""
+        complaint = reason(error)
+        if match := re.search(r"Environment variable '(\w+)' not found", complaint):
+            complaint = (
+                f"the environment variable {match[1]} is not set; set it, or write ${{oc.env:{match[1]},DEFAULT}}"
+            )
+        elif match := re.search(r"Interpolation key '(\w+)' not found", complaint):
+            complaint += f"; an environment variable is written ${{oc.env:{match[1]}}}"
+        raise ConfigError(f"{layers.sources.get(key, source)}: {f'{key}: ' if key else ''}{complaint}") from None
 
 
 def config_to_yaml(cfg: object) -> str:
@@ -162,7 +187,9 @@ def config_to_yaml(cfg: object) -> str:
     Values from the environment (`${oc.env:…}`) stay as they were written: they may be secrets, and a run that is started
     again reads its own.
     """
-    return OmegaConf.to_yaml(OmegaConf.create(environment_values.to_plain(cfg)))
+    content = OmegaConf.to_container(OmegaConf.create(environment_values.to_plain(cfg)))
+    text: str = yaml.dump(content, Dumper=ConfigDumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+    return text
 
 
 def total_steps(cfg: RunConfig) -> int:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.keys import Schema, element_of, fields_of, words_of
+from rlhpc.config.keys import Schema, element_of, fields_of, typed_value, with_variables, words_of
 from rlhpc.config.typed import untouched
-from rlhpc.config.yaml_loader import UniqueKeys
+from rlhpc.config.yaml_loader import Scalar, WrittenScalars
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_yaml
 from rlhpc.runtime.shown import cut, first_line, shown
@@ -29,54 +29,68 @@ class Layers:
     Args:
         schema: Its keys.
         whose: Makes the complaint about a key of another kind of configuration.
+        null_numbers: Key → the number that null stands for.
 
     Attributes:
         cfg: The configuration so far.
         sources: Key → the file or override that set it last.
+        element_keys: Key of a list of sections → the keys that were set in each of its elements.
     """
 
-    def __init__(self, schema: Schema, whose: Whose = lambda key: "") -> None:
-        self.schema, self._whose = schema, whose
+    def __init__(
+        self, schema: Schema, whose: Whose = lambda key: "", null_numbers: Mapping[str, int] | None = None
+    ) -> None:
+        self.schema, self._whose, self._null_numbers = schema, whose, null_numbers or {}
         self.cfg: DictConfig = untouched(schema.root)
         self.sources: dict[str, str] = {}
+        self.element_keys: dict[str, list[set[str]]] = {}
 
     def copy(self) -> Layers:
         """A copy that grows independently."""
         other = copy.copy(self)
-        other.cfg, other.sources = self.cfg.copy(), dict(self.sources)
+        other.cfg, other.sources, other.element_keys = self.cfg.copy(), dict(self.sources), dict(self.element_keys)
         return other
 
-    def add(self, content: Any, source: str, *, lenient: bool = False) -> None:
+    def add(self, content: Any, source: str, *, lenient: bool = False, variables: bool = True) -> None:
         """Puts a file's content, or an override's, on top.
 
         Args:
             content: Nested mappings.
             source: Where it is from, for messages.
             lenient: Leave out unknown keys: an earlier version wrote the file, with the keys of all kinds of run.
+            variables: Let paths name environment variables, `$NAME`.
 
         Raises:
             ConfigError: An unknown key, or a value of another type.
         """
+        try:
+            content = typed_value(content, self.schema.root)
+        except ValueError as error:
+            raise ConfigError(f"{source}: {error}") from None
+        if variables:
+            content = with_variables(content, self.schema.root)
         if lenient:
             content = _known(content, self.schema.root)
         self._check(content, self.schema.root, "", source)
-        for path, value in self._leaves(content):
+        for path, node, value in self._leaves(content):
             self.sources[path] = source
+            if value is None:
+                value = self._null_numbers.get(path)
             name = self.schema.type_name(path)
             if isinstance(value, bool) and name in ("int", "float"):
                 raise ConfigError(f"{source}: {path} is {shown(value)}; it must be {name}")
-            if isinstance(value, bool) and name.startswith("str"):
-                value = "on" if value else "off"  # words that YAML takes for booleans where they are not in quotes
             try:
                 if (cls := element_of(self.schema.kind(path))) is not None:
+                    self.element_keys[path] = [{*item} if isinstance(item, dict) else set() for item in value]
                     value = [_structured(item, cls, f"{path}[{index}]", source) for index, item in enumerate(value)]
                 if path in self.schema.open and isinstance(value, dict):
                     # A later file replaces such a mapping as a whole, because its keys are the user's own.
-                    OmegaConf.update(self.cfg, path, value, merge=False)
+                    OmegaConf.update(self.cfg, node, value, merge=False)
                 else:
-                    OmegaConf.update(self.cfg, path, value, merge=isinstance(value, dict))
+                    OmegaConf.update(self.cfg, node, value, merge=isinstance(value, dict))
             except OmegaConfBaseException as error:
-                raise ConfigError(f"{source}: {path} is {shown(value)}; it must be {name} ({reason(error)})") from None
+                words, why = ("null", "") if value is None else (shown(value), f" ({reason(error)})")
+                raise ConfigError(f"{source}: {path} is {words}; it must be {name}{why}") from None
 
     def override(self, text: str) -> None:
         """Puts `a.b=c` on top.
@@ -84,20 +98,28 @@ class Layers:
         Raises:
             ConfigError: It does not have this form, or is not allowed.
         """
-        self.add(self._nested(text), f"override {shown(text)}")
+        key, value = parse_override(text)
+        self.set(key, value, f"override {shown(text)}")
 
-    def _nested(self, text: str) -> dict[str, Any]:
-        """`a.b=c` as a nested mapping.
+    def set(self, key: str, value: Any, source: str) -> None:
+        """Puts a value on top at a dotted key.
+
+        Raises:
+            ConfigError: It is not allowed.
+        """
+        self.add(self._nested(key, value, source), source)
+
+    def _nested(self, key: str, value: Any, source: str) -> dict[str, Any]:
+        """Returns a nested mapping with the value at the key.
 
         Within a mapping whose keys are the user's own (`env.train.kwargs.x=1`), it is that mapping with one entry changed.
         """
-        key, value = parse_override(text)
         parent = next((path for path in self.schema.open if key.startswith(f"{path}.")), None)
         if parent is None:
             return _nest(key.split("."), value)
         own = key.removeprefix(f"{parent}.")
         if not all(part.strip() for part in own.split(".")):
-            raise ConfigError(f"override {shown(text)}: {cut(key)} has an empty part; write {parent}.name=value")
+            raise ConfigError(f"{source}: {cut(key)} has an empty part; write {parent}.name=value")
         node = OmegaConf.select(self.cfg, parent)
         entries = typing.cast(dict[str, Any], OmegaConf.to_container(node) if node else {})
         if parent == "cluster.component_placement":
@@ -139,16 +161,19 @@ class Layers:
             elif isinstance(value, dict) and kind is not Any and typing.get_origin(kind) is not dict:
                 raise ConfigError(f"{source}: {path} is {shown(value)}; it must be {self.schema.type_name(path)}")
 
-    def _leaves(self, content: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    def _leaves(self, content: dict[str, Any], parent: str = "", node: str = "") -> Iterable[tuple[str, str, Any]]:
+        """Yields each value with its dotted key and its OmegaConf path, where a dot within a name does not divide it."""
         for key, value in content.items():
-            if isinstance(value, dict) and value and f"{prefix}{key}" not in self.schema.open:
-                yield from self._leaves(value, f"{prefix}{key}.")
+            path = f"{parent}.{key}" if parent else str(key)
+            below = f"{node}[{key}]" if "." in str(key) else f"{node}.{key}" if node else str(key)
+            if isinstance(value, dict) and value and path not in self.schema.open:
+                yield from self._leaves(value, path, below)
             else:
-                yield f"{prefix}{key}", value
+                yield path, below, value
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Splits `key=value`; the value is YAML.
+    """Splits `key=value`; the value is YAML, with its scalars as written.
 
     Raises:
         ConfigError: It is not of this form.
@@ -158,11 +183,21 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not equals or not key:
         raise ConfigError(f"override {shown(text)}: write key=value, for example runner.max_steps=20")
     try:
-        return key, read_yaml(raw, UniqueKeys) if raw.strip() else None
+        return key, _written_value(raw.strip()) if raw.strip() else None
     except ValueError as error:
         raise ConfigError(f"override {cut(key)}=…: the value is {error}") from None
     except yaml.YAMLError:
         raise ConfigError(f"override {shown(text)}: the value {shown(raw)} is not valid YAML; quote it") from None
+
+
+def _written_value(text: str) -> Any:
+    """Reads an override's value. A value without quotes, list or mapping is the whole text: it has no comment and no lines."""
+    value, node = read_yaml(text, WrittenScalars), yaml.compose(text, WrittenScalars)
+    if node is not None and (not isinstance(node, yaml.ScalarNode) or node.style is not None or text[0] in "!&"):
+        return value
+    if isinstance(value, Scalar):
+        return Scalar(value.value, text)
+    return None if value is None and node is not None and node.value else text
 
 
 def reason(error: OmegaConfBaseException) -> str:

@@ -18,7 +18,7 @@ _SEED = 2**32 - 1
 
 @dataclass(frozen=True)
 class Range:
-    """An interval, and possibly one number outside it with a meaning of its own.
+    """An interval, and possibly one number outside it with a meaning of its own, which may be written as null.
 
     Attributes:
         low, high: Bounds; None for none.
@@ -63,7 +63,7 @@ class Range:
         high = "∞" if self.high is None else _plain(self.high)
         closed = self.high is not None and not self.below
         interval = f"{'[' if self.low is not None and not self.above else '('}{low}, {high}{']' if closed else ')'}"
-        return interval if self.also is None else f"{interval} or {_plain(self.also[0])}"
+        return interval if self.also is None else f"{interval} or {_plain(self.also[0])} (null)"
 
 
 def _plain(number: float) -> str:
@@ -78,6 +78,7 @@ FRACTION = Range(0, 1)
 PART = Range(0, 1, below=True)
 RATE = Range(0, 10, above=True)
 INTERVAL = Range(1, also=(-1, "none"))
+INTERVAL_OR_0 = Range(1, also=(0, "none"))
 SEED = Range(0, _SEED)
 
 #: Those of `cluster.elastic`, of kinds of run whose ranks may come and go.
@@ -90,7 +91,7 @@ ELASTIC_RANGES: dict[str, Range] = {
     "cluster.elastic[].max_gpu_hours": POSITIVE,
     "cluster.elastic[].start_within_s": NOT_NEGATIVE,
     "cluster.elastic[].react_s": NOT_NEGATIVE,
-    "cluster.elastic[].look_s": Range(1),
+    "cluster.elastic[].look_s": Range(5),  # each look is a command or two of Slurm, from every such run
     "cluster.elastic[].signal_lead_s": Range(1, 65535),
 }
 
@@ -108,6 +109,7 @@ RANGES: dict[str, Range] = {
     "runner.max_epochs": INTERVAL,
     "runner.save_interval": INTERVAL,
     "runner.keep_checkpoints": NOT_NEGATIVE,
+    "runner.patience": NOT_NEGATIVE,
     "runner.segments": COUNT,
     "runner.max_restarts": NOT_NEGATIVE,
     "runner.save_reserve_s": NOT_NEGATIVE,
@@ -127,6 +129,11 @@ RANGES: dict[str, Range] = {
     "workflow.eval_job.cpus": COUNT,
     "workflow.convert_job.cpus": COUNT,
 }
+
+
+def null_numbers(ranges: Mapping[str, Range]) -> dict[str, int]:
+    """Returns the number that null stands for, by key: that for none of an interval."""
+    return {key: int(allowed.also[0]) for key, allowed in ranges.items() if allowed.also is not None}
 
 
 def check_ranges(cfg: object, ranges: Mapping[str, Range], fail: Fail) -> None:

@@ -19,8 +19,14 @@ Generated from the schemas by `python -m rlhpc.reference config`. A configuratio
 `defaults: [other.yaml]` (relative to it) reads other files first, and `key=value` on the command
 line comes last. `runner.task_type` names the kind of run, and each kind has its own keys: the column
 "runs" says which, where it is not all. Keys that are unknown, or of another kind, are errors, and so are
-numbers outside the interval that stands behind their type: `[` includes the bound, `(` does not.
+numbers outside the interval that stands behind their type: `[` includes the bound, `(` does not; `or -1 (null)`
+is a further number, which may be written as null.
 A default such as `${env.train.env_id}` is the value of that other key; any value may be written so.
+
+Values have the type of their key: `runner.name=1_2344`, `1e5`, `1.10` and `yes` stay texts, in files,
+overrides and sweeps. Keys of files and folders take `~`, `$NAME` and `${NAME}`, environment variables
+that must be set; any key takes `${oc.env:NAME,DEFAULT}`. `<<: *name` merges a mapping into another,
+whose own keys have precedence.
 """
 
 

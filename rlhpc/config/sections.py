@@ -27,7 +27,7 @@ class RunnerConfig:
 
     task_type: str = "embodied"
     """Which runner: `embodied`, `off_policy` (SAC), `bc` (an embodied policy from demonstrations), `reasoning` (language
-    models on verifiable tasks), `sft` or `reward_model`."""
+    models on verifiable tasks), `sft`, `reward_model` or `dpo`."""
     name: str = MISSING
     """Name of the run, whose folder is `run_dir/name`."""
     run_dir: str = "runs"
@@ -44,7 +44,14 @@ class RunnerConfig:
     """Train on while a checkpoint's large files are written, from copies in host memory; where there is no room for those, the
     run stands still for it. false always stands still."""
     keep_checkpoints: int = 3
-    """How many of the newest checkpoints are kept, besides those that end a segment; 0 keeps all."""
+    """How many of the newest checkpoints are kept, besides the best one (`keep_best`) and those that end a segment; 0 keeps
+    all."""
+    keep_best: str | None = None
+    """Metric of the evaluations during training, such as `eval/accuracy` or `eval/loss`. Each step that is the best so far is
+    saved, and the best one is kept besides the newest (`checkpoints/best`). Less of a loss or an error is better. null keeps
+    track of none."""
+    patience: int = 0
+    """Evaluations in a row without a better `keep_best` after which the run ends; 0 for no such end."""
     resume_dir: str | None = None
     """null starts fresh, `auto` takes the run's newest intact checkpoint, and a path takes that one."""
     segments: int = 1
@@ -75,7 +82,8 @@ class AdapterConfig:
     alpha: int = 16
     """Scale of the adapters: their output is multiplied by `alpha / rank`."""
     target_modules: Any = "all-linear"
-    """Modules that get an adapter: a list of names, or `all-linear`."""
+    """Modules that get an adapter: a list of names or of their last parts; a regular expression that whole names match; or
+    `all-linear`: linear layers but the head and the experts of mixtures."""
 
 
 @dataclass
@@ -83,7 +91,7 @@ class LoraConfig(AdapterConfig):
     """Low-rank adapters, through peft."""
 
     dropout: float = 0.0
-    """Dropout on the adapters' input."""
+    """Dropout on the adapters' input, in supervised training; reinforcement learning does without dropout."""
 
 
 @dataclass

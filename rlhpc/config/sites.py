@@ -16,6 +16,7 @@ from rlhpc.config.merge import Layers, reason
 from rlhpc.config.sections import JobConfig
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.lookup import meant
 from rlhpc.runtime.shown import shown
 
@@ -38,7 +39,7 @@ class SiteConfig:
 
 def site_folders() -> list[Path]:
     """Where a site is looked for by name: below the working directory, this project, the user's and the system's."""
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    home = expand_home(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
     system = [Path(p) for p in os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":") if p]
     here = [Path("configs/site"), share.path("configs", "site")]
     return [*here, home / "rlhpc" / "site", *(folder / "rlhpc" / "site" for folder in system)]
@@ -50,11 +51,11 @@ def find_site(name: str) -> Path:
     Raises:
         ConfigError: There is no site of that name; lists those there are.
     """
-    given = Path(name).expanduser()
-    if given.suffix in (".yaml", ".yml") or len(given.parts) > 1:
-        if given.is_file():
-            return given
-        raise ConfigError(f"no site file {given}")
+    location = expand_home(name)
+    if location.suffix in (".yaml", ".yml") or len(location.parts) > 1:
+        if location.is_file():
+            return location
+        raise ConfigError(f"no site file {location}")
     for folder in site_folders():
         if (found := folder / f"{name}.yaml").is_file():
             return found
@@ -110,8 +111,12 @@ def apply_site(layers: Layers, path: Path) -> None:
                 raise ConfigError(f"{source}: {key}: {reason(error)}") from None
             OmegaConf.update(cfg, key, value, merge=False)
             layers.sources[key] = source
-    by_label = {str(group.label): group for group in site.cfg.cluster.node_groups}
-    for group in cfg.cluster.node_groups:
+    groups = "cluster.node_groups"
+    by_label = {
+        str(group.label): {key: group[key] for key in keys}
+        for group, keys in zip(site.cfg.cluster.node_groups, site.element_keys.get(groups, []), strict=True)
+    }
+    for group, keys in zip(cfg.cluster.node_groups, layers.element_keys.get(groups, []), strict=True):
         for key, value in by_label.get(str(group.label), {}).items():
-            if value and not group[key]:
+            if key not in keys:  # a 0, or {}, of the run's is its word, too
                 group[key] = value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +13,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rlhpc.config.keys import Schema
+from rlhpc.config.keys import Schema, typed_value
 from rlhpc.config.merge import Layers, parse_override
 from rlhpc.config.rules import check_choice
+from rlhpc.config.yaml_loader import Scalar
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.shown import cut, shown
 
@@ -48,8 +50,9 @@ class SweepConfig:
     metric: str | None = None
     """What the page compares: a metric of the last evaluation (`eval/return_mean`) or of the last step (`train/loss`); null
     takes the first by which runs of this kind are compared, and that all have."""
-    goal: str = "maximize"
-    """Whether more of it is better: `maximize` or `minimize`."""
+    goal: str | None = None
+    """Whether more of it is better: `maximize` or `minimize`; null goes by the metric's name: of a loss, an error or a
+    time, less is better."""
     list: list[Any] = field(default_factory=list)
     """The combinations one by one, in place of `grid`: mappings of keys to values, and a `name`, if it needs one."""
 
@@ -87,7 +90,19 @@ class Point:
 
 def override(key: str, value: Any) -> str:
     """A value as it is written on a command line."""
-    return f"{key}={json.dumps(value, ensure_ascii=False)}"
+    return f"{key}={_yaml(value)}"
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, Scalar):
+        return value.text
+    if isinstance(value, list):
+        return f"[{', '.join(map(_yaml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_yaml(name)}: {_yaml(item)}' for name, item in value.items())}}}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value:+}".replace("+", "").replace("inf", ".inf").replace("nan", ".nan")
+    return json.dumps(value, ensure_ascii=False)
 
 
 def is_about_sweep(text: str) -> bool:
@@ -96,12 +111,15 @@ def is_about_sweep(text: str) -> bool:
     return key == SWEEP or key.startswith(f"{SWEEP}.")
 
 
-def read_section(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -> tuple[SweepConfig, str] | None:
-    """The sweep that files and overrides describe; None if they describe a single run.
+def read_section(
+    files: Sequence[tuple[str, Any]], overrides: Sequence[str], run_keys: Schema | None = None
+) -> tuple[SweepConfig, str] | None:
+    """Reads the sweep that files and overrides describe; None if they describe a single run.
 
     Args:
         files: Source and content of each file, those that others include first; a later `sweep` takes an earlier one's place.
         overrides: All of the command line; `sweep=…` takes the place of the files', `sweep.seeds=…` changes it.
+        run_keys: The keys of its runs, which say what type the values have.
 
     Returns:
         The sweep, and where it is from.
@@ -115,9 +133,10 @@ def read_section(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -> 
     for source, content in [*wholes, *(("", text) for text in changes)]:
         key, value = (SWEEP, content) if source else parse_override(content)
         source = source or f"override {shown(content)}"
+        value = _typed(key, value, run_keys)
         if key != SWEEP:
             found = found or (Layers(Schema(SweepFile)), source)
-            found[0].override(content)
+            found[0].set(key, value, f"override {shown(content)}")
         elif value is None:
             found = None
         else:
@@ -128,6 +147,30 @@ def read_section(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -> 
     layers, source = found
     plain: Any = OmegaConf.to_container(layers.cfg.sweep, resolve=False)
     return SweepConfig(**plain), source
+
+
+def _typed(key: str, value: Any, run_keys: Schema | None) -> Any:
+    """Gives the values of a sweep the types of the keys that they are for."""
+
+    def typed(run_key: Any, content: Any, *, is_list: bool = False) -> Any:
+        kind = (run_keys.kind(run_key) if run_keys and isinstance(run_key, str) else None) or Any
+        return typed_value(content, list[kind] if is_list else kind)  # type: ignore[valid-type]
+
+    grid = f"{SWEEP}.grid"
+    if key.startswith(f"{grid}."):
+        return typed(key.removeprefix(f"{grid}."), value, is_list=True)
+    if key == grid and isinstance(value, dict):
+        return {name: typed(name, values, is_list=True) for name, values in value.items()}
+    if key == f"{SWEEP}.list" and isinstance(value, list):
+        return [
+            {name: typed_value(item, str) if name == "name" else typed(name, item) for name, item in entry.items()}
+            if isinstance(entry, dict)
+            else entry
+            for entry in value
+        ]
+    if key == SWEEP and isinstance(value, dict):
+        return {name: _typed(f"{SWEEP}.{name}", content, run_keys) for name, content in value.items()}
+    return value
 
 
 def points(section: SweepConfig, source: str, given: Sequence[str] = ()) -> list[Point]:
@@ -148,7 +191,8 @@ def points(section: SweepConfig, source: str, given: Sequence[str] = ()) -> list
 
     if section.grid and section.list:
         raise fail("", "it has both grid and list; give one of them")
-    check_choice(f"{SWEEP}.goal", section.goal, GOALS, lambda key, rule: fail("goal", f"{section.goal}; {rule}"))
+    if section.goal is not None:
+        check_choice(f"{SWEEP}.goal", section.goal, GOALS, lambda key, rule: fail("goal", f"{section.goal}; {rule}"))
     if section.max_queued is not None and section.max_queued < 1:
         raise fail("max_queued", f"it is {section.max_queued}; it must be at least 1, or null for no limit")
     if section.metric is not None and not re.fullmatch(r"[\w.-]+/[\w./-]+", section.metric):

@@ -1,11 +1,14 @@
-"""The YAML that configurations are written in."""
+"""YAML loaders and the dumper of configurations, and scalars that keep their text until the type of their key is known."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
+
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 class UniqueKeys(yaml.SafeLoader):
@@ -17,31 +20,95 @@ UniqueKeys.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS_AND_DATES]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-UniqueKeys.add_implicit_resolver(
-    "tag:yaml.org,2002:int",
-    re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$"),
-    list("-+0123456789"),
-)
-UniqueKeys.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
-        r"|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-    ),
-    list("-+0123456789."),
-)
+
+
+class ConfigDumper(yaml.SafeDumper):
+    """A YAML dumper that quotes each text which `UniqueKeys` would read as something else."""
+
+
+for _class in (UniqueKeys, ConfigDumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:int",
+        re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$"),
+        list("-+0123456789"),
+    )
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(
+            r"^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+            r"|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+        ),
+        list("-+0123456789."),
+    )
 
 
 def _mapping(loader: UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: dict[Any, Any] = {}
+    """Builds a mapping; its own keys override those that `<<` merges into it, as in YAML 1.1."""
+    merged: dict[Any, Any] | None = None
+    local: dict[Any, Any] = {}
     for key_node, value_node in node.value:
+        if key_node.tag == _MERGE:
+            if merged is not None:
+                raise yaml.constructor.ConstructorError(None, None, "key '<<' is given twice", key_node.start_mark)
+            merged = _merged(loader, value_node)
+            continue
         key = loader.construct_object(key_node, deep=True)
         if isinstance(key, (list, dict)):
             raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
-        if key in seen:
+        if key in local:
             raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-        seen[key] = loader.construct_object(value_node, deep=True)
-    return seen
+        local[key] = loader.construct_object(value_node, deep=True)
+    return {**(merged or {}), **local}
+
+
+def _merged(loader: UniqueKeys, node: yaml.Node) -> dict[Any, Any]:
+    """Merges the value of `<<`: a mapping, or a list of mappings of which the first has precedence."""
+    merged: dict[Any, Any] = {}
+    for part in reversed(node.value) if isinstance(node, yaml.SequenceNode) else (node,):
+        if not isinstance(part, yaml.MappingNode):
+            raise yaml.constructor.ConstructorError(
+                None, None, "'<<' merges a mapping (*name), or a list of mappings ([*one, *other])", part.start_mark
+            )
+        merged.update(loader.construct_object(part, deep=True))
+    return merged
 
 
 UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number or boolean as it is written: which of the two counts is decided by the type of its key.
+
+    Attributes:
+        value: Its value in YAML.
+        text: Its text.
+    """
+
+    value: Any
+    text: str
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class WrittenScalars(UniqueKeys):
+    """The same loader, which reads numbers and booleans without quotes as `Scalar`."""
+
+
+def _scalar(loader: WrittenScalars, node: yaml.ScalarNode) -> Any:
+    value = yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+    return Scalar(value, node.value) if node.style is None else value
+
+
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:bool"):
+    WrittenScalars.add_constructor(_tag, _scalar)
+
+
+def scalar_values(content: Any) -> Any:
+    """Replaces each scalar in mappings and lists by its value."""
+    if isinstance(content, Scalar):
+        return content.value
+    if isinstance(content, dict):
+        return {scalar_values(key): scalar_values(value) for key, value in content.items()}
+    return [scalar_values(item) for item in content] if isinstance(content, list) else content

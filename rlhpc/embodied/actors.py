@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from rlhpc.checkpoint.start import find_weights
 from rlhpc.embodied.export import load_exported
 from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.lookup import load_attribute
 from rlhpc.runtime.trust import Trust
 
@@ -43,7 +43,7 @@ def load_actor(source: str, key: str, trust: Trust | None = None) -> Any:
     Raises:
         ConfigError, CheckpointError: It cannot be loaded.
     """
-    if ":" in source and not Path(source).expanduser().exists():
+    if ":" in source and not expand_home(source).exists():
         return ExpertPolicy(load_attribute(source, key))
     folder = find_weights(source, key)
     if not any((folder / name).is_file() for name in ("config.json", "model.json")):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhpc.checkpoint.card import head
+from rlhpc.runtime.shown import interval_text
 
 
 def policy_card(
@@ -39,12 +40,11 @@ def policy_card(
     if results:
         text += "| suite | episodes | mean return | 95 % interval | success once |\n|---|---|---|---|---|\n"
         for result in results:
-            low, high = result.get("return_ci95") or (float("nan"),) * 2
             success = f"{result['success_once']:.1%}" if "success_once" in result else ""
             text += (
                 f"| {result.get('suite', 'default')} | {result.get('episodes', '')} | {result['return_mean']:.2f} | "
             )
-            text += f"{low:.2f} to {high:.2f} | {success} |\n"
+            text += f"{interval_text(result.get('return_ci95'), '.2f', ' to ') or '–'} | {success} |\n"
         text += "\n"
     if released:
         kind = config["policy"]["model"]["model_type"]

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
+from rlhpc.algorithms.registry import COMPARE_WITHIN_GROUPS
 from rlhpc.config.rules import Fail, check_choice, check_name
 from rlhpc.config.typed import select
-from rlhpc.embodied.config import BcConfig, EmbodiedConfig, PlayingConfig, PolicyConfig, PpoConfig, SacConfig
+from rlhpc.embodied.config import (
+    BcConfig,
+    EmbodiedConfig,
+    PlayingConfig,
+    PolicyConfig,
+    PpoConfig,
+    SacConfig,
+    minibatch_size,
+)
+from rlhpc.embodied.envs.wrapping import entry
 from rlhpc.embodied.roles.parts import divisible
 from rlhpc.embodied.update.registry import ALGORITHMS
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 from rlhpc.training.registry import BACKENDS
 
 #: Policies that come with the package.
@@ -23,6 +33,8 @@ MODELS = (
 FLOWS = ("flow", "pi0", "lerobot")
 #: Those that have critics of actions.
 _CRITICS = ("sac", "crossq", "td3", "iql", "dsrl")
+#: Of these, what each off-policy algorithm trains.
+_NETWORKS = {"sac": ("sac", "crossq", "dsrl"), "crossq": ("crossq",), "td3": ("td3",), "iql": ("iql",)}
 #: Of these, what behaviour cloning cannot clone into, and why.
 _NOT_CLONED = {
     "crossq": "crossq normalises by off-policy learning's batches; clone into sac, td3 or iql",
@@ -32,8 +44,8 @@ _NOT_CLONED = {
 _PLAIN = ("cnn", "sac", "crossq", "td3", "iql")
 #: Those that adapters can be attached to.
 _ADAPTED = ("vla", "pi0", "openvla")
-#: Estimators that compare the outcomes of a group.
-_BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
+#: Those that can recompute activations in the backward pass.
+_RECOMPUTED = ("vla", "openvla")
 #: Environments of which there is one.
 _ROBOTS = ("robot", "distant_robot")
 #: Options of the `mlp`.
@@ -47,12 +59,22 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
         ConfigError: The first rule that is broken.
     """
     model = cfg.actor.model
+    check_normalisation(cfg, fail)
     if model.model_type.lower() in MODELS:
         check_options(model, fail)
     else:
         from rlhpc.embodied.models.registry import MODELS as REGISTRY
 
         REGISTRY.find(model.model_type)
+    if (
+        select(cfg, "actor.model.gradient_checkpointing")  # which off-policy runs have not
+        and model.model_type.lower() in MODELS
+        and model.model_type.lower() not in _RECOMPUTED
+    ):
+        raise fail(
+            "actor.model.gradient_checkpointing",
+            f"actor.model.model_type {model.model_type} has nothing to recompute, as {' and '.join(_RECOMPUTED)} have: false",
+        )
     delay = select(cfg, "env.eval.real_time_chunking.inference_delay")  # which off-policy runs have not
     if delay is not None and model.model_type.lower() in MODELS and model.model_type.lower() not in FLOWS:
         raise fail(
@@ -100,6 +122,31 @@ def _gymnasium_id(key: str, env_id: str, fail: Fail) -> None:
         near = difflib.get_close_matches(env_id, list(gymnasium.registry), 3, 0.5)
         hint = f"did you mean {', '.join(near)}?" if near else "see gymnasium.registry for all ids, or write module:Id"
         raise fail(key, f"gymnasium does not know it; {hint}")
+
+
+def check_normalisation(cfg: EmbodiedConfig, fail: Fail) -> None:
+    """Refuses running statistics of observations that evaluations would lack: a policy keeps its own.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+    for key in ("env.train.wrappers", "env.eval.wrappers"):
+        for number, wrapper in enumerate(select(cfg, key) or ()):
+            if entry(wrapper, key)[0] in ("normalize", "gymnasium.wrappers:NormalizeObservation"):
+                raise fail(
+                    f"{key}[{number}]",
+                    "its running statistics are each slot's own, neither saved nor used by evaluations: take it out and, in "
+                    "runs of task_type embodied, set actor.model.normalize_observations=true; elsewhere rescale by fixed "
+                    "bounds",
+                )
+    fed = (
+        select(cfg, "algorithm.adv_type") is not None and str(select(cfg, "actor.training_backend")).lower() == "local"
+    )
+    if select(cfg, "actor.model.normalize_observations") and not fed:
+        raise fail(
+            "actor.model.normalize_observations",
+            "running statistics are kept by runs of task_type embodied with actor.training_backend local; elsewhere: false",
+        )
 
 
 def check_demos_target(cfg: SacConfig | BcConfig, key: str, fail: Fail) -> None:
@@ -166,7 +213,7 @@ def check_divisibility(cfg: PpoConfig, fail: Fail) -> None:
     """
     check_slots(cfg, fail)
     envs = cfg.env.train.num_envs
-    batch, total = cfg.actor.global_batch_size, envs * cfg.algorithm.rollout_steps
+    batch, total = minibatch_size(cfg), envs * cfg.algorithm.rollout_steps
     if total % batch:
         raise fail(
             "actor.global_batch_size",
@@ -218,7 +265,7 @@ def _pipeline(cfg: PpoConfig, fail: Fail) -> None:
         raise fail(
             "algorithm.loss_type", f"it asks the weights from before all updates, which {key} does not keep: ppo"
         )
-    size, batch = cfg.env.train.num_envs * algorithm.rollout_steps // parts, cfg.actor.global_batch_size
+    size, batch = cfg.env.train.num_envs * algorithm.rollout_steps // parts, minibatch_size(cfg)
     counted = f"with {key}, a part has {size} transitions"
     normalize = algorithm.normalize_advantages.lower()
     if normalize == "batch":
@@ -253,7 +300,7 @@ def check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
     if cfg.actor.lora.rank:
         if model.model_type.lower() not in _ADAPTED:
             raise fail("actor.lora.rank", f"adapters are for {', '.join(_ADAPTED)}; the others train all weights: 0")
-    elif model.model_type.lower() in _ADAPTED and model.dtype != "float32" and backend.lower() == "local":
+    elif model.model_type.lower() in _ADAPTED and model.dtype == "bfloat16" and backend.lower() == "local":
         raise fail(
             "actor.model.dtype",
             "all weights are trained in float32; bfloat16 needs adapters (actor.lora.rank), or actor.training_backend fsdp or "
@@ -265,7 +312,7 @@ def _lerobot(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
     """LeRobot's policies are trained whole, on each rank, in float32."""
     if cfg.actor.training_backend.lower() != "local":
         raise fail("actor.training_backend", "policies of model_type lerobot are trained by local alone")
-    if cfg.actor.model.dtype != "float32":
+    if cfg.actor.model.dtype == "bfloat16":
         raise fail("actor.model.dtype", "policies of model_type lerobot compute in float32")
 
 
@@ -297,7 +344,7 @@ def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
         )
     if model.num_action_chunks > 1:
         _chunks(cfg, fail)
-    if algorithm.adv_type.lower() in _BY_GROUP:
+    if algorithm.adv_type.lower() in COMPARE_WITHIN_GROUPS:
         if train.group_size < 2:
             raise fail(
                 "env.train.group_size",
@@ -345,12 +392,17 @@ def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
         ConfigError: The first rule that is broken.
     """
     algorithm, buffer = cfg.algorithm, cfg.algorithm.replay_buffer
-    if cfg.actor.model.model_type.lower() == "lerobot":
+    name, model_type = algorithm.name.lower(), cfg.actor.model.model_type.lower()
+    if model_type in MODELS and model_type not in _CRITICS:
         raise fail(
-            "actor.model.model_type", "lerobot's policies have no critics of actions: they are for bc and embodied"
+            "actor.model.model_type",
+            f"runner.task_type off_policy trains {', '.join(_CRITICS)}, which have critics of actions and read numbers; for "
+            "images take task_type embodied or bc",
         )
-    if algorithm.name.lower() not in ALGORITHMS.built_in:
+    if name not in ALGORITHMS.built_in:
         ALGORITHMS.find(algorithm.name)
+    elif model_type in MODELS and model_type not in _NETWORKS[name]:
+        raise fail("actor.model.model_type", f"algorithm.name {name} trains {', '.join(_NETWORKS[name])}")
     check_demos_target(cfg, "algorithm.demo_buffer.load_path", fail)
     if buffer.size < max(buffer.min_buffer_size, cfg.env.train.num_envs):
         raise fail(
@@ -367,7 +419,7 @@ def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
             "algorithm.offline_steps",
             "they learn from data alone: name it in algorithm.demo_buffer.load_path, or take 0",
         )
-    if path and not recorded and not any(mark in path for mark in "*?[") and not Path(path).expanduser().exists():
+    if path and not recorded and not any(mark in path for mark in "*?[") and not expand_home(path).exists():
         raise fail("algorithm.demo_buffer.load_path", "there is no such file or folder")
 
 

@@ -28,6 +28,7 @@ from rlhpc.metrics import ProgressBar
 from rlhpc.runs.folder import note
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.plain import read_json, read_yaml
 from rlhpc.runtime.trust import Trust, without_variables
 
@@ -58,11 +59,11 @@ def evaluate_checkpoint(
         CheckpointError: The checkpoint has faults.
         ConfigError: The environment cannot be built, or does not fit the policy.
     """
-    folder = Path(checkpoint).expanduser().absolute()
+    folder = expand_home(checkpoint).absolute()
     require_valid(folder, hint="or evaluate another checkpoint")
     cfg = _config(folder, Trust(trust_code)) if cfg is None else cfg
     side, seed = cfg.env.eval, cfg.runner.seed
-    policy = _policy(folder, Trust.of(plain(cfg), trust_code))
+    policy = load_policy(folder, Trust.of(plain(cfg), trust_code))
     films: list[Film] = []
 
     def film(env: VectorEnv) -> Film:
@@ -176,7 +177,16 @@ def _config(folder: Path, trust: Trust) -> EmbodiedConfig:
     return typed(PpoConfig, cfg)  # every kind of run has these same sections
 
 
-def _policy(folder: Path, trust: Trust) -> Any:
+def load_policy(folder: Path, trust: Trust) -> Any:
+    """Builds a checkpoint's policy, in eval mode.
+
+    Args:
+        folder: A `global_step_<N>` folder.
+        trust: Which code it may name.
+
+    Raises:
+        CheckpointError: The checkpoint has faults.
+    """
     try:
         spec = read_json((folder / "model.json").read_bytes())
     except (OSError, ValueError) as error:

@@ -21,6 +21,7 @@ from rlhpc.embodied.card import policy_card
 from rlhpc.jobs.paths import CONFIG, MODEL
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError, RlhpcError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.plain import read_yaml
 from rlhpc.runtime.storage import advice
 from rlhpc.runtime.trust import Trust
@@ -49,7 +50,7 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
     config = _config(checkpoint, step)
     try:
         model = (checkpoint / MODEL).read_bytes()
-        acting = _acting(checkpoint)
+        acting = _acting(checkpoint, config)
         results = results_beside(checkpoint, step)
         card = policy_card(config, checkpoint.name, results, licence=licence, standalone=bool(acting))
         _write_folder(
@@ -100,10 +101,10 @@ def release_checkpoint(
 
 def _from_and_to(checkpoint: Path, output: Path | None) -> tuple[Path, Path, int]:
     """A valid checkpoint, a free target, and the step."""
-    checkpoint = Path(checkpoint).expanduser().absolute()
+    checkpoint = expand_home(checkpoint).absolute()
     require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert <checkpoint>")
     step = int(read_manifest(checkpoint)["global_step"])
-    target = default_output(checkpoint, step) if output is None else Path(output).expanduser().absolute()
+    target = default_output(checkpoint, step) if output is None else expand_home(output).absolute()
     require_free(target)
     return checkpoint, target, step
 
@@ -130,7 +131,7 @@ def load_exported(folder: str | Path, *, trust_code: bool = False, trust: Trust 
     """
     from rlhpc.embodied.models.saved import load_policy  # with torch, which an export does without
 
-    return load_policy(Path(folder).expanduser(), trust or Trust(trust_code))
+    return load_policy(expand_home(folder), trust or Trust(trust_code))
 
 
 def _config(checkpoint: Path, step: int) -> dict[str, Any]:
@@ -178,10 +179,10 @@ def _write_folder(target: Path, files: dict[str, bytes]) -> None:
             write_durably(staging / name, data)
 
 
-def _acting(checkpoint: Path) -> dict[str, bytes]:
+def _acting(checkpoint: Path, config: dict[str, Any]) -> dict[str, bytes]:
     """The files by which the policy acts without rlhpc; none if torch.export cannot follow it, or if it is code that is
     not trusted."""
-    from rlhpc.embodied.standalone import SCRIPT, program_of
+    from rlhpc.embodied.standalone import SCRIPT, program_of, wrapper_files
 
     try:
         program = program_of(load_exported(checkpoint))
@@ -191,4 +192,6 @@ def _acting(checkpoint: Path) -> dict[str, bytes]:
         TypeError,
     ):  # code that is not trusted, or a description of something other than a policy
         return {}
-    return {} if program is None else {"policy.pt2": program, "policy.py": SCRIPT.encode()}
+    if program is None:
+        return {}
+    return {"policy.pt2": program, "policy.py": SCRIPT.encode(), **wrapper_files(config["env"])}

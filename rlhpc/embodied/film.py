@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.embodied.envs.base import VectorEnv
+from rlhpc.embodied.envs.base import VectorEnv, env_failed
 from rlhpc.embodied.play import Watch
 from rlhpc.embodied.video import framed, shrink, tile, write_video
 
@@ -50,8 +50,9 @@ class Film(Watch):
         """See `Watch`."""
         episode = infos.get("episode", {})
         success = next((episode[name] for name in ("success_once", "success") if name in episode), None)
+        ended = (terminations | truncations) & ~env_failed(infos, len(slots))
         for i, slot in enumerate(self._slots):
-            if self._now is not None and slot not in self._ended and (terminations[slot] or truncations[slot]):
+            if self._now is not None and slot not in self._ended and ended[slot]:
                 self._ended[slot] = framed(self._now[i], success is not None and bool(success[slot]))
 
     def write(self, path: Path, fps: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,12 +13,15 @@ from rlhpc.config.ranges import Range
 from rlhpc.config.rules import Fail
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import changed
-from rlhpc.embodied import checks
+from rlhpc.embodied import checks, conditions
 from rlhpc.embodied.config import RANGES, BcConfig, DemonstratedWorkflowConfig, EmbodiedConfig, PpoConfig, SacConfig
 from rlhpc.embodied.roles.parts import divisible, most_sharing
 from rlhpc.jobs.paths import CONFIG, RunPaths
+from rlhpc.metrics.results import describe_result
 from rlhpc.runs.checks import check_estimators
-from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows
+from rlhpc.runs.kind_parts import PlayOptions
+from rlhpc.runs.kinds import Exporting, Headline, Kind, Parts, Preparation, Rows, early_end
+from rlhpc.runs.preflight import Check
 from rlhpc.runs.saved import differing, saved_values
 from rlhpc.runtime.errors import ConfigError
 
@@ -26,9 +29,10 @@ _CHOICES = {
     "algorithm.logprob_type": ("token_level", "action_level", "chunk_level"),
     "algorithm.reward_type": ("action_level", "chunk_level"),
     "algorithm.bc_loss": ("nll", "mse"),
+    "env.eval.noise": ("seeded", "zero"),
     "algorithm.normalize_advantages": ("auto", "minibatch", "batch", "none"),
     "actor.model.activation": ("tanh", "relu", "elu", "silu", "gelu"),
-    "actor.model.dtype": ("float32", "bfloat16"),
+    "actor.model.dtype": ("auto", "float32", "bfloat16"),
     "actor.model.attn_implementation": ("sdpa", "eager", "flash_attention_2"),
 }
 _FREE = (
@@ -49,15 +53,19 @@ _PLAYING = (
     "rlhpc.training", "rlhpc.embodied.models.mlp", "rlhpc.embodied.envs.gymnasium_env",
 )  # fmt: skip
 _COMPARED = (
-    ("eval/success_once", "Success in evaluation", "share of episodes"),
+    ("eval/success_once", "Success (once) in evaluation", "share of episodes"),
     ("eval/return_mean", "Return in evaluation", "mean return"),
 )
+#: The metric of `demos.holdout`.
+HOLDOUT_LOSS = "train/holdout_loss"
+#: Metrics of evaluations during training; those of success only where the environment reports it.
+EVALUATED = ("eval/return_mean", "eval/success_once", "eval/success_at_end")
 _PLAYED = (
     *_COMPARED,
-    ("train/success_once", "Success in training", "share of episodes"),
-    ("train/success_rate", "Success in training", "share of episodes"),
+    ("train/success_once", "Success (once) in training", "share of episodes"),
     ("train/episode_return", "Return in training", "episode return"),
 )
+_EPISODES = (Headline("eval/success_once", "success once", "share"), Headline("eval/return_mean", "evaluated return"))
 _LOST = frozenset({"rollout", "env"})
 _TIMES = {"throughput": "Environment steps per second", "time_per_phase": "Time per phase"}
 _RETURNS = {
@@ -99,6 +107,10 @@ class EmbodiedKind(Kind[Cfg]):
         there = {**saved_values(checkpoint / CONFIG, _ENVIRONMENT), **mine}
         return differing(cfg, there, [key for key in there if key in self.schema])
 
+    def evaluation_metrics(self, cfg: Cfg) -> Sequence[str]:
+        """Returns those of the episodes of `runner.val_check_interval` (`Kind.evaluation_metrics`)."""
+        return EVALUATED if cfg.runner.val_check_interval > 0 else ()
+
     def recording(self, cfg: Cfg) -> tuple[int, bool]:
         """How many episodes of the last policy are recorded, and whether only successful ones."""
         return cfg.workflow.record_episodes, cfg.workflow.record_only_success
@@ -118,11 +130,20 @@ class EmbodiedKind(Kind[Cfg]):
             checkpoint, evaluate_checkpoint, checkpoint, cfg=cfg, suite=suite, episodes=episodes, output=output,
             trust_code=trust_code,
         )  # fmt: skip
-        low, high = result["return_ci95"]
-        return (
-            f"mean return {result['return_mean']:.2f} (95 % CI {low:.2f} to {high:.2f}) over {result['episodes']} episodes "
-            f"of {result['env_id']}"
-        )
+        return describe_result(result)
+
+    def play(self, cfg: Cfg, checkpoint: Path, options: PlayOptions) -> str:
+        """Plays episodes in a window, or makes a film of them."""
+        from rlhpc.checkpoint import require_valid
+
+        if options.system is not None or options.max_tokens is not None:
+            raise ConfigError(f"--system and --max-tokens are for language models; {checkpoint} is none")
+        require_valid(checkpoint, hint="or play another checkpoint", checksums=False)
+        from rlhpc.embodied.elsewhere import where_it_can
+        from rlhpc.embodied.window import play_checkpoint
+
+        result = where_it_can(checkpoint, play_checkpoint, checkpoint, cfg, options)
+        return describe_result(result) + (f" → {result['video']}" if "video" in result else "")
 
     def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
         """Every chart of a run as SVG, by file name."""
@@ -175,12 +196,18 @@ class PlayingKind(EmbodiedKind[Playing]):
     """A kind of run in which a policy plays while it learns."""
 
     compared: tuple[tuple[str, str, str], ...] = _PLAYED
+    headlines: tuple[Headline, ...] = (
+        *_EPISODES, Headline("train/episode_return", "training return"), Headline("rollout/env_steps", "env steps", "count"),
+    )  # fmt: skip
     expendable: frozenset[str] = _LOST
     independent: frozenset[str] = _LOST
 
-    def goal(self, cfg: Playing) -> float | None:
-        """The return at which the run stops, if there is one."""
-        return cfg.runner.stop_return
+    def goal(self, cfg: Playing) -> Any:
+        """Also the return at which the run stops, if there is one."""
+        early: Any = early_end(cfg)
+        if early is None:
+            return cfg.runner.stop_return
+        return [cfg.runner.stop_return, *early]
 
     def elastic_of(self, cfg: Playing) -> dict[str, int]:
         """Those who play, where they are ahead of the actors."""
@@ -229,24 +256,11 @@ class PpoKind(PlayingKind[PpoConfig]):
         checks.check_processes(cfg, processes)
         check_parallel(cfg.actor, processes["actor"], "actor", layers=False)
 
-    def check_start(self, cfg: PpoConfig, ranks: Mapping[str, int]) -> None:
-        """Refuses counts that do not divide, and environments and models that cannot be built."""
-        from rlhpc.checkpoint.start import check_start
-        from rlhpc.embodied.models import check_policy
-        from rlhpc.embodied.real_time import real_time
-        from rlhpc.embodied.roles.env import check_env, check_played
-        from rlhpc.embodied.roles.ppo import check_batches
-        from rlhpc.embodied.roles.slots import SlotMap
+    def checks(self, cfg: PpoConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
+        """Yields the checks of slots, environments and policy (`Kind.checks`)."""
+        from rlhpc.embodied.preflight import ppo_checks
 
-        SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
-        check_batches(cfg)
-        spaces = check_played(cfg.env.train, _python_of(cfg, "env"))
-        if cfg.runner.val_check_interval > 0:
-            check_env(cfg.env.eval)
-        policy = check_policy(cfg.actor, spaces, [_python_of(cfg, name) for name in ("actor", "rollout")])
-        check_start(cfg, policy)
-        if policy is not None:
-            real_time(policy, cfg.env.eval)
+        return ppo_checks(cfg, ranks, {name: _python_of(cfg, name) for name in ("env", "actor", "rollout")})
 
 
 @dataclass(frozen=True)
@@ -266,11 +280,11 @@ class SacKind(PlayingKind[SacConfig]):
         """Refuses processes without a whole number of slots."""
         checks.check_processes(cfg, processes)
 
-    def check_start(self, cfg: SacConfig, ranks: Mapping[str, int]) -> None:
-        """Refuses environments, models and demonstrations that cannot be loaded."""
-        from rlhpc.embodied.roles.sac import check_off_policy
+    def checks(self, cfg: SacConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
+        """Yields the checks of slots, environments, policy and demonstrations (`Kind.checks`)."""
+        from rlhpc.embodied.preflight import off_policy_checks
 
-        check_off_policy(cfg, dict(ranks), _python_of(cfg, "env"))
+        return off_policy_checks(cfg, ranks, _python_of(cfg, "env"))
 
     def preparation(self, cfg: SacConfig) -> Preparation:
         """The expert's episodes to record first for the second buffer, if any."""
@@ -290,11 +304,16 @@ class BcKind(EmbodiedKind[BcConfig]):
         """Refuses actors that cannot be divided as asked."""
         check_parallel(cfg.actor, processes["actor"], "actor", layers=False)
 
-    def check_start(self, cfg: BcConfig, ranks: Mapping[str, int]) -> None:
-        """Refuses demonstrations that are not there, or of another task."""
-        from rlhpc.embodied.roles.bc import check_bc
+    def checks(self, cfg: BcConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
+        """Yields the checks of environment, policy and demonstrations (`Kind.checks`)."""
+        from rlhpc.embodied.preflight import bc_checks
 
-        check_bc(cfg, dict(ranks), _python_of(cfg, "actor"))
+        del ranks
+        return bc_checks(cfg, _python_of(cfg, "actor"))
+
+    def evaluation_metrics(self, cfg: BcConfig) -> Sequence[str]:
+        """Also the loss of the episodes that are held out, which is measured at each step."""
+        return [*super().evaluation_metrics(cfg), *([HOLDOUT_LOSS] if cfg.demos.holdout > 0 else [])]
 
     def evaluate(
         self,
@@ -313,6 +332,12 @@ class BcKind(EmbodiedKind[BcConfig]):
             return evaluate_judge(cfg, checkpoint, suite, episodes, output)
         return super().evaluate(cfg, checkpoint, suite=suite, episodes=episodes, output=output, trust_code=trust_code)
 
+    def play(self, cfg: BcConfig, checkpoint: Path, options: PlayOptions) -> str:
+        """Plays episodes; a model of success acts on nothing."""
+        if cfg.actor.model.model_type.lower() == "success":
+            raise ConfigError(f"{checkpoint} is of a model of success, which judges and does not act; see rlhpc eval")
+        return super().play(cfg, checkpoint, options)
+
     def preparation(self, cfg: BcConfig) -> Preparation:
         """The expert's episodes to record first, if any."""
         return _recorded(cfg.workflow, cfg.demos.path)
@@ -328,6 +353,7 @@ PPO = PpoKind(
     },
     "rlhpc.embodied.runners.ppo:EmbodiedRunner",
     preload=_PLAYING,
+    conditions=conditions.PPO,
     curves={
         **_RETURNS,
         "policy_loss": "Policy loss",
@@ -348,6 +374,7 @@ SAC = SacKind(
     },
     "rlhpc.embodied.runners.sac:OffPolicyRunner",
     preload=(*_PLAYING, "rlhpc.embodied.roles.sac"),
+    conditions=conditions.OFF_POLICY,
     curves={
         **_RETURNS,
         "entropy": "Entropy",
@@ -369,6 +396,7 @@ BC = BcKind(
         "rlhpc.embodied.envs.gymnasium_env",
         "rlhpc.embodied.data.trajectories",
     ),
+    conditions=conditions.BC,
     curves={
         "loss": "Imitation loss",
         "loss_vs_time": "Imitation loss over wall time",
@@ -378,4 +406,10 @@ BC = BcKind(
         "time_per_phase": "Time per phase",
     },
     compared=(*_COMPARED, ("train/loss", "Imitation loss", "loss")),
+    headlines=(
+        *_EPISODES,
+        Headline("eval/accuracy", "accuracy", "share"),
+        Headline("train/holdout_loss", "held-out loss"),
+        Headline("train/loss", "training loss"),
+    ),
 )

@@ -28,21 +28,26 @@ def accounts(cfg: Any, ranks: Mapping[str, Ranks], *, build: bool, measure: bool
         # On CPUs a policy is small beside what simulators take, of which nothing is known either.
         return [Account(name, unknown=_WHY) for name, one in found.items() if one.accelerated]
     try:
-        trained, frozen = _parameters(cfg)
+        trained, frozen = _parameters(cfg, any(one.accelerated for one in found.values()))
     except RlhpcError as error:
         return [Account(name, unknown=str(error)) for name in found]
     return [_account(cfg, name, one, trained, frozen) for name, one in found.items()]
 
 
-def _parameters(cfg: Any) -> tuple[int, float]:
-    """Parameters that are trained, and bytes of those that are not."""
+def _parameters(cfg: Any, accelerated: bool) -> tuple[int, float]:
+    """Parameters that are trained, and bytes of those that are not, in the precision that the ranks take."""
     import torch
 
+    from rlhpc.config.typed import changed
+    from rlhpc.embodied.models.registry import policy_dtype
     from rlhpc.embodied.roles.env import check_env
     from rlhpc.embodied.update.blueprint import PolicyBlueprint
 
     side = getattr(cfg.env, "train", None) or cfg.env.eval
-    blueprint = PolicyBlueprint(cfg.actor, check_env(side), torch.device("cpu"), seed=cfg.runner.seed, look=False)
+    actor = cfg.actor
+    if hasattr(actor.model, "dtype"):  # what is accelerated is taken to compute in bfloat16
+        actor = changed(actor, "model", changed(actor.model, "dtype", policy_dtype(actor, accelerated)))
+    blueprint = PolicyBlueprint(actor, check_env(side), torch.device("cpu"), seed=cfg.runner.seed, look=False)
     policy = list(blueprint.build(empty=True).parameters())
     return (
         sum(p.numel() for p in policy if p.requires_grad),

@@ -11,11 +11,14 @@ import numpy as np
 import torch
 
 from rlhpc.algorithms.finite import bad_tensors, listed, skips
+from rlhpc.config.typed import changed, mapping
 from rlhpc.embodied.config import EmbodiedConfig, EnvSideConfig, EvalEnvConfig
 from rlhpc.embodied.envs import make_env
-from rlhpc.embodied.envs.base import VectorEnv
+from rlhpc.embodied.envs.base import VectorEnv, env_failed
+from rlhpc.embodied.models.base import Policy
+from rlhpc.embodied.models.noise import noise_of_episodes
 from rlhpc.embodied.real_time import real_time
-from rlhpc.metrics.statistics import wilson
+from rlhpc.metrics.statistics import mean_interval, wilson
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, NonFinite, RlhpcError
 
@@ -25,9 +28,13 @@ log = logging.getLogger(__name__)
 MAX_DECISIONS = 1_000_000
 #: The same where the environment has no time limit.
 MAX_WITHOUT_LIMIT = 20_000
+#: Episodes of one slot that may be lost with a simulator or robot; each is played again.
+MAX_FAILURES = 20
 
 #: Told after each decision: episodes done, and environment steps so far.
 Told = Callable[[int, int], None]
+#: Gives noise `[N, ...]`, from each slot's number of the episode and decision within it.
+Noise = Callable[[np.ndarray, np.ndarray], torch.Tensor]
 
 
 class Watch:
@@ -53,6 +60,25 @@ def quotas(episodes: int, slots: int) -> np.ndarray:
 def eval_seed(env_cfg: EnvSideConfig, seed: int) -> int:
     """Seed of the evaluation's environments: `env.eval.seed`, or one that training, which uses `seed`, does not."""
     return env_cfg.seed if env_cfg.seed is not None else seed + 1_000_003
+
+
+def eval_noise(policy: Any, env_cfg: EnvSideConfig, seed: int) -> Noise | None:
+    """Returns what a policy acts from in evaluations by `env.eval.noise`, None for one that acts from no noise.
+
+    Args:
+        policy: A `Policy`, or anything else that acts.
+        env_cfg: Section `env.eval`.
+        seed: Of the evaluation (`eval_seed`). The noise follows from it, slot, episode and decision.
+    """
+    # A checkpoint of an older version has no such key in its configuration.
+    noise = mapping(env_cfg).get("noise", "seeded").lower()
+    if not isinstance(policy, Policy) or not policy.start_shape:
+        return None
+    if noise == "zero":
+        return lambda episodes, decisions: torch.zeros(len(episodes), *policy.start_shape)
+    return lambda episodes, decisions: noise_of_episodes(
+        policy.sample_start, seed, episodes.tolist(), decisions.tolist()
+    )
 
 
 @torch.inference_mode()
@@ -82,18 +108,19 @@ def evaluate_policy(
 
     Returns:
         return_mean, return_std, return_min, return_max, return_ci95 [low, high], length_mean, episodes, env_id, seed; where
-        the environment reports success also success_once, success_at_end (alias success_rate) and their `…_ci95`.
+        the environment reports success also success_once, success_at_end and their `…_ci95`.
     """
     wanted = env_cfg.num_episodes if episodes is None else episodes
     if wanted < 1:
         raise ConfigError(f"episodes is {wanted}; an evaluation needs at least 1")
     slots, seed = min(env_cfg.num_envs, wanted), eval_seed(env_cfg, seed)
     late = real_time(policy, env_cfg)
-    env = make_env(env_cfg, slots, slot_offset=0, seed=seed, stage="eval")
+    # An environment that enumerates its episodes counts in slots over all ranks.
+    env = make_env(changed(env_cfg, "num_envs", slots), slots, slot_offset=0, seed=seed, stage="eval")
     try:
         found = play(
             late or policy, env, quotas(wanted, slots), torch.device(device), watch=watch(env) if watch else None,
-            told=told, ended=None if late is None else late.ended,
+            told=told, ended=None if late is None else late.ended, noise=eval_noise(policy, env_cfg, seed),
         )  # fmt: skip
     finally:
         env.close()
@@ -131,8 +158,10 @@ def play(
     watch: Watch | None = None,
     told: Told | None = None,
     ended: Callable[[np.ndarray], None] | None = None,
+    noise: Noise | None = None,
 ) -> list[dict[str, float]]:
-    """Plays the first `left[i]` episodes of each slot i, from a reset on.
+    """Plays the first `left[i]` episodes of each slot i, from a reset on. An episode that is lost with its simulator or robot
+    does not count: another is played.
 
     Args:
         policy: Acts, on `device`.
@@ -143,21 +172,24 @@ def play(
         watch: Looks on.
         told: Hears how far it is.
         ended: Hears in which slots an episode has ended.
+        noise: Gives what the policy acts from in an evaluation, of each slot's episode and decision (`eval_noise`).
 
     Returns:
         One row per episode, by slot and order: return, length, and success_once and success_at_end where they are
         known.
 
     Raises:
-        RlhpcError: An episode does not end.
+        RlhpcError: An episode does not end, or simulators fail again and again.
     """
     found: list[tuple[int, int, dict[str, float]]] = []  # slot, number of its episode, row
     seen, since = np.zeros_like(left), np.zeros_like(left)
+    failures, episodes = np.zeros_like(left), np.zeros_like(left)
     most = MAX_DECISIONS if env.max_episode_steps != 0 else MAX_WITHOUT_LIMIT
     steps = 0
     obs, _ = env.reset()
     while since.max() < most:
-        actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode=mode)
+        rows = {} if noise is None else {"noise": noise(episodes, since).to(device)}
+        actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode=mode, **rows)
         chosen = actions.cpu().numpy()
         if watch is not None:
             watch.before(obs, chosen)
@@ -165,15 +197,23 @@ def play(
         if watch is not None:
             watch.after(seen < left, rewards, terminations, truncations, infos)
         done = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
+        failed = env_failed(infos, len(left))
+        failures += failed
+        if (failures > MAX_FAILURES).any():
+            raise RlhpcError(
+                f"simulators failed {int(failures.max())} times in one slot of the evaluation; {len(found)} of {left.sum()} "
+                "episodes ended. Look at what the environment logged, then evaluate again"
+            )
         if ended is not None:
             ended(done)
         since += 1
         since[done] = 0
+        episodes[done] += 1
         since[seen >= left] = 0
         steps += len(left)
         episode: dict[str, Any] = infos.get("episode", {}) if done.size else {}
         for slot in done.tolist() if episode else ():
-            if seen[slot] < left[slot] and episode["mask"][slot]:
+            if seen[slot] < left[slot] and episode["mask"][slot] and not failed[slot]:
                 found.append((slot, int(seen[slot]), _episode_row(episode, slot)))
                 seen[slot] += 1
         if told is not None:
@@ -200,18 +240,17 @@ def _episode_row(episode: dict[str, Any], slot: int) -> dict[str, float]:
 def summarize(rows: list[dict[str, float]]) -> dict[str, Any]:
     """The statistics of an evaluation.
 
-    The interval of the mean return is its normal approximation, those of the success rates are Wilson's.
+    The interval of the mean return is Student's, those of the success rates are Wilson's.
     """
     values = np.asarray([row["return"] for row in rows], np.float64)
     mean, count = float(values.mean()), len(values)
     std = float(values.std(ddof=1)) if count > 1 else 0.0
-    half = 1.959964 * std / math.sqrt(count)
     found: dict[str, Any] = {
         "return_mean": mean,
         "return_std": std,
         "return_min": float(values.min()),
         "return_max": float(values.max()),
-        "return_ci95": [mean - half, mean + half],
+        "return_ci95": list(mean_interval(values)),
         "length_mean": float(np.mean([row["length"] for row in rows])),
         "episodes": count,
     }
@@ -220,6 +259,4 @@ def summarize(rows: list[dict[str, float]]) -> dict[str, Any]:
         if len(reached) == count:
             found[name] = float(np.mean(reached))
             found[f"{name}_ci95"] = list(wilson(sum(reached), count))
-    if "success_at_end" in found:
-        found["success_rate"] = found["success_at_end"]
     return found

@@ -43,10 +43,10 @@ class RealTime:
         self, obs: Obs, mode: str = "eval", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Actions `[B, s, dim]`, as a policy's; the first d are of the chunk before, where there is one."""
-        del mode, noise
+        del mode
         delay, executed, before, policy = self._delay, self._executed, self._plan, self._policy
         with torch.inference_mode(False), torch.no_grad():  # guidance needs a gradient
-            self._plan = plan = policy.plan(_copied(obs), self._guide())
+            self._plan = plan = policy.plan(_copied(obs), self._guide(), None if noise is None else noise.clone())
             actions = policy.played(plan, slice(0, executed)).clone()
             if before is not None and delay:
                 going = torch.from_numpy(self._going)

@@ -13,12 +13,15 @@ import torch
 from rlhpc.config.typed import changed
 from rlhpc.embodied.config import EvalEnvConfig
 from rlhpc.embodied.data.datasets import Options
+from rlhpc.embodied.data.facts import DatasetFacts
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
 from rlhpc.embodied.data.writing import EpisodeWriter
 from rlhpc.embodied.envs import make_env
-from rlhpc.embodied.envs.base import VectorEnv
+from rlhpc.embodied.envs.base import VectorEnv, env_failed
+from rlhpc.embodied.envs.processes import moves_hardware
+from rlhpc.embodied.envs.registry import ENVS
 from rlhpc.embodied.intervention import Gated, Intervention
-from rlhpc.embodied.play import Watch, eval_seed, play, quotas
+from rlhpc.embodied.play import Watch, eval_noise, eval_seed, play, quotas
 from rlhpc.embodied.real_time import is_late
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, RlhpcError
@@ -83,8 +86,12 @@ class EpisodeRecorder(Watch):
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """See `Watch`."""
+        """See `Watch`. An episode that is lost with its simulator or robot is not recorded."""
+        failed = env_failed(infos, len(slots))
         for slot in np.flatnonzero(slots).tolist():
+            if failed[slot]:
+                self._open[slot] = []
+                continue
             step = {name: _row(value, slot) for name, value in self._before.items()}
             step |= {"rewards": rewards[slot], "terminations": terminations[slot], "truncations": truncations[slot]}
             if self._gated is not None:
@@ -146,17 +153,18 @@ class TakenRecorder(EpisodeRecorder):
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """See `Watch`."""
-        taken, done = self._gated.taken, terminations | truncations
+        """See `Watch`. A step that is lost with its simulator or robot is not recorded; those before it are."""
+        done, failed = terminations | truncations, env_failed(infos, len(slots))
+        intervened = self._gated.taken & ~failed
         for slot in np.flatnonzero(slots).tolist():
             steps = self._open[slot]
-            if taken[slot]:
+            if intervened[slot]:
                 step = {name: _row(self._before[name], slot) for name in ("obs", "actions")}
                 steps.append(step | {"rewards": rewards[slot], "terminations": terminations[slot]})
                 self.taken_steps += 1
-            if steps and (done[slot] or not taken[slot]):
-                self._cut(slot, _row(infos["final_obs"] if taken[slot] else self._before["obs"], slot))
-            self.played += int(done[slot])
+            if steps and (done[slot] or not intervened[slot]):
+                self._cut(slot, _row(infos["final_obs"] if intervened[slot] else self._before["obs"], slot))
+            self.played += int(done[slot] and not failed[slot])
         if done.any():
             self._gated.intervention.ended(done)
 
@@ -224,25 +232,27 @@ def record(
         )
     slots, seed = min(env_cfg.num_envs, episodes), eval_seed(env_cfg, seed)
     # States of a simulator are asked for in its own process, where it can be in this one.
-    own = env_cfg if env_cfg.simulator_python is not None else changed(env_cfg, "simulators", 0)
-    env = make_env(own, slots, slot_offset=0, seed=seed, stage="eval")
+    apart = env_cfg.simulator_python is not None or moves_hardware(ENVS.find(env_cfg.env_type))
+    side = changed(env_cfg, "num_envs", slots)
+    env = make_env(side if apart else changed(side, "simulators", 0), slots, slot_offset=0, seed=seed, stage="eval")
     env.keep_states = True
     kwargs = dict((env_cfg.kwargs or {}) if env.record_kwargs is None else env.record_kwargs)
     limit = (env_cfg.max_episode_steps if env.max_episode_steps is None else env.max_episode_steps) or None
+    facts = DatasetFacts(fps=env.control_hz)
     returns: list[float] = []
     successes: list[float] = []
     steps = 0
     try:
         if options is not None and options.to == "lerobot":
-            opened: EpisodeWriter = options.lerobot_writer(output, env_cfg.env_id)
+            opened: EpisodeWriter = options.lerobot_writer(output, env_cfg.env_id, facts)
         else:
             opened = TrajectoryWriter(
                 output, env_id=env_cfg.env_id, env_kwargs=kwargs, max_episode_steps=limit, source_type=source_type,
-                source_desc=source_desc, extra=extra,
+                source_desc=source_desc, extra=extra, facts=facts.known(),
             )  # fmt: skip
         with torch.random.fork_rng(devices=[]), opened as writer:
             torch.manual_seed(seed)  # what is sampled is the same each time
-            gated = None
+            gated, student, attempts = None, actor, -1
             if intervention is not None:
                 gated = actor = Gated(actor, intervention, env)
             recorder = EpisodeRecorder(
@@ -257,11 +267,15 @@ def record(
                     raise RlhpcError(
                         f"of {recorder.played} episodes only {len(writer)} succeeded; {episodes} were wanted"
                     )
-                found = play(actor, env, quotas(missing, slots), torch.device("cpu"), mode=mode, watch=recorder)
+                attempts += 1
+                noise = eval_noise(student, env_cfg, seed + attempts) if mode == "eval" else None
+                rows = play(
+                    actor, env, quotas(missing, slots), torch.device("cpu"), mode=mode, watch=recorder, noise=noise
+                )
                 recorder.forget()
-                returns += [row["return"] for row in found]
-                steps += int(sum(row["length"] for row in found))
-                successes += [row["success_once"] for row in found if "success_once" in row]
+                returns += [row["return"] for row in rows]
+                steps += int(sum(row["length"] for row in rows))
+                successes += [row["success_once"] for row in rows if "success_once" in row]
             written = len(writer)
     finally:
         env.close()

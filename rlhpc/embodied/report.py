@@ -9,19 +9,26 @@ from typing import Any
 import yaml
 
 from rlhpc.embodied.curves import (
-    evaluation_curve,
+    evaluation_curves,
     learning_curves,
     read_evaluations,
     read_judged,
-    success_curve,
     time_curves,
 )
 from rlhpc.jobs.paths import RunPaths, step_name
+from rlhpc.metrics.curves import hollow_points
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, card, duration, figures, missing, table
-from rlhpc.metrics.svg import number
+from rlhpc.metrics.results import (
+    evaluations_by_suite,
+    judged_results,
+    judging_suite,
+    of_suite,
+)
+from rlhpc.metrics.svg import TALL, number
 from rlhpc.runs.kinds import Parts
 from rlhpc.runtime.plain import read_yaml
+from rlhpc.runtime.shown import in_parentheses, interval_text
 
 #: Suites whose film the page shows.
 _MAX_VIDEOS = 6
@@ -30,18 +37,21 @@ _MAX_VIDEOS = 6
 def parts(paths: RunPaths, rows: Sequence[Mapping[str, Any]], *, always: Container[str], linked: bool) -> Parts:
     """See `Kind.parts`; `always` are the curves that are drawn whether something was logged or not."""
     evaluations, judged = read_evaluations(paths), read_judged(paths)
+    suite = judging_suite(paths, [*evaluations, *judged])
     evaluated: dict[int, str] = {}
-    for result in judged:
-        evaluated.setdefault(result["global_step"], f"{result['accuracy']:.1%}")
-    for result in evaluations:
+    for result in of_suite(judged, suite):
+        evaluated[result["global_step"]] = f"{result['accuracy']:.1%}"
+    for result in of_suite(evaluations, suite):
         rate = result.get("success_once")
         shown = f"{result['return_mean']:.1f}" if rate is None else f"{rate:.0%}, {result['return_mean']:.1f}"
         evaluated.setdefault(result["global_step"], shown)
     return Parts(
         subject=_env_id(paths),
-        cards=_key_figures(rows, evaluations, judged),
+        cards=_key_figures(
+            rows, judged_results(paths, rows, evaluations, suite, "return_mean"), of_suite(judged, suite), suite
+        ),
         curves=list(learning_curves(rows, always).values()),
-        evaluation=_judged(judged) if judged else _evaluation(evaluations) + (_videos(evaluations) if linked else ""),
+        evaluation=_judged(judged) if judged else _evaluation(paths, rows, evaluations, films=linked),
         times=list(time_curves(rows).values())[::-1],
         evaluated=evaluated,
         trained=("train/episode_return", "training return"),
@@ -61,8 +71,12 @@ def _last(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def _key_figures(
-    rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], judged: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
+    judged: Sequence[Mapping[str, Any]],
+    suite: str,
 ) -> str:
+    """The cards at the head of the page, of the results of one suite."""
     best = max(evaluations, key=lambda r: (r.get("success_once") or 0.0, r["return_mean"]), default=None)
     last = max(evaluations, key=lambda result: result["global_step"], default=None)
     env_steps, wall, returned = (_last(rows, k) for k in ("rollout/env_steps", "time/wall_s", "train/episode_return"))
@@ -70,15 +84,17 @@ def _key_figures(
     rates = series(rows, "time/env_steps_per_s")[1]
     rate = env_steps / wall if env_steps and wall else (sum(rates) / len(rates) if rates else None)
 
+    on = f"suite {suite}"
+
     def evaluated(title: str, result: Mapping[str, Any] | None) -> str:
         if judged:
             of = {"Best evaluation": max(judged, key=lambda one: one["accuracy"]), "Last evaluation": judged[-1]}[title]
-            return card(title, f"{of['accuracy']:.1%}", f"of steps judged rightly, step {of['global_step']}")
+            return card(title, f"{of['accuracy']:.1%}", f"of steps judged rightly, step {of['global_step']}, {on}")
         if result is None:
             return card(title, "–", "not evaluated yet")
         if isinstance(result.get("success_once"), (int, float)):
-            return card(title, f"{result['success_once']:.0%}", f"success, step {result['global_step']}")
-        return card(title, f"{result['return_mean']:.1f}", f"mean return, step {result['global_step']}")
+            return card(title, f"{result['success_once']:.0%}", f"success (once), step {result['global_step']}, {on}")
+        return card(title, f"{result['return_mean']:.1f}", f"mean return, step {result['global_step']}, {on}")
 
     return (
         '<div class="cards">'
@@ -112,20 +128,31 @@ def _robot(rows: Sequence[Mapping[str, Any]]) -> str:
     return card("Robot", f"{latency:.1f} ms", f"to a command, median of the last step; {told} in all")
 
 
-def _evaluation(evaluations: Sequence[Mapping[str, Any]]) -> str:
+def _evaluation(
+    paths: RunPaths, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], *, films: bool
+) -> str:
+    """Charts of all evaluations, the most important first and wide, and a table of those of checkpoints."""
+    charts = evaluation_curves(paths, rows, TALL)
+    first, *further = charts
+    html = figures([charts[file] for file in further], lambda size: evaluation_curves(paths, rows, size)[first])
+    html += hollow_points(evaluations_by_suite(paths, rows, evaluations, "return_mean"))
+    if not evaluations and html:
+        return html
     if not evaluations:
         return missing("No evaluation yet: <code>rlhpc eval</code> on a checkpoint, or the workflow's eval rule.")
-    best = max(result["return_mean"] for result in evaluations)
+    best: dict[str, float] = {}
+    for result in evaluations:
+        best[str(result["suite"])] = max(result["return_mean"], best.get(str(result["suite"]), result["return_mean"]))
     rates = [name for name in ("success_once", "success_at_end") if any(name in result for result in evaluations)]
-    rows: list[list[Cell]] = [
+    body: list[list[Cell]] = [
         [
             str(result["suite"]),
             result["global_step"],
             result.get("episodes", "–"),
             *(_rate(result, name) for name in rates),
-            f"{result['return_mean']:.2f}" + (" ★" if result["return_mean"] == best else ""),
+            f"{result['return_mean']:.2f}" + (" ★" if result["return_mean"] == best[str(result["suite"])] else ""),
             f"{result['return_std']:.2f}" if isinstance(result.get("return_std"), (int, float)) else "–",
-            f"{result['low']:.2f} … {result['high']:.2f}",
+            interval_text((result["low"], result["high"]), ".2f") or "–",
         ]
         for result in evaluations
     ]
@@ -138,11 +165,8 @@ def _evaluation(evaluations: Sequence[Mapping[str, Any]]) -> str:
         "std",
         "95 % interval",
     ]
-    charts = [*(success_curve(evaluations, name) for name in rates[:1]), evaluation_curve(evaluations)]
-    shown = f'<div class="scroll">{table(head, rows, text_columns={0})}</div>'
-    if len(charts) > 1:
-        return figures(charts) + shown
-    return f'<div class="figures beside"><figure>{charts[0]}</figure>{shown}</div>'
+    html += f'<div class="scroll">{table(head, body, text_columns={0})}</div>'
+    return html + (_videos(evaluations) if films else "")
 
 
 def _judged(results: Sequence[Mapping[str, Any]]) -> str:
@@ -163,8 +187,7 @@ def _rate(result: Mapping[str, Any], name: str) -> str:
     """A share of the episodes, with its interval."""
     if not isinstance(result.get(name), (int, float)):
         return "–"
-    low, high = result.get(f"{name}_ci95") or (None, None)
-    return f"{result[name]:.1%}" + (f" ({low:.1%} … {high:.1%})" if low is not None else "")
+    return f"{result[name]:.1%}" + in_parentheses(result.get(f"{name}_ci95"), ".1%", to=" … ")
 
 
 def _videos(evaluations: Sequence[Mapping[str, Any]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +85,110 @@ def write_video(path: Path, frames: Sequence[np.ndarray], fps: int) -> None:
         raise ConfigError(f"{path}: cannot be written: {error}") from None
     finally:
         partial.unlink(missing_ok=True)
+
+
+#: Files that hold their pictures themselves; a playlist names other files.
+_CONTAINERS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi", "protocol_whitelist": "file"}
+_LARGE, _MOST_PACKED = 1 << 30, 2000
+"""Bytes of pictures from which on a file must have one for so many of them; videos of robots have one for 50 to 500."""
+_MOST_PIXELS = 8192 * 8192
+"""Of a picture whose size is not known beforehand."""
+_PADDING = 128
+"""Rows and columns that a decoder may add to a picture: sizes are multiples of a block's."""
+
+
+class VideoReader:
+    """Pictures of a video file, decoded as they are asked for: of two episodes that follow one another each frame is decoded
+    once, and memory holds no more than the pictures of one call.
+
+    Args:
+        path: Of the file.
+        size: Height and width that its pictures must have; None if that is not known.
+
+    Attributes:
+        decoded: Frames decoded so far.
+
+    Raises:
+        ConfigError: It cannot be read as a video, or its pictures have another size.
+    """
+
+    def __init__(self, path: Path, size: tuple[int, int] | None = None) -> None:
+        self.path, self.decoded = path, 0
+        self._size = size
+        self._packed_bytes = 0
+        self._av = pyav()
+        self._video: Any = None
+        self._frames: Iterator[Any] = iter(())
+        self._position = 0
+        self._open()
+
+    def _open(self) -> None:
+        self.close()
+        try:
+            self._video = self._av.open(str(self.path), options=_CONTAINERS)
+            context = self._video.streams.video[0].codec_context
+            height, width = self._size or (0, 0)
+            most = (height + _PADDING) * (width + _PADDING) if self._size else _MOST_PIXELS
+            context.options = {**context.options, "max_pixels": str(most)}
+            self._require_size(context.height, context.width)
+            self._frames = self._decode()
+        except (OSError, ValueError, IndexError, self._av.error.FFmpegError) as error:
+            raise self._unreadable(error) from None
+        self._position = self._packed_bytes = 0
+
+    def _decode(self) -> Iterator[Any]:
+        for packet in self._video.demux(video=0):
+            self._packed_bytes += packet.size
+            yield from packet.decode()
+
+    def _require_size(self, height: int, width: int) -> None:
+        if self._size and (height, width) != self._size:
+            raise ConfigError(
+                f"{self.path} has pictures of {height}x{width}, and info.json says {self._size[0]}x{self._size[1]}"
+            )
+
+    def _unreadable(self, error: Exception) -> ConfigError:
+        return ConfigError(f"{self.path} cannot be read as a video: {error}")
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Returns `count` pictures from number `start` on, uint8 `[T, H, W, 3]`; fewer where the video ends before.
+
+        Raises:
+            ConfigError: The file is damaged.
+        """
+        if start < self._position:
+            self._open()
+        pictures: np.ndarray | None = None
+        length = 0
+        try:
+            while self._position < start + count:
+                frame = next(self._frames, None)
+                if frame is None:
+                    break
+                self._position, self.decoded = self._position + 1, self.decoded + 1
+                if self._position > start:
+                    self._require_size(frame.height, frame.width)
+                    picture = frame.to_ndarray(format="rgb24")
+                    if pictures is None:
+                        self._check_size(count * picture.size, self.path.stat().st_size)
+                        pictures = np.empty((count, *picture.shape), np.uint8)
+                    # what else a file holds is no picture
+                    self._check_size((length + 1) * picture.size, self._packed_bytes)
+                    pictures[length] = picture
+                    length += 1
+        except (OSError, ValueError, self._av.error.FFmpegError) as error:
+            raise self._unreadable(error) from None
+        return np.empty((0, 0, 0, 3), np.uint8) if pictures is None else pictures[:length]
+
+    def _check_size(self, size: int, stored: int) -> None:
+        if size > _LARGE and size > _MOST_PACKED * stored:
+            raise ConfigError(
+                f"{self.path} has {stored} bytes, and pictures of {size / 1e9:.1f} GB are asked of it; "
+                "encode the video anew if it is no attack"
+            )
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._video is not None:
+            self._video.close()
+            self._video = None

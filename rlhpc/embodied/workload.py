@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhpc.config.typed import select
-from rlhpc.embodied.config import PpoConfig
+from rlhpc.embodied.config import PpoConfig, minibatch_size
 from rlhpc.runs.tuning.workload import Knob, Phase, Workload
 
 STAGES, STALENESS, MICRO = "rollout.pipeline_stage_num", "algorithm.max_staleness", "actor.micro_batch_size"
@@ -11,7 +11,7 @@ STAGES, STALENESS, MICRO = "rollout.pipeline_stage_num", "algorithm.max_stalenes
 
 def ppo_workload(cfg: PpoConfig, ahead: int) -> Workload:
     """A step of PPO, GRPO and their like in simulators."""
-    slots, batch, group = cfg.env.train.num_envs, cfg.actor.global_batch_size, cfg.env.train.group_size
+    slots, batch, group = cfg.env.train.num_envs, minibatch_size(cfg), cfg.env.train.group_size
     return Workload(
         phases=(
             Phase("act", "rollout", "time/act_s", turn=True),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.runtime.plain import is_count, is_number, read_file, read_json
 
 #: What a line says: the driver gave it a place, it took part from then on, it has left.
 JOINED, WORKS, LEFT = "joined", "works", "left"
@@ -84,16 +85,20 @@ class Attendance:
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        lines = read_file(path).decode(errors="replace").splitlines()
     except OSError:
         return
     for line in lines:
         try:
-            event = json.loads(line)
+            event = read_json(line)
         except ValueError:
             continue  # the disk was full, or it is being written
-        if isinstance(event, dict) and "event" in event and "incarnation" in event:
+        if isinstance(event, dict) and "event" in event and "incarnation" in event and _has_sound_numbers(event):
             yield event
+
+
+def _has_sound_numbers(event: Mapping[str, Any]) -> bool:
+    return is_number(event.get("time") or 0.0) and all(is_count(event.get(k) or 0) for k in ("rank", "accelerators"))
 
 
 def stays(paths: RunPaths) -> list[Stay]:

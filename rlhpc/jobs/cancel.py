@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pwd
 import signal
@@ -13,8 +12,8 @@ from rlhpc.jobs.elastic.record import end_helpers
 from rlhpc.jobs.lock import SubmitLock
 from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.jobs.probes import JobState
-from rlhpc.jobs.record import JobRecord, find_job, job_words, probe_for
-from rlhpc.jobs.slurm import scancel
+from rlhpc.jobs.record import JobRecord, end_process, find_job, job_words, probe_for, segment_job_name
+from rlhpc.jobs.slurm import is_job_named, scancel
 from rlhpc.runtime.errors import RlhpcError, UserError
 
 
@@ -53,7 +52,7 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
 
     Raises:
         RlhpcError: A job runs on another host, or scancel failed.
-        UserError: The run is another user's.
+        UserError: The run is another user's, or names a job or a process that is not the run's.
     """
     require_own(paths)
     told = []
@@ -103,17 +102,19 @@ def _end_waiting(files: SegmentFiles) -> bool:
 
 def _end_slurm(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
     """Asks only the driver to save and stop, as a plain scancel would kill the ranks at once; then ends the job."""
+    name = segment_job_name(files)
+    is_job_named(record.job_id, name)  # refuses another job before anything is written
     files.mark_cancelled(record.token)  # pending or running: no other job may follow when this one ends
     probe = probe_for(record, files)
     if probe.query_one(record.job_id).state is JobState.RUNNING:
-        scancel(record.job_id, "--batch", "--signal=TERM")
+        scancel(record.job_id, "--batch", "--signal=TERM", name=name)
         end = time.monotonic() + grace_s
         while time.monotonic() < end:
             ended = read_json(files.exit)
             if files.marker.exists() or (ended is not None and ended.get("token") == record.token):
                 break
             time.sleep(0.5)
-    scancel(record.job_id)
+    scancel(record.job_id, name=name)
 
 
 def _end_local(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
@@ -135,6 +136,5 @@ def _end_local(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
         for process in living if over else living[:1]:
             if over or process.pid not in asked:
                 asked.add(process.pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL if over else signal.SIGTERM)
+                end_process(process, files.paths, signal.SIGKILL if over else signal.SIGTERM)
         time.sleep(0.1)

@@ -1,9 +1,10 @@
 """Which job owns a segment.
 
 Two guards against two races. `SubmitLock` lets one process at a time check and submit. `Claim` is taken by the job itself
-when it starts: claims are numbered files created with O_EXCL semantics, the next number may only be taken once the
-holder of the last one is dead, and the highest number owns the segment. So even two jobs submitted without knowledge of
-each other (a submitter killed between two system calls, a job both requeued and resubmitted) never train at once.
+when it starts: claims are numbered files that are created exclusively and never removed, the next number may only be taken
+once the holder of the last one is dead, and the highest number owns the segment. So even two jobs submitted without
+knowledge of each other (a submitter killed between two system calls, a job both requeued and resubmitted) never train at
+once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import contextlib
 import json
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,8 @@ from typing import Any
 
 from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.jobs.probes import JobProbe, ProcessId
-from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime import plain
+from rlhpc.runtime.durable import create_exclusively, replace_durably
 
 #: A holder on another host that has not renewed its file for this long is considered dead.
 LEASE_S = 30.0
@@ -48,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file that others replace atomically; None if it is missing or not (yet) readable."""
     look_again(path.parent)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = plain.read_json(plain.read_file(path).decode())
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
@@ -104,25 +105,28 @@ class SegmentFiles:
         write_json(self.cancel, {"token": token, "time": time.time()})
 
     @property
-    def lock(self) -> Path:
-        return self.paths.submit / f"{self._name}.lock"
-
-    @property
     def lease(self) -> Path:
-        """Stands in for the lock on filesystems without locks."""
+        """Says which process is submitting the segment."""
         return self.paths.submit / f"{self._name}.lease"
 
     def claim(self, number: int) -> Path:
         return self.paths.submit / f"{self._name}.claim.{number}.json"
 
-    def claim_numbers(self) -> list[int]:
-        """Numbers of all existing claims, ascending."""
+    def newest_claim(self) -> int:
+        """Returns the number of the newest claim; 0 if there is none.
+
+        Claims are never removed and have no gaps: the listing, which may be of some time ago, says where to begin to look
+        them up by name.
+        """
         pattern = re.compile(rf"^{self._name}\.claim\.(\d+)\.json$")
         try:
-            names = [path.name for path in self.paths.submit.iterdir()]
+            names = os.listdir(self.paths.submit)
         except FileNotFoundError:
-            return []
-        return sorted(int(m.group(1)) for name in names if (m := pattern.match(name)))
+            return 0
+        number = max((int(match[1]) for name in names if (match := pattern.match(name))), default=0)
+        while self.claim(number + 1).exists():
+            number += 1
+        return number
 
     @property
     def driver_out(self) -> Path:
@@ -188,7 +192,8 @@ class Claim:
     @classmethod
     def newest(cls, files: SegmentFiles) -> Claim | None:
         """The claim with the highest number; None if no job has ever started."""
-        for number in reversed(files.claim_numbers()):
+        look_again(files.paths.submit)
+        for number in range(files.newest_claim(), 0, -1):
             for _ in range(3):  # without hard links, a half-written claim may be seen
                 value = read_json(files.claim(number))
                 job = ProcessId.from_json((value or {}).get("job"))
@@ -213,15 +218,17 @@ class Claim:
         cls, files: SegmentFiles, *, token: str, job_id: str, executor: str, probe: JobProbe | None = None
     ) -> Claim | None:
         """Claims the segment for this process; None if another live job has it."""
+        latest = files.newest_claim()
         before = cls.newest(files)
+        if before is not None and before.number > latest:
+            return None  # another got in first
         # a requeued Slurm job finds the claim of its own earlier attempt, which is over
         own_earlier = before is not None and executor == "slurm" and before.job_id == job_id
         if before is not None and not own_earlier and before.alive(probe):
             return None
-        numbers = files.claim_numbers()
         mine = cls(
             files=files,
-            number=(numbers[-1] if numbers else 0) + 1,
+            number=latest + 1,
             token=token,
             job_id=job_id,
             executor=executor,
@@ -229,17 +236,8 @@ class Claim:
             started=time.time(),
             err_offset=files.driver_err.stat().st_size if files.driver_err.exists() else 0,
         )
-        if before is not None and mine.number != before.number + 1:
-            return None  # somebody else got in first
-        if not mine._create():
-            return None
-        if files.claim_numbers()[-1] != mine.number:  # this process was slow, and its number is already outdated
-            mine.path.unlink(missing_ok=True)
-            return None
-        for number in files.claim_numbers():
-            if number < mine.number:
-                files.claim(number).unlink(missing_ok=True)
-        return mine
+        created = create_exclusively(mine.path, json.dumps(mine._to_json()).encode(), mode=0o600)
+        return mine if created else None  # else another got in first
 
     def alive(self, probe: JobProbe | None = None) -> bool:
         """Whether the job or its driver is alive: judged by pid on this host, by scheduler or renewals elsewhere."""
@@ -250,6 +248,8 @@ class Claim:
             report = probe.query_one(self.job_id)
             if report.state.is_terminal:
                 return False
+            if report.conclusive and report.state.has_processes:
+                return True  # its node may be cut off from the filesystem for longer than a lease lasts
         return renewed_within(self.path, LEASE_S)
 
     def alive_here(self) -> bool | None:
@@ -261,8 +261,8 @@ class Claim:
 
     def owns(self) -> bool:
         """Whether no later job has taken over."""
-        numbers = self.files.claim_numbers()
-        return bool(numbers) and numbers[-1] == self.number
+        look_again(self.path.parent)
+        return self.path.exists() and not self.files.claim(self.number + 1).exists()
 
     def renew(self) -> None:
         """Shows other hosts that the job is alive; a full or stalled disk is no reason to end the job."""
@@ -275,32 +275,6 @@ class Claim:
         if changed.owns():
             write_json(changed.path, changed._to_json())
         return changed
-
-    def _create(self) -> bool:
-        handle, name = tempfile.mkstemp(prefix=".claim.", dir=self.path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(self._to_json(), file)
-                file.flush()
-                os.fsync(file.fileno())
-            try:
-                os.link(name, self.path)  # exclusive, and complete at once
-            except FileExistsError:
-                return False
-            except OSError:  # no hard links here
-                return self._create_exclusive(Path(name).read_text(encoding="utf-8"))
-            return True
-        finally:
-            Path(name).unlink()
-
-    def _create_exclusive(self, text: str) -> bool:
-        try:
-            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return False
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(text)
-        return True
 
     def _to_json(self) -> dict[str, Any]:
         return {

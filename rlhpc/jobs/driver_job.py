@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -19,28 +20,72 @@ from rlhpc.jobs.paths import RunPaths, step_name
 from rlhpc.jobs.probes import ProcessId, SlurmProbe
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS
 from rlhpc.jobs.slurm import end_steps, requeue_without
-from rlhpc.runtime.parents import die_with_parent
+from rlhpc.runtime.parents import start_bound_to_parent
+from rlhpc.runtime.plain import open_file
 
 _POLL_S = 0.1
 #: Prefix that the command line puts before every error message.
 ERROR_PREFIX = "rlhpc: error:"
+#: How much of the end of a driver's output is searched for that: more than any message with the tails of its ranks' logs.
+_TAIL_BYTES = 1 << 18
 
 
 def first_failure(err_file: Path, offset: int = 0, *, lines: int = 40) -> str:
-    """The driver's last words: everything from its first error message on or, without one, its last lines."""
+    """Returns the first error message of the end of a driver's output and what follows it or, without one, the last lines.
+
+    A driver prints its error last; what libraries print before that may be of any size.
+
+    Args:
+        err_file: The output.
+        offset: Where this attempt's output begins.
+        lines: How many lines at most.
+    """
+    before, prefix, message = _partition_end(err_file, offset)
+    if prefix:
+        return "\n".join(message.strip().splitlines()[:lines])
+    return "\n".join(before.strip().splitlines()[-lines // 2 :])
+
+
+def error_line(err_file: Path) -> str:
+    """Returns the first line of the first error message of the end of a command's output; "" without one."""
+    return _partition_end(err_file)[2].strip().partition("\n")[0]
+
+
+def _partition_end(err_file: Path, offset: int = 0) -> tuple[str, str, str]:
+    """Returns the end of an output: what precedes the first error message, its prefix, and what follows; two are empty
+    without one, and all of an output that cannot be read."""
     try:
-        with err_file.open("rb") as file:
-            file.seek(offset)
-            text = file.read(8 << 20).decode("utf-8", "replace").replace("\r", "\n")
+        with open_file(err_file) as file:
+            file.seek(max(offset, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace").replace("\r", "\n")
     except OSError:
-        return ""
-    found = text.find(ERROR_PREFIX)
-    if found >= 0:
-        return "\n".join(text[found + len(ERROR_PREFIX) :].strip().splitlines()[:lines])
-    return "\n".join(text.strip().splitlines()[-lines // 2 :])
+        text = ""
+    return text.partition(ERROR_PREFIX)
 
 
-def _driver_environment(extra: dict[str, str]) -> dict[str, str]:
+def start_driver(
+    command: Sequence[str], files: SegmentFiles, environment: Mapping[str, str], **options: Any
+) -> subprocess.Popen[bytes]:
+    """Starts a driver whose output goes to its log files, and which saves and ends when this process ends, or the thread
+    that calls this.
+
+    Args:
+        command: Its argv.
+        files: Of the segment that it trains.
+        environment: Variables to set for it.
+        options: Of `subprocess.Popen`.
+
+    Raises:
+        OSError: A log cannot be written, or there is no such command.
+    """
+    with files.driver_out.open("ab") as out, files.driver_err.open("ab") as err:
+        return start_bound_to_parent(
+            command, signal.SIGTERM, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+            env=_driver_environment(environment), **options,
+        )  # fmt: skip
+
+
+def _driver_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without the variables that submitit added for its own use."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("SUBMITIT_")}
     return {**kept, **extra, "PYTHONUNBUFFERED": "1"}
@@ -139,7 +184,7 @@ class DriverJob:
             print(f"rlhpc: the driver failed (exit code {code}) and is started again in {pause:.0f} s: "
                   f"{message.splitlines()[0] if message else ''}", file=sys.stderr, flush=True)  # fmt: skip
             time.sleep(pause)
-            self._claim = self._claim.update(err_offset=_size(files.driver_err))
+            self._claim = self._claim.update(err_offset=size_of(files.driver_err))
 
     def _newest(self) -> int:
         """Step of the newest complete checkpoint; -1 if there is none."""
@@ -186,19 +231,10 @@ class DriverJob:
     def _run_driver(self, files: SegmentFiles) -> int:
         """Runs the driver; returns its exit code, or 128 + n if signal n ended it."""
         assert self._claim is not None
-        parent = os.getpid()
         # the checkpoint signal must not arrive between the fork and the moment the driver's pid is known
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})
         try:
-            with files.driver_out.open("ab") as out, files.driver_err.open("ab") as err:
-                process = subprocess.Popen(
-                    self.command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    env=_driver_environment({MAX_RESTARTS: str(self.max_restarts), **self.environment}),
-                    preexec_fn=lambda: _in_driver(parent),
-                )
+            process = start_driver(self.command, files, {MAX_RESTARTS: str(self.max_restarts), **self.environment})
             self._pid = process.pid
             self._claim = self._claim.update(driver=ProcessId.of(process.pid))
         except OSError as error:
@@ -285,14 +321,9 @@ class DriverJob:
         return value
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Returns a file's size in bytes; 0 where there is none."""
     try:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _in_driver(parent: int) -> None:
-    """Runs in the child before exec: the driver saves and ends if its job is killed, and receives the signals again."""
-    die_with_parent(parent, signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2, signal.SIGTERM})

@@ -7,12 +7,33 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
+
 #: Names of files inside a checkpoint, including those copied into it from the run.
 CONFIG, COMPLETE, MANIFEST, MODEL = "config.yaml", "COMPLETE", "manifest.json", "model.safetensors"
 REGISTRY, LOGS = "registry", "logs"
-_CHECKPOINTS, PAGE = "checkpoints", "index.html"
+#: Name of the link to a run's best checkpoint, and the word that stands for it.
+BEST = "best"
+_CHECKPOINTS, _EXPORT, PAGE = "checkpoints", "export", "index.html"
 _STEP = re.compile(r"global_step_(\d+)")
 _RECORD = re.compile(r"segment_(\d+)\.json")
+
+
+def refuse_braces(*paths: str | Path) -> None:
+    """Refuses paths that the workflow's rules cannot name.
+
+    Raises:
+        ConfigError: Snakemake would read a part of one, as seen from the working directory, as a wildcard.
+    """
+    for path in map(Path, paths):
+        absolute = path.absolute()
+        text = str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)
+        if "{" in text or "}" in text:
+            raise ConfigError(
+                f"{text}: Snakemake reads braces in a path as wildcards; choose a path without them (runner.run_dir of the "
+                "run), or train without a workflow: rlhpc train"
+            )
 
 
 def step_name(step: int | str) -> str:
@@ -40,7 +61,7 @@ class RunPaths:
     @classmethod
     def of(cls, run_dir: str | Path, name: str) -> RunPaths:
         """Paths of run `name` below `run_dir`, absolute."""
-        return cls(Path(run_dir).expanduser().absolute() / name)
+        return cls(expand_home(run_dir).absolute() / name)
 
     @classmethod
     def around(cls, checkpoint: Path) -> RunPaths | None:
@@ -113,6 +134,24 @@ class RunPaths:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / step_name(step)
 
+    @property
+    def best(self) -> Path:
+        """A link to the best checkpoint, by `runner.keep_best`."""
+        return self.checkpoints / BEST
+
+    def best_step(self) -> int | None:
+        """Returns the step of the best checkpoint; None for a run that keeps none."""
+        step = step_of(self.best.resolve().name)
+        return step if step is not None and (self.checkpoint(step) / COMPLETE).is_file() else None
+
+    def chosen_step(self) -> int | None:
+        """Returns the step of the checkpoint that stands for the run where no other is named: the best one of a run that
+        keeps it (`runner.keep_best`), else the last complete one; None before the first.
+
+        Evaluation, export, recording and the result that a run is shown by are of this step, in commands and in the workflow.
+        """
+        return self.best_step() or max((step for step, _ in self.complete_steps()), default=None)
+
     def checkpoint_steps(self) -> list[tuple[int, Path]]:
         """All `global_step_<N>` folders, oldest first, complete or not."""
         if not self.checkpoints.is_dir():
@@ -135,11 +174,20 @@ class RunPaths:
         return sorted(self.eval.glob(f"{step_name('*')}/{suite}.json"))
 
     def export(self, step: int | str) -> Path:
-        return self.root / "export" / step_name(step)
+        return self.root / _EXPORT / step_name(step)
+
+    @property
+    def chosen_export(self) -> Path:
+        """The folder of the chosen step's policy (`chosen_step`), for a run that starts from it whichever that is."""
+        return self.root / _EXPORT / "chosen"
 
     def recording(self, step: int | str) -> Path:
         """Recorded episodes of a step's policy."""
         return self.root / "demos" / f"{step_name(step)}.h5"
+
+    def film(self, step: int | str) -> Path:
+        """The film of a step's policy that `rlhpc play` makes."""
+        return self.root / "play" / f"{step_name(step)}.mp4"
 
     @property
     def report(self) -> Path:
@@ -185,19 +233,22 @@ class RunPaths:
         return self.submit / "scale.json"
 
     @property
-    def driver_lock(self) -> Path:
-        """Locked while a process drives the run. Not in the registry, whose removal must not let a second driver in."""
-        return self.root / ".driver.lock"
-
-    @property
     def driver_record(self) -> Path:
-        """Says which process drives the run."""
+        """Says which process drives the run. Not in the registry, whose removal must not let a second driver in."""
         return self.root / ".driver.json"
 
     @property
     def driver_state(self) -> Path:
         """What `rlhpc status` shows: step, rates, ETA, stop reason; replaced atomically."""
         return self.root / "status.json"
+
+
+def model_name(folder: Path) -> str:
+    """Returns the name of a model in a folder: of a run's checkpoint or export the run's, rather than `global_step_<N>`."""
+    step = folder.name.partition("-")[0]  # exports of critics have the folder's name and a suffix
+    if step_of(step) is None or folder.parent.name not in (_CHECKPOINTS, _EXPORT):
+        return folder.name
+    return folder.parent.parent.name
 
 
 @dataclass(frozen=True)

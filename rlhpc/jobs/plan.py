@@ -5,6 +5,7 @@ Pure functions: they take a configuration (and the cluster it is meant for), ret
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
@@ -116,7 +117,7 @@ def build_plan(cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = Non
             that only Slurm can give.
 
     Raises:
-        ConfigError: The node groups do not form components.
+        ConfigError: The node groups do not form components, or a walltime has no room for a step.
         PlacementError: The placement breaks a rule.
     """
     if launcher not in LAUNCHERS:
@@ -125,10 +126,13 @@ def build_plan(cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = Non
     groups = list(read_key(section, "node_groups", ()))
     if launcher == "auto":
         launcher = "slurm" if _needs_slurm(section, groups, cluster) or shutil.which("sbatch") else "local"
+    submitted = cluster is None and launcher == "slurm"
     if cluster is None:
         cluster = Cluster.planned(section, cpus=0 if launcher == "slurm" else None)
     placements = HybridComponentPlacement(cfg, cluster).placements()
     components = _components(groups, section, cluster)
+    if submitted:
+        _check_walltimes(components, read_key(cfg, "runner"), section)
     owner = {node: c.index for c in components for node in c.nodes}
     names = [n.name if cluster.source == "slurm" else f"node{n.rank}" for n in cluster.nodes]
     nodes = tuple(
@@ -152,6 +156,26 @@ def build_plan(cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = Non
         beside={what: job_options(section, job) for what in _BESIDE if (job := read_key(beside, what))},
         helpers=helper_plans(section, placements),
     )  # fmt: skip
+
+
+def _check_walltimes(components: Sequence[JobComponent], runner: Given, section: Given) -> None:
+    """Refuses a walltime whose end, which is for saving, is all of it: such a job would be requeued without a step.
+
+    Raises:
+        ConfigError: A component's walltime is no longer than `cluster.signal_lead_s` or `runner.save_reserve_s`.
+    """
+    ends = {
+        "cluster.signal_lead_s": int(read_key(section, "signal_lead_s", 120)),
+        "runner.save_reserve_s": float(read_key(runner, "save_reserve_s", 60.0)),
+    }
+    key = max(ends, key=lambda name: ends[name])
+    for component in components:
+        time = dict(component.options).get("time")
+        if time is not None and 0 < 60 * minutes_of(time) <= ends[key]:
+            raise ConfigError(
+                f"cluster.time is {time} ({component.label}), of which the last {ends[key]:g} s are for saving ({key}): no "
+                f"step has room in it; allowed: more than {math.ceil((ends[key] + 1) / 60)} minutes, or a lower {key}"
+            )
 
 
 def job_options(section: Given, job: JobConfig | Mapping[str, Any]) -> dict[str, str]:

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -44,6 +46,7 @@ class JobState(Enum):
     RESIZING = ("RESIZING", "RS", "Is about to change its size.")
     COMPLETING = ("COMPLETING", "CG", "Its processes are ending; the end state is not known yet.")
     REQUEUED = ("REQUEUED", "RQ", "On its way back into the queue; the same job id runs again.")
+    EXPEDITING = ("EXPEDITING", "EX", "Requeued, and first in the queue; the same job id runs again.")
     REQUEUE_FED = ("REQUEUE_FED", "RF", "Requeued by its federation.")
     REQUEUE_HOLD = ("REQUEUE_HOLD", "RH", "Requeued and held: somebody must release it (scontrol release).")
     RESV_DEL_HOLD = ("RESV_DEL_HOLD", "RD", "Held because its reservation was deleted.")
@@ -66,6 +69,11 @@ class JobState(Enum):
     def is_terminal(self) -> bool:
         """Whether the job has ended for good."""
         return self in _TERMINAL
+
+    @property
+    def has_processes(self) -> bool:
+        """True where processes of the job exist on its nodes, running or paused."""
+        return self in (JobState.RUNNING, JobState.SUSPENDED, JobState.STOPPED, JobState.SIGNALING, JobState.RESIZING)
 
     @property
     def is_success(self) -> bool:
@@ -148,6 +156,16 @@ class ProcessId:
             return False if name == here and boot != boot_here else None
         stat = _stat_of(self.pid)
         return stat is not None and stat[0] not in "ZX" and stat[1] == self.start
+
+    def has_open_below(self, folder: Path) -> bool | None:
+        """Returns whether the process holds a file of a folder open; None if it holds no files, as one that ends."""
+        root, opened = folder.resolve(), None
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(f"/proc/{self.pid}/fd"):
+                opened = opened or False
+                with contextlib.suppress(OSError):
+                    opened = opened or Path(os.readlink(entry.path)).is_relative_to(root)
+        return opened if self.alive() else None
 
 
 @dataclass(frozen=True)

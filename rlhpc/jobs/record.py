@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhpc.jobs.claim import Claim, SegmentFiles, read_json, write_json
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobProbe, JobState, LocalProbe, ProcessId, SlurmProbe
+from rlhpc.runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,30 @@ class JobRecord:
 def job_name(paths: RunPaths, what: str) -> str:
     """A name unique to run folder and purpose, by which a job can be found whose id was never written down."""
     digest = hashlib.sha256(str(paths.root.resolve()).encode()).hexdigest()[:8]
-    return f"rlhpc-{paths.root.name}-{what}-{digest}"
+    folder = paths.root.name.replace(",", "_")  # squeue takes a comma for the end of a name
+    return f"rlhpc-{folder}-{what}-{digest}"
+
+
+def segment_job_name(files: SegmentFiles) -> str:
+    """Returns the Slurm name of a segment's jobs; never taken from the record, as the folder may come from elsewhere."""
+    return job_name(files.paths, str(files.segment))
+
+
+def end_process(process: ProcessId, paths: RunPaths, signum: int) -> None:
+    """Signals a process of a run on this host; it is no error if the process has already ended.
+
+    Raises:
+        UserError: It holds no file of the run folder open, as its logs are: the folder came from elsewhere.
+    """
+    below = process.has_open_below(paths.root)
+    if below is False and process.alive():
+        raise UserError(
+            f"process {process.pid}, which {paths.submit} names, has no file of this run open: it was left alone. A run "
+            "folder that was copied from elsewhere names processes that are not its own"
+        )
+    if below:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signum)
 
 
 def job_words(record: JobRecord) -> str:
@@ -118,7 +144,7 @@ def find_job(files: SegmentFiles) -> JobRecord | None:
     if claim is not None and claim.alive(probe if record.executor == "slurm" else None):
         return owner_of(files, record)
     if record.phase in ("submitting", "waiting") and record.executor == "slurm" and isinstance(probe, SlurmProbe):
-        job_id = probe.find(record.job_name)
+        job_id = probe.find(segment_job_name(files))
         if job_id is None:
             return None
         found = replace(record, job_id=job_id, phase="submitted")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -106,22 +108,48 @@ class StopRequest:
             self._reason = _REASONS[which]
 
 
-_ASK_AGAIN_S = 600.0
-_known: tuple[float, float | None] | None = None
+#: The end of a job is asked for again after this long at most, and sooner the nearer it is, but not sooner than the second.
+_ASK_AGAIN_S, _LEAST_PAUSE_S = 600.0, 30.0
 
 
-def end_of_job() -> float | None:
-    """Unix time at which Slurm ends this job, or None if there is no such limit.
+@dataclass
+class _JobEnd:
+    """The last known end of a job.
 
-    Read from `SLURM_JOB_END_TIME`, which Slurm sets since 23.02; otherwise squeue is asked, at most every ten minutes.
+    Attributes:
+        job: The job's id, and what its environment says about its end.
+        time: When that was found out, by the monotonic clock.
+        at: Unix time; infinite where there is no limit, None where that is not known.
+    """
+
+    job: tuple[str, str]
+    time: float
+    at: float | None
+
+    @property
+    def is_old(self) -> bool:
+        remaining_s = math.inf if self.at is None else self.at - time.time()
+        return time.monotonic() - self.time > min(_ASK_AGAIN_S, max(_LEAST_PAUSE_S, remaining_s / 4))
+
+
+_known: _JobEnd | None = None
+
+
+def end_of_job(*, at_once: bool = False) -> float | None:
+    """Unix time at which Slurm ends this job, or None if there is no such limit or Slurm does not say.
+
+    Read from `SLURM_JOB_END_TIME`, which Slurm sets at the job's start since 23.02. Later squeue is asked, for the limit of a
+    running job can be changed (`scontrol update TimeLimit`); where it does not answer, the last known end counts.
+
+    Args:
+        at_once: Ask now, however long ago the last answer came: something depends on it.
     """
     global _known
-    text = os.environ.get("SLURM_JOB_END_TIME")
-    if text is not None:
-        return float(text) if text.isdigit() and int(text) > 0 else None
-    job = os.environ.get("SLURM_JOB_ID")
-    if not job:
-        return None
-    if _known is None or time.monotonic() - _known[0] > _ASK_AGAIN_S:
-        _known = (time.monotonic(), end_of(job))
-    return _known[1]
+    job, text = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_JOB_END_TIME", "")
+    if _known is None or _known.job != (job, text):
+        at = (float(text) or math.inf) if text.isdigit() else end_of(job) if job else None
+        _known = _JobEnd((job, text), time.monotonic(), at)
+    elif job and (at_once or _known.is_old):
+        answer = end_of(job)
+        _known = _JobEnd((job, text), time.monotonic(), _known.at if answer is None else answer)
+    return None if _known.at is None or math.isinf(_known.at) else _known.at

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import re
 import shutil
@@ -10,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.errors import RlhpcError, UserError
+from rlhpc.runtime.shown import shown
 from rlhpc.runtime.slurm import Answer, ask
 
 
@@ -43,11 +46,17 @@ def end_steps(patience_s: float = 20.0) -> bool:
 _HASTE_S = 15
 
 
-def hasten(job_id: str) -> None:
+def hasten(job_id: str, name: str) -> None:
     """Lets a requeued job start soon instead of after the two minutes for which Slurm holds it back by default.
 
-    Use only for a job whose processes have all ended (state PENDING, no longer COMPLETING).
+    Use only for a job whose processes have all ended (state PENDING, no longer COMPLETING). A job with another name, or one
+    that Slurm does not tell about, stays as it is.
     """
+    try:
+        if not is_job_named(job_id, name):
+            return
+    except RlhpcError:
+        return
     found = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%A|%T|%r|%S")
     rows = [line.split("|") for line in found.lines if line.count("|") == 3]
     if not found.ok or not all(row[1:3] == ["PENDING", "BeginTime"] for row in rows):
@@ -74,12 +83,10 @@ def requeue_without(job_id: str, node: str) -> bool:
 
 
 def end_of(job_id: str) -> float | None:
-    """Unix time at which Slurm ends a job; None if it does not say."""
-    try:
-        words = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%e").text.split()
-        return min(time.mktime(time.strptime(word, "%Y-%m-%dT%H:%M:%S")) for word in words)
-    except ValueError:
-        return None  # no answer, or N/A: no known limit; the signal before the end still comes
+    """Unix time at which Slurm ends a job, infinite if it has no limit; None if Slurm does not answer."""
+    words = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%e").text.split()
+    ends = [_time_of(word) for word in words]  # of each component; N/A where there is no limit
+    return min((math.inf if end is None else end for end in ends), default=None)
 
 
 _START = re.compile(r"Job \d+ to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
@@ -108,6 +115,15 @@ def would_start(script: str) -> Start:
     if not found.ok or at is None:
         return Start(None, found.words.removeprefix("allocation failure: ").removeprefix("sbatch: error: "))
     return Start(at)
+
+
+@functools.cache
+def has_gpus(partition: str | None) -> bool:
+    """Returns whether all nodes of a partition (None: the default one) have GPUs, by `sinfo`; False if Slurm does not tell."""
+    answer = ask("sinfo", "--noheader", *([f"--partition={partition}"] if partition else []), "--format=%P|%G")
+    rows = [line.split("|") for line in answer.lines if "|" in line]
+    rows = rows if partition else [row for row in rows if row[0].endswith("*")]
+    return answer.ok and bool(rows) and all("gpu" in row[1] for row in rows)
 
 
 def _start_in(found: Answer) -> float | None:
@@ -171,12 +187,76 @@ def nothing_queued() -> bool:
     return found.ok and not found.text.strip()
 
 
-def scancel(job_id: str, *options: str) -> None:
-    """Ends a job, or signals it; it is no error if the job has already ended.
+@dataclass(frozen=True)
+class JobIdentity:
+    """A job's origin, as Slurm itself knows it. A run folder may come from another user, and so may the job ids in it.
+
+    Attributes:
+        name: Its name.
+        folder: The folder in which it was submitted.
+        comment: What the submitter wrote about it.
+    """
+
+    name: str
+    folder: str
+    comment: str
+
+
+_JOB_ID = re.compile(r"\d+(_\d+)?")
+
+
+def identify_job(job_id: str) -> JobIdentity | None:
+    """Returns the origin of a job; None if Slurm knows no such job.
 
     Raises:
+        RlhpcError: Slurm did not answer.
+    """
+    if not _JOB_ID.fullmatch(job_id):  # a list, or an option of the command
+        return None
+    answer = ask("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%i|%Z|%k|%j")
+    if not answer.ok and "nvalid job id" not in answer.error:
+        raise RlhpcError(f"squeue does not say whose job {job_id} is: {answer.words}")
+    for line in answer.lines:
+        leader, *columns = line.strip().split("|", 3)
+        if len(columns) == 3 and leader.partition("+")[0] == job_id:  # of a het job, the first component
+            folder, comment, name = columns
+            return JobIdentity(name, folder, comment)
+    return None
+
+
+def is_job_named(job_id: str, name: str) -> bool:
+    """Returns whether there is a job with that id and that name; False if Slurm has forgotten the job.
+
+    Asked before each command that changes a job whose id was read from a run folder.
+
+    Raises:
+        UserError: The job has another name.
+        RlhpcError: Slurm did not answer.
+    """
+    identity = identify_job(job_id)
+    if identity is not None and identity.name != name:
+        raise UserError(
+            f"Slurm job {job_id} is named {shown(identity.name)}, and this run's {shown(name)}: it was left alone. A run "
+            "folder that was moved or copied from elsewhere names jobs that are not its own; "
+            f"`scancel {job_id}` ends the job all the same"
+        )
+    return identity is not None
+
+
+def scancel(job_id: str, *options: str, name: str) -> None:
+    """Ends a job, or signals it; it is no error if the job has already ended.
+
+    Args:
+        job_id: Of the job.
+        options: Of the command.
+        name: The job's name: a job with another one is left alone.
+
+    Raises:
+        UserError: The job has another name.
         RlhpcError: Slurm refused, or did not answer.
     """
+    if not is_job_named(job_id, name):
+        return
     done = ask("scancel", *options, job_id, timeout_s=60)
     if not done.ok and "already completing or completed" not in done.error:
         raise RlhpcError(f"scancel {job_id} failed: {done.words}")

@@ -12,6 +12,7 @@ from typing import Any
 from rlhpc.jobs.attempts import Attempts
 from rlhpc.jobs.cancel import user_name
 from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
+from rlhpc.jobs.driver_job import error_line
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobReport, JobState, SlurmProbe
 from rlhpc.jobs.record import JobRecord, job_words
@@ -24,9 +25,15 @@ OVER = (*FINAL, "cancelled", "dead")
 #: A driver on another host that has not written its status for this long no longer counts as running.
 _SILENT_S = 300.0
 _QUEUED = (JobState.PENDING, JobState.CONFIGURING, JobState.REQUEUED, JobState.REQUEUE_HOLD, JobState.SPECIAL_EXIT,
-           JobState.REQUEUE_FED, JobState.RESV_DEL_HOLD)  # fmt: skip
+           JobState.REQUEUE_FED, JobState.EXPEDITING, JobState.RESV_DEL_HOLD)  # fmt: skip
 #: The driver's own word for the end of a segment.
 _SEGMENT_END = "segment_end"
+#: The driver's words for an end as planned, as people write them.
+_ENDS = {
+    "max_steps": "all steps are done",
+    "stop_return": "runner.stop_return is reached",
+    _SEGMENT_END: "the segment is finished",
+}
 
 
 @dataclass(frozen=True)
@@ -141,16 +148,18 @@ class Facts:
         if not self._is_own(claim):
             return RunState("starting", f"{job}{number}", job, own=False)
         if state in ("finished", "stopped") and claim.alive_here() is not False:
-            return RunState("ending", f"{job}: {reason}", job)
+            return RunState("ending", f"{job}: {ending_words(reason)}", job)
         if state in FINAL:
-            return RunState("starting", f"{job}, again after: {reason}", job, own=False)
+            return RunState("starting", f"{job}, again after: {ending_words(reason)}", job, own=False)
         return RunState("running", f"{job}{number}", job)
 
     def _by_report(self, report: JobReport, job: str, cancelled: bool) -> RunState:
         if report.state in _QUEUED:
             again = ", to go on" if self.claim is not None else ""
             own = self.claim is None or not self._is_own(self.claim)
-            return RunState("pending", f"{job}{again}: {report.reason or report.state.value.lower()}", job, own=own)
+            reason = report.reason if report.reason != "None" else ""  # Slurm's word while it has not thought about it
+            reason = reason or ("" if report.state is JobState.PENDING else report.state.value.lower())
+            return RunState("pending", f"{job}{again}" + (f": {reason}" if reason else ""), job, own=own)
         if report.state is JobState.CANCELLED or (report.state.is_terminal and cancelled):
             return RunState("cancelled", f"{job}; submit the run again to go on", job)
         if report.state.is_terminal:
@@ -187,18 +196,19 @@ class Facts:
         state, reason = str(self.status.get("state") or ""), str(self.status.get("stop_reason") or "")
         if state == "stopped" and reason == _SEGMENT_END and self.files is not None:
             return "stopped", f"segment {self.files.segment} is finished, and the next one not submitted"
-        return (state, reason) if state in FINAL else ("finished", "")
+        return (state, ending_words(reason)) if state in FINAL else ("finished", "")
 
     def _of_status(self) -> tuple[str, str]:
         """State and explanation from `status.json` alone."""
         status, paths = self.status, self.paths
         state, reason = str(status.get("state") or ""), str(status.get("stop_reason") or "")
         if state in FINAL:
-            return state, reason
+            return state, ending_words(reason)
         if not state:
             if not _readable(paths.submit):
                 return "unknown", f"submitted by {owner(paths)}; what it does before its first step only they can see"
-            return "unknown", "no status.json"
+            refusal = _refusal(paths)
+            return ("failed", f"refused before its start: {refusal}") if refusal else ("unknown", "no status.json")
         pid, host = status.get("pid"), str(status.get("host") or "").partition(":")[0]
         if host == node_name() and isinstance(pid, int):
             if Path(f"/proc/{pid}").exists():
@@ -208,6 +218,11 @@ class Facts:
         if silent > _SILENT_S:
             return "dead", f"its driver on {host or '?'} has not been heard of for {duration(silent)}"
         return state, reason
+
+
+def ending_words(reason: str) -> str:
+    """Returns why a run ended, in words: the driver's own for a planned end are those of its files."""
+    return _ENDS.get(reason, reason)
 
 
 def states(folders: Sequence[RunPaths], probe: SlurmProbe | None = None) -> list[tuple[Facts, RunState]]:
@@ -261,6 +276,13 @@ def duration(seconds: float | None) -> str:
     if hours:
         return f"{hours}h{minutes:02d}m"
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def _refusal(paths: RunPaths) -> str:
+    """Why the workflow's plan of the run was refused, in a line; "" where it was not, or is being made."""
+    if (paths.root / "workflow" / "plan.txt").exists():
+        return ""
+    return error_line(paths.logs / "workflow" / "prepare.log")
 
 
 def _readable(folder: Path) -> bool:

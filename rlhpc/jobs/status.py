@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from rlhpc.jobs.claim import read_json
 from rlhpc.jobs.elastic.shown import helper_lines
+from rlhpc.jobs.log_starts import ALL, LAST, lines_of_start
 from rlhpc.jobs.paths import RunPaths, segment_name, step_name
 from rlhpc.jobs.state import FINAL, OVER, Facts, RunState, duration, find_runs, number_of, run_state, states
-from rlhpc.runtime.errors import RlhpcError, UserError
+from rlhpc.runtime.errors import UserError
 from rlhpc.runtime.host import host_id
-from rlhpc.runtime.registry import CURRENT, MEMBERS, ROBOTS
+from rlhpc.runtime.plain import is_count, open_file, read_file
+from rlhpc.runtime.registry import CURRENT, LEFT, MEMBERS, ROBOTS
 from rlhpc.runtime.scratch import Scratch
+from rlhpc.runtime.shown import one_line
+
+#: Headline numbers of runs as columns: title → a text for each run.
+Headlines = Callable[[Sequence[RunPaths]], Mapping[str, Sequence[str]]]
 
 
 def progress_line(paths: RunPaths, since: float = 0.0) -> str:
@@ -46,13 +52,19 @@ def _progress(status: dict[str, Any]) -> list[str]:
     return parts
 
 
+def best_words(status: dict[str, Any]) -> str:
+    """Returns `step 30, by eval/loss 0.42` from a run's status.json; "" where it keeps no best checkpoint."""
+    step, value = number_of(status, "best_step"), number_of(status, "best_value")
+    return "" if step is None or value is None else f"step {step:.0f}, by {status.get('best_metric')} {value:.6g}"
+
+
 def newest_generation(paths: RunPaths) -> Path | None:
     """The registry folder of the current generation; the one made last if none is declared current."""
     try:
-        current = paths.registry / (paths.registry / CURRENT).read_text().strip()
+        current = paths.registry / read_file(paths.registry / CURRENT).decode().strip()
         if current.is_dir():
             return current
-    except OSError:
+    except (OSError, ValueError):
         pass
     try:
         folders = [p for p in paths.registry.iterdir() if p.is_dir()]
@@ -62,12 +74,18 @@ def newest_generation(paths: RunPaths) -> Path | None:
 
 
 def members(paths: RunPaths) -> list[dict[str, Any]]:
-    """Contents of the newest generation's member files, by group and rank."""
+    """Returns the newest generation's members, by group and rank: what their files say, and `left` for lost ranks."""
     generation = newest_generation(paths)
     if generation is None:
         return []
-    found = [read_json(path) for path in sorted((generation / MEMBERS).glob("*.json"))]
-    rows = [row for row in found if row is not None and "group" in row]
+    rows = []
+    for path in (generation / MEMBERS).glob("*.json"):
+        row, departure = read_json(path), read_json(generation / LEFT / path.name)
+        if row is None or "group" not in row or not is_count(row.get("rank") or 0):
+            continue
+        # A rank that was cut off writes its own file no more; the driver says that it goes on without it.
+        is_lost = departure is not None and departure.get("incarnation") == row.get("incarnation")
+        rows.append({**row, "state": "left"} if is_lost else row)
     return sorted(rows, key=lambda row: (str(row["group"]), int(row.get("rank") or 0)))
 
 
@@ -81,14 +99,18 @@ def _shared_memory(rows: list[dict[str, Any]]) -> tuple[int, int] | None:
     return (sum(held for held, _ in found), sum(used for _, used in found)) if found else None
 
 
-def render_status(paths: RunPaths) -> str:
+def render_status(paths: RunPaths, *, headlines: Headlines | None = None) -> str:
     """Renders the run at a glance, in several lines.
 
+    Args:
+        paths: The run.
+        headlines: Gives the numbers by which the run is judged.
+
     Raises:
-        RlhpcError: There is no such run.
+        UserError: There is no such run.
     """
     if not paths.root.is_dir():
-        raise RlhpcError(f"there is no run at {paths.root}; runs are in runner.run_dir, `ls` shows their names")
+        raise UserError(f"there is no run at {paths.root}; runs are in runner.run_dir, `ls` shows their names")
     [(facts, found)] = states([paths])
     status = facts.status
     why = f": {found.why}" if found.why else ""
@@ -96,11 +118,15 @@ def render_status(paths: RunPaths) -> str:
     progress = _progress(status) if found.own or found.state in OVER else []
     if progress:
         lines.append(f"progress     {', '.join(progress)}")
+    if headlines is not None and (numbers := headlines([paths])):
+        lines.append("results      " + ", ".join(f"{title} {text}" for title, (text,) in numbers.items()))
     lines += _time_lines(status, found)
     done = sorted(int(p.stem) for p in paths.segments.glob("*.json") if p.stem.isdigit())
     lines.append(f"segments     {', '.join(map(str, done)) + ' done' if done else 'none done'}")
     steps = [step for step, _ in paths.complete_steps()]
     lines.append("checkpoints  " + (", ".join(step_name(step) for step in steps) if steps else "none"))
+    if best := best_words(status):
+        lines.append(f"best         {best}")
     rows = members(paths) if found.state in OVER or _generation_is_new(facts, found) else []
     shm = _shared_memory(rows)
     if shm is not None:
@@ -111,7 +137,7 @@ def render_status(paths: RunPaths) -> str:
     lines += [] if found.state in OVER else _robot_lines(paths)
     if helpers := helper_lines(paths, over=found.state in OVER):
         lines += ["", *helpers]
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))
 
 
 def _robot_lines(paths: RunPaths) -> list[str]:
@@ -151,54 +177,68 @@ def _generation_is_new(facts: Facts, found: RunState) -> bool:
         return found.own
 
 
-_COLUMNS = ("run", "state", "job", "step", "return", "left", "")
-
-
-def render_runs(folder: Path, named: Sequence[RunPaths] | None = None, notes: Mapping[str, str] | None = None) -> str:
-    """Renders a line for each run below a folder; Slurm is asked once for all of them.
+def render_runs(
+    folder: Path,
+    named: Sequence[RunPaths] | None = None,
+    notes: Mapping[str, str] | None = None,
+    *,
+    headlines: Headlines | None = None,
+) -> str:
+    """Renders a line for each run below a folder; Slurm is asked once for all of them. A column in which no run has anything
+    is left out.
 
     Args:
         folder: The folder.
         named: The runs to show, whether they have begun or not; by default those that are there.
         notes: Name of a run → what else to say about it.
+        headlines: Gives the numbers by which the runs are judged: title → a text for each run.
 
     Raises:
         UserError: There is no run.
     """
-    found = list(find_runs(folder)) if named is None else list(named)
-    if not found:
+    runs = list(find_runs(folder)) if named is None else list(named)
+    if not runs:
         raise UserError(f"there is no run below {folder}")
-    rows: list[tuple[str, ...]] = [_COLUMNS]
-    for facts, state in states(found):
-        *cells, why = _row(folder, facts, state)
-        note = (notes or {}).get(facts.paths.root.name, "")
-        if not facts.paths.root.is_dir():
-            cells[1], why = "not started", ""
-        rows.append((*cells, "; ".join(filter(None, (why, note)))))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
+    cells = [
+        _cells(folder, facts, state, (notes or {}).get(facts.paths.root.name, "")) for facts, state in states(runs)
+    ]
+    columns: dict[str, Sequence[str]] = {title: [row[title] for row in cells] for title in cells[0]}
+    last = {title: columns.pop(title) for title in ("time left", "note")}
+    columns |= {} if headlines is None else headlines(runs)
+    columns |= last
+    filled = [
+        (title, *map(one_line, texts)) for title, texts in columns.items() if title in ("run", "state") or any(texts)
+    ]
+    widths = [max(map(len, column)) for column in filled]
     return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
-        for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in zip(*filled, strict=True)
     )
 
 
-def _row(folder: Path, facts: Facts, found: RunState) -> tuple[str, ...]:
-    status = facts.status
-    step, most, value, eta = (number_of(status, key) for key in ("step", "max_steps", "return", "eta_s"))
-    steps = "" if step is None else f"{step:.0f}" + (f"/{most:.0f}" if most is not None and most >= 0 else "")
-    left = duration(eta) if eta is not None and found.state == "running" else ""
-    why = found.why.removeprefix(found.job).lstrip(":;, ") if found.job else found.why
-    name = str(facts.paths.root.relative_to(folder))
-    return name, found.state, found.job, steps, "" if value is None else f"{value:.1f}", left, why
+def _cells(folder: Path, facts: Facts, run: RunState, note: str) -> dict[str, str]:
+    """Returns a run's line of the list: title of the column → text."""
+    step, most, eta = (number_of(facts.status, key) for key in ("step", "max_steps", "eta_s"))
+    why = run.why.removeprefix(run.job).lstrip(":;, ") if run.job else run.why
+    is_there = facts.paths.root.is_dir()
+    ended = "ended: " if why and run.state in FINAL else ""
+    return {
+        "run": str(facts.paths.root.relative_to(folder)),
+        "state": run.state if is_there else "not started",
+        "job": run.job,
+        "step": "" if step is None else f"{step:.0f}" + (f"/{most:.0f}" if most is not None and most >= 0 else ""),
+        "time left": duration(eta) if eta is not None and run.state == "running" else "",
+        "note": "; ".join(filter(None, (f"{ended}{why}" if is_there else "", note))),
+    }
 
 
 def _member_line(row: dict[str, Any], *, over: bool) -> str:
     pid, node, state = row.get("pid"), str(row.get("node") or "?"), str(row.get("state") or "?")
-    if state not in (*OVER, "ended"):
+    if state not in (*OVER, "ended", "left"):
         here = row.get("host") == host_id() and isinstance(pid, int)
         if over or (here and not Path(f"/proc/{pid}").exists()):
             state = "ended" if over else "gone"
-    return f"{row['group']!s:<12} {row.get('rank', '?')!s:>4}  {node:<16} {pid if pid else '?':>8}  {state}"
+    return f"{row['group']!s:<12} {row.get('rank', '?')!s:>4}  {node:<16} {pid if pid else '?'!s:>8}  {state}"
 
 
 def _log_files(paths: RunPaths, group: str | None, rank: int | None) -> dict[Path, str]:
@@ -221,16 +261,16 @@ def _log_files(paths: RunPaths, group: str | None, rank: int | None) -> dict[Pat
     return wanted
 
 
-def _tail(path: Path, lines: int) -> tuple[list[str], int]:
-    """(last lines, file position after them)."""
+def _tail(path: Path, lines: int, start: str) -> tuple[list[str], int]:
+    """(last lines of a start, file position after them)."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - 512 * max(lines, 1) - 4096))
+            file.seek(max(0, size - 512 * max(lines, 1) - 4096) if start in (LAST, ALL) else 0)
             data = file.read(size - file.tell())
-    except OSError:
+    except (OSError, ValueError):  # a name that no file has
         return [], 0
-    text = data.decode("utf-8", "replace").splitlines()
+    text = lines_of_start(data.decode("utf-8", "replace").splitlines(), start)
     return text[-lines:] if lines > 0 else [], size
 
 
@@ -241,6 +281,7 @@ def print_logs(
     follow: bool = False,
     lines: int = 50,
     *,
+    start: str = LAST,
     out: TextIO | None = None,
     poll_s: float = 0.5,
 ) -> None:
@@ -252,6 +293,7 @@ def print_logs(
         rank: Print only this rank's logs.
         follow: Keep printing what is added, until the run is over or Ctrl-C.
         lines: How many lines of each file to print.
+        start: The start whose lines are printed: its number, `last`, or `all`.
         out: Where to print; stdout by default.
         poll_s: Seconds between two looks for new lines.
 
@@ -268,7 +310,7 @@ def print_logs(
         raise UserError(f"no logs{asked} in {paths.logs}; there are: {', '.join(there) or 'none yet'}")
     at: dict[Path, int] = {}
     for path, label in files.items():
-        text, at[path] = _tail(path, lines)
+        text, at[path] = _tail(path, lines, start)
         _write(target, label, text)
     while follow:
         over = run_state(paths)[0] in (*OVER, "unknown")
@@ -282,7 +324,7 @@ def print_logs(
 def _added(path: Path, at: dict[Path, int]) -> Iterator[str]:
     """Whole lines appended since the position in `at`, which is moved past them."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             start = at.get(path, 0)
             if file.seek(0, 2) < start:
                 start = 0  # replaced by a shorter file
@@ -293,11 +335,12 @@ def _added(path: Path, at: dict[Path, int]) -> Iterator[str]:
                 start += len(line)
                 yield line.decode("utf-8", "replace").rstrip("\n")
             at[path] = start
-    except OSError:
+    except (OSError, ValueError):
         return
 
 
 def _write(target: TextIO, label: str, lines: list[str]) -> None:
     for line in lines:
-        target.write(f"[{label}] {line}\n")
+        for part in line.splitlines() or [""]:  # a progress bar goes over its line again and again
+            target.write(one_line(f"[{label}] {part}") + "\n")
     target.flush()

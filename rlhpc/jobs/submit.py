@@ -27,7 +27,7 @@ from rlhpc.jobs.local import make_local_executor
 from rlhpc.jobs.lock import SubmitLock
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
-from rlhpc.jobs.record import JobRecord, find_job, job_name, job_words, owner_of, was_cancelled
+from rlhpc.jobs.record import JobRecord, end_process, find_job, job_words, owner_of, segment_job_name, was_cancelled
 from rlhpc.jobs.room import NotNow, Patience, not_now, room_words
 from rlhpc.jobs.slurm import nothing_queued
 from rlhpc.jobs.waiter import (
@@ -43,6 +43,7 @@ from rlhpc.jobs.waiter import (
     say,
 )
 from rlhpc.runtime.errors import RlhpcError, SubmitError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.import_paths import run_module
 from rlhpc.runtime.ownership import make_private, require_own_run_folder
 
@@ -67,10 +68,11 @@ _NO_COUNT = 10**6
 DYING_S = 10.0
 
 
-def driver_command(config_path: str | Path, overrides: Sequence[str] = (), *, segment: int = 0) -> list[str]:
-    """argv of the driver: what a user would type to train without submitting."""
-    config = str(Path(config_path).expanduser().absolute())
-    return run_module("rlhpc.cli", "train", config, "--segment", str(segment), *overrides)
+def driver_command(config_path: str | Path, overrides: Sequence[str] = (), *, segment: int | None = 0) -> list[str]:
+    """argv of the driver: what a user would type to train without submitting; `segment` None trains the whole run."""
+    config = str(expand_home(config_path).absolute())
+    part = [] if segment is None else ["--segment", str(segment)]
+    return run_module("rlhpc.cli", "train", config, *part, *overrides)
 
 
 def submit_segment(
@@ -137,7 +139,7 @@ def submit_segment(
         WaitInterrupted: Ctrl-C, or `asked_by` is gone.
         DeadlineExceeded: `deadline_s` is over.
     """
-    files = SegmentFiles(RunPaths(Path(run_root).expanduser().absolute()), segment)
+    files = SegmentFiles(RunPaths(expand_home(run_root).absolute()), segment)
     done = read_json(files.marker)
     if done is not None:
         return answer("finished", JobRecord.read(files), segment, done)
@@ -260,8 +262,8 @@ def _await_orphan(files: SegmentFiles, grace_s: float, out: TextIO) -> None:
             said = True
             say(out, f"segment {files.segment}: the job was killed; its driver (pid {claim.driver.pid}) saves and ends")
         if time.monotonic() > end:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(claim.driver.pid, signal.SIGKILL)
+            with contextlib.suppress(PermissionError):
+                end_process(claim.driver, files.paths, signal.SIGKILL)
             end += 10.0
         time.sleep(0.2)
 
@@ -283,7 +285,7 @@ def _submit(
         token=secrets.token_hex(8),
         executor=kind,
         command=argv,
-        job_name=job_name(files.paths, str(files.segment)),
+        job_name=segment_job_name(files),
         submitted=time.time(),
         logs={"out": str(files.driver_out), "err": str(files.driver_err)},
     )

@@ -10,12 +10,13 @@ import contextlib
 import shlex
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
 
 from rlhpc.jobs.claim import LEASE_S, Claim, SegmentFiles, look_again, read_json
 from rlhpc.jobs.driver_job import first_failure
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, ProcessId, SlurmProbe
-from rlhpc.jobs.record import JobRecord, job_words, owner_of, probe_for
+from rlhpc.jobs.record import JobRecord, job_words, owner_of, probe_for, segment_job_name
 from rlhpc.jobs.shared import SharedProbe
 from rlhpc.jobs.slurm import hasten
 from rlhpc.jobs.status import progress_line
@@ -279,7 +280,8 @@ class Waiter:
             held = report.state is JobState.PENDING and report.reason == "BeginTime"
             if held and claim is not None and time.monotonic() > self._next_hasten:
                 self._next_hasten = time.monotonic() + _HASTEN_S
-                hasten(self.record.job_id)  # it ran before, so this is the hold after a requeue
+                # it ran before, so this is the hold after a requeue
+                hasten(self.record.job_id, segment_job_name(self.files))
             return report
         if claim is not None and not report.conclusive and self._heard(claim):
             self._silent_since = None
@@ -309,12 +311,18 @@ class Waiter:
             )
         how = report.state.value if report.state.is_terminal else "killed, or its node is gone"
         text = first_failure(self.files.driver_err, offset, lines=10)
+        # A job that ended before its driver began has said why in its own log alone, last of all.
+        text = text or first_failure(Path(self.record.job_log), lines=2) if self.record.job_log else text
+        complete = self.files.paths.complete_steps()
+        again = "resumes from the last checkpoint" if complete else "starts anew: there is no checkpoint"
+        if report.state is JobState.TIMEOUT and not complete:
+            again += "; if no step ends within the walltime, give it more (cluster.time)"
         return JobLost(
             f"segment {self.files.segment}: {job_words(self.record)} ended without a result ({how}"
             f"{': ' + report.reason if report.reason else ''})\n"
             + (f"{text}\n" if text else "")
             + f"  driver log: {self.files.driver_err}\n  job log:    {self.record.job_log}\n"
-            "  the same command again resumes from the last checkpoint",
+            f"  the same command again {again}",
             log_path=str(self.files.driver_err),
         )
 

@@ -59,8 +59,18 @@ class AgentConfig:
     `base_url`, and if wanted `action` (which key of an action is what the model writes; by default `message`), `observation`
     (which key of an observation the model reads; by default all of it) and `reset` (arguments)."""
     sandbox: str | None = None
-    """What `agent.command` and shells are confined by: `bubblewrap` (no network; files are read-only, but for a folder of the
-    episode), `unshare` (no network; the files are the user's), or `none`. A command finds the model at `127.0.0.1:8000`."""
+    """What `agent.command` and shells are confined by: `bubblewrap` (no network; of the files the system's programs, the
+    interpreter and what `agent.command` names, read-only, and a folder of the episode), `unshare` (no network; the files are
+    the user's, all of them), or `none`. A command finds the model at `127.0.0.1:8000`."""
+    sandbox_read: list[str] = field(default_factory=list)
+    """Further files and folders that bubblewrap shows, read-only; `~` is the home folder. What lies in them is readable for
+    the model, too, except the run folder and the files of `data`: these are hidden, unless they are named here themselves."""
+    memory_mb: int = 8192
+    """Most memory of all processes of an episode in a sandbox. It is measured about four times a second: in between an episode
+    may use more, and each process may map four times as much. Memory files (`memfd_create`) count where they are mapped."""
+    disk_mb: int = 8192
+    """Most disk space of an episode in a sandbox, its `/tmp` included, and the largest file. Measured about four times a
+    second, less often where there are many files; a file that is open and has been deleted counts alone."""
     services: list[ServiceConfig] = field(default_factory=list)
     """Programs that agents need: once on each node of the group `agent`, or else once for each engine."""
     python: str | None = None

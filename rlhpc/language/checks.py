@@ -11,8 +11,17 @@ from rlhpc.config.parallel import check_parallel
 from rlhpc.config.rules import Fail, check_choice
 from rlhpc.config.typed import plain, select
 from rlhpc.language.agent_config import AgentConfig
+from rlhpc.language.algorithm.checks import check_algorithm
 from rlhpc.language.algorithm.registry import ALGORITHMS, make_algorithm
-from rlhpc.language.config import GrpoConfig, LanguageConfig, SourceConfig, TrainedLanguageConfig
+from rlhpc.language.config import (
+    GrpoConfig,
+    LanguageConfig,
+    SftConfig,
+    SourceConfig,
+    TrainedLanguageConfig,
+    minibatch_size,
+    responses_per_step,
+)
 from rlhpc.language.engines.registry import ENGINES
 from rlhpc.language.environments.registry import find_environment
 from rlhpc.language.policies import roles_of
@@ -46,10 +55,10 @@ def check_common(cfg: LanguageConfig, fail: Fail, *, training: bool) -> None:
     """
     _backend("rollout.rollout_backend", cfg.rollout.rollout_backend, fail)
     _check_trained(cfg, cfg.data.eval, fail)
-    _agent(cfg, fail)
     if training:
         _sources(cfg.data.train, cfg.data.eval)
         _judges(cfg)
+    _agent(cfg, fail)
 
 
 def check_reward_model(cfg: RewardRunConfig, fail: Fail, *, training: bool) -> None:
@@ -79,6 +88,36 @@ def _check_suites(interval: int, suites: Sequence[Any], named: Sequence[str], fa
             "runner.val_check_interval",
             "workflow.eval_suites is empty; name the suites of data.eval that it is to evaluate",
         )
+
+
+def check_answering(cfg: SftConfig, metrics: Sequence[str], fail: Fail) -> None:
+    """Refuses engines of a supervised run that would answer nothing, and a metric of the suites without engines.
+
+    Args:
+        cfg: The configuration.
+        metrics: Of the suites, were they answered.
+        fail: Makes the error.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+    key = "cluster.component_placement"
+    if "rollout" not in placed(cfg):
+        if cfg.runner.keep_best in metrics:
+            raise fail(
+                "runner.keep_best",
+                f"an engine has to answer the suites of data.eval while the model is trained: set {key}.rollout, such as 0",
+            )
+        return
+    interval = cfg.runner.val_check_interval
+    if interval <= 0:
+        raise fail(
+            "runner.val_check_interval",
+            f"the group 'rollout' of {key} answers the suites of data.eval every so many steps: set it, or leave it out",
+        )
+    _check_suites(interval, cfg.data.eval, cfg.workflow.eval_suites, fail)
+    if not cfg.reward.terms:
+        raise fail("reward.terms", "say how the answers to the suites are judged, such as [{name: math}]")
 
 
 def _backend(key: str, backend: str, fail: Fail) -> None:
@@ -191,6 +230,10 @@ def _agent(cfg: LanguageConfig, fail: Fail) -> None:
     if agent.kind == "inline":
         if "agent" in rewarded:
             raise fail("reward.terms", "agent is what an agent outside says: set agent.kind to python")
+        if cfg.rollout.agent is None and cfg.rollout.max_turns != 1:
+            raise fail("rollout.max_turns", "rollout.agent is not set, so nobody answers the model: set that, or 1")
+        if cfg.rollout.agent is not None and cfg.rollout.max_turns < 2:
+            raise fail("rollout.max_turns", f"with rollout.agent {cfg.rollout.agent!r} it must be at least 2")
         return
     if agent.kind == "environment":
         find_environment(str(agent.target), plain(agent.kwargs))
@@ -211,6 +254,9 @@ def _agent(cfg: LanguageConfig, fail: Fail) -> None:
         )
     if cfg.rollout.max_turns != 1:
         raise fail("rollout.max_turns", f"agent.kind={agent.kind} has agent.max_turns instead: leave it out")
+    for key, section in (("data.train", cfg.data.train), *((f"data.eval[{one.name}]", one) for one in cfg.data.eval)):
+        if section.tools_key:
+            raise fail(f"{key}.tools_key", f"agent.kind={agent.kind} shows the model tools of its own: leave it out")
     limit = cfg.runner.step_timeout_s
     later = float(select(cfg, "agent.feedback_timeout_s") or 0.0)
     for name, seconds in (("timeout_s", agent.timeout_s), ("feedback_timeout_s", later)):
@@ -245,17 +291,14 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
     if not cfg.reward.terms:
         raise fail("reward.terms", "say how responses are judged, such as [{name: math}]")
     _check_suites(cfg.runner.val_check_interval, cfg.data.eval, cfg.workflow.eval_suites, fail)
-    responses = cfg.data.prompts_per_step * algorithm.group_size
-    if responses % cfg.actor.global_batch_size:
+    responses = responses_per_step(cfg)
+    if responses % minibatch_size(cfg, cfg.actor):
         raise fail(
             "actor.global_batch_size",
             f"a step has data.prompts_per_step({cfg.data.prompts_per_step}) * algorithm.group_size({algorithm.group_size})"
             f" = {responses} responses, which must divide by it",
         )
-    if algorithm.overlong_buffer >= cfg.rollout.max_new_tokens:
-        raise fail(
-            "algorithm.overlong_buffer", f"it must be below rollout.max_new_tokens ({cfg.rollout.max_new_tokens})"
-        )
+    check_algorithm(cfg, fail)
     tensor = cfg.rollout.parallel.tensor
     if cfg.rollout.rollout_backend.lower() == "hf" and ((tensor or 1) > 1 or cfg.rollout.parallel.expert):
         key = "tensor" if (tensor or 1) > 1 else "expert"
@@ -270,31 +313,8 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
         if cfg.rollout.rollout_backend.lower() == "hf":
             raise fail("rollout.merge_adapters", "the engine hf takes merged weights: leave it true, or take vllm")
     check_policies(cfg, fail)
-    if algorithm.overlong_buffer and cfg.agent.kind != "inline":
-        raise fail("algorithm.overlong_buffer", f"agent.kind={cfg.agent.kind} ends its answers by itself: set it 0")
     if cfg.rollout.temperature == 0:
         raise fail("rollout.temperature", "training samples: it must be greater than 0")
-    if algorithm.filter_groups and algorithm.group_size < 2:
-        raise fail("algorithm.group_size", "algorithm.filter_groups compares within groups: it must be at least 2")
-    if algorithm.credit != "episode" and algorithm.adv_type.lower() in (
-        "gae",
-        "raw",
-        "reinforce++",
-        "reinforce++_baseline",
-    ):
-        raise fail(
-            "algorithm.credit",
-            f"algorithm.adv_type={algorithm.adv_type} credits each token with what follows it, turns' rewards too: "
-            "leave it, or take an estimator that compares, such as rloo",
-        )
-    if algorithm.loss_type.lower() == "decoupled_ppo" and not algorithm.recompute_logprobs:
-        raise fail("algorithm.recompute_logprobs", "decoupled_ppo takes its proximal policy from there: set it true")
-    if algorithm.tis_cap is not None and not algorithm.recompute_logprobs:
-        raise fail(
-            "algorithm.tis_cap", "it weighs recomputed log-probs: set algorithm.recompute_logprobs=true, or null"
-        )
-    if cfg.actor.offload_in_rollout and algorithm.max_staleness:
-        raise fail("actor.offload_in_rollout", "async generation goes on while the actor trains: set it false")
 
 
 def check_policies(cfg: GrpoConfig, fail: Fail) -> None:
@@ -340,8 +360,8 @@ def check_policies(cfg: GrpoConfig, fail: Fail) -> None:
 
 def _critic(cfg: GrpoConfig, fail: Fail) -> None:
     """How the critic is trained."""
-    critic, responses = cfg.critic, cfg.data.prompts_per_step * cfg.algorithm.group_size
-    if responses % critic.global_batch_size:
+    responses = responses_per_step(cfg)
+    if responses % minibatch_size(cfg, cfg.critic):
         raise fail("critic.global_batch_size", f"a step has {responses} responses, which must divide by it")
 
 

@@ -38,6 +38,7 @@ CHOICES = {
     "agent.sandbox": ("bubblewrap", "unshare", "none"),
     "agent.kind": ("inline", "python", "command", "environment", "mcp", "verifiers", "openenv"),
 }
+DPO_CHOICES = {**CHOICES, "algorithm.loss_type": ("sigmoid", "ipo")}
 #: Keys, and sections, of the machine and of how the work is cut into pieces.
 FREE = (
     "runner.val_check_interval", "rollout.weight_sync", "rollout.weight_delta",
@@ -51,5 +52,6 @@ FREE = (
     "actor.max_tokens_per_micro_batch", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.", "actor.parallel.",
     "actor.offload_in_rollout", "actor.model.gradient_checkpointing", "actor.model.attn_implementation",
     "reward.timeout_s", "reward.processes", "agent.python", "agent.episodes_per_rank", "agent.timeout_s",
+    "agent.sandbox_read", "agent.memory_mb", "agent.disk_mb",
     "agent.feedback_timeout_s", "agent.feedback_ahead",
 )  # fmt: skip

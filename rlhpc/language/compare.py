@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.language.samples_page import read_samples, samples_path
-from rlhpc.metrics.statistics import bootstrap, wilson
+from rlhpc.metrics.statistics import share_interval, wilson
 from rlhpc.runtime.errors import ConfigError
 
 
@@ -34,9 +34,10 @@ def compare(first: str | Path, second: str | Path) -> dict[str, Any]:
         if one["response"] != other["response"]:
             texts.append({"id": key[0], "sample": key[1], "first": one["response"], "second": other["response"]})
     differences = [sum(found) / len(found) for found in problems.values()]
-    # Where no problem differs a bootstrap would be certain that none ever does: bound how many might.
+    # From -1 to 1. Where no problem differs, it is bounded how many might.
     most = wilson(0, len(differences))[1]
-    between = bootstrap(differences) if any(differences) else (-most, most)
+    shares = share_interval([(difference + 1) / 2 for difference in differences])
+    between = [2 * end - 1 for end in shares] if any(differences) else [-most, most]
     return {
         "n": len(both),
         "same_text": 1 - len(texts) / len(both),

@@ -18,7 +18,7 @@ from rlhpc.language.group_config import (
     ScoringGroupConfig,
     TeacherConfig,
 )
-from rlhpc.language.model_config import GenerationConfig, LanguageActorConfig, LanguageModelConfig
+from rlhpc.language.model_config import GenerationConfig, LanguageActorConfig, LanguageModelConfig, LanguageOptimConfig
 from rlhpc.runtime.cluster_config import ElasticClusterConfig
 
 
@@ -34,7 +34,9 @@ class SourceConfig:
     split: str | None = None
     """Part of an `hf` dataset, or a filter `column=value`."""
     prompt_key: str = "prompt"
-    """Column of the question (a text, or a list of chat messages)."""
+    """Column of the question (a text, or a list of chat messages, which may have `tool_calls` and `reasoning_content`)."""
+    tools_key: str | None = None
+    """Column of the tools that the chat template shows to the model: a list of definitions, or that list as JSON text."""
     level_key: str | None = None
     """Column of the difficulty, for evaluation tables."""
     system_prompt: str | None = None
@@ -90,8 +92,8 @@ class DataConfig:
     """Suites; `workflow.eval_suites` names those that the workflow and `runner.val_check_interval` evaluate on."""
     max_prompt_tokens: int = 1024
     """Longest prompt, in tokens."""
-    overlong_prompts: str = "error"
-    """What happens to longer ones: `error`, or `drop`."""
+    overlong_prompts: str = "drop"
+    """What happens to longer ones, which are found before the start: `drop`, or `error`, which names file and line."""
     prompts_per_step: int = 32
     """Prompts of a step; each gets `algorithm.group_size` responses (sft: demonstrations of a step)."""
 
@@ -147,8 +149,8 @@ class GrpoActorConfig(LanguageActorConfig):
 
     model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
     """The model."""
-    global_batch_size: int = 256
-    """Responses of one optimizer step, over all ranks."""
+    global_batch_size: int | None = None
+    """Responses of one optimizer step, over all ranks; null takes all responses of a step, for one optimizer step an epoch."""
     offload_in_rollout: bool = False
     """Collocated: moves the actor to the host while the rollout ranks generate, and these away while it trains."""
 
@@ -188,10 +190,11 @@ class GrpoRolloutConfig(WeightSyncConfig, EngineConfig):
     """Temperature of sampling in training; the losses use the same."""
     probe_interval: int = 10
     """Versions of the weights between two probes: engine and trainer score a fixed text, and a difference that rounding does
-    not explain ends the run. The first two versions are always looked at; 0 is off."""
+    not explain ends the run. The first two versions are looked at as well; 0 leaves only version 0. What is compared at the
+    start of a run does not depend on it."""
     probe_tolerance: float | None = None
     """How far the text's log-probs may differ, a token on average; null is 0.001 in float32 (on an accelerator 0.02);
-    in half precision six times what the trainer finds rounding to make of it."""
+    in half precision, and for the changed weights of the start, six times what the trainer finds rounding to make of it."""
     merge_adapters: bool = True
     """With `actor.lora.rank`, whether adapters are merged into the weights that engines get. False sends them as they are, and
     nothing else (`vllm`, which then computes with them): an update is small, and each token costs a little more."""
@@ -245,9 +248,10 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     """Policy loss: ppo (alias actor, actor_critic), gspo, cispo, decoupled_ppo, a registered name, or `module:function`."""
     loss_agg: str = "token-mean"
     """How losses of tokens are averaged: token-mean, token-sum, seq-mean-token-mean, seq-mean-token-sum or
-    seq-mean-token-sum-norm."""
-    gamma: float = 0.99
-    """Discount."""
+    seq-mean-token-sum-norm (Dr. GRPO: divided by the tokens that an episode may have, `rollout.max_new_tokens` or, with an
+    agent outside, `agent.max_tokens`). A sequence is what one role says in an episode."""
+    gamma: float = 1.0
+    """Discount, from token to token."""
     credit: str = "episode"
     """What a turn of an agent's is credited with: `episode`, what the whole was worth; `turn`, what was paid from it on,
     compared with the same turn of the group's other episodes; `state`, as `episode`, and compared with turns that had just
@@ -256,8 +260,8 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     """Discount from turn to turn, for `algorithm.credit`."""
     turn_coef: float = 1.0
     """Weight of the comparison of states, for `credit: state`."""
-    gae_lambda: float = 0.95
-    """Trace decay of GAE."""
+    gae_lambda: float = 1.0
+    """Trace decay of GAE, from token to token."""
     value_clip: float | None = None
     """Clip range of the critic's loss; null is off."""
     value_coef: float = 0.5
@@ -273,14 +277,15 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     """Dual clip's c (> 1); null is off."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-    update_epochs: int = 4
+    update_epochs: int = 1
     """Passes over each rollout."""
     group_size: int = 8
     """Responses to each prompt."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference policy; 0 does without the reference."""
     kl_type: str = "k3"
-    """Estimator of that KL: k1, k2, k3 or abs."""
+    """Estimator of that KL: k1, k2, k3 or abs. In the loss, k2 has the gradient of the KL, k3 and abs one close to it, and k1,
+    which has none, is refused."""
     kl_in: str = "loss"
     """Where the KL goes: `loss`, or `reward` (per token)."""
     recompute_logprobs: bool = False
@@ -289,13 +294,14 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     """Cap of the truncated importance weight between trainer and rollout engine (with `decoupled_ppo` between the
     policy from before the update and the one that wrote); null is off."""
     filter_groups: bool = False
-    """DAPO's dynamic sampling: groups whose rewards are all equal are dropped and refilled."""
+    """DAPO's dynamic sampling: groups whose rewards, without penalties on length, are all equal are dropped and refilled."""
     max_refills: int = 4
     """Rounds of refilling in a step before it goes on with what it has."""
     overlong_buffer: int = 0
     """DAPO's soft length penalty: how many tokens before `rollout.max_new_tokens` it begins; 0 is off."""
     overlong_filter: bool = False
-    """Responses cut off at the length limit are not trained on."""
+    """Responses cut off at the length limit are left out: not trained on, and in no mean or spread of their group. The others
+    have the advantages that they would have if the cut ones had not been drawn."""
     max_staleness: int = 0
     """Most versions by which the policy that wrote a token may lag behind the one that
     is trained; 0 is sync."""
@@ -309,7 +315,7 @@ class LanguageWorkflowConfig(WorkflowConfig):
 
     sft: str | None = None
     """Configuration of an SFT run that comes first, relative to this file; this run's `actor.model.model_path` then names
-    the folder it exports."""
+    the folder into which the workflow exports its chosen step, `export/chosen` in its run folder."""
     sft_overrides: list[str] = field(default_factory=list)
     """Changes to the configuration of that SFT run, as `key=value`."""
     eval_start: bool = False
@@ -357,6 +363,8 @@ class GrpoRewardConfig(RewardConfig):
     process_terms: list[ProcessTermConfig] = field(default_factory=list)
     """Terms that are given on the way, at the end of each step of a response, by groups. The estimators `gae` and `raw` credit
     each to the tokens before it; the others compare whole responses, and add them up."""
+    max_failed_steps: int = 0
+    """Steps in a row in which no sample could be judged that a run survives; the next such step ends it."""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """The reward model of the group `reward`, which the term of that name asks."""
 
@@ -380,6 +388,65 @@ class GrpoConfig(LanguageConfig):
     """Further groups that score what the model writes; `cluster.component_placement` says where."""
 
 
+def responses_per_step(cfg: GrpoConfig) -> int:
+    """Returns the responses of a step."""
+    return cfg.data.prompts_per_step * cfg.algorithm.group_size
+
+
+def minibatch_size(cfg: GrpoConfig, section: GrpoActorConfig | CriticConfig) -> int:
+    """Returns the responses of one optimizer step of the actor or the critic: its `global_batch_size`, or all of a step."""
+    return section.global_batch_size or responses_per_step(cfg)
+
+
+@dataclass
+class SftRunnerConfig(RunnerConfig):
+    """The loop: how long, what is kept, when it is evaluated."""
+
+    val_check_interval: int = -1
+    """Steps between two evaluations, which the last step has, too; -1 for none. Each is the held-out loss (`eval/loss`) and,
+    where `cluster.component_placement` has a group `rollout`, the suites of `workflow.eval_suites`, which its engines answer.
+    Checkpoints are evaluated on suites either way (by the workflow, or `rlhpc eval`)."""
+
+
+@dataclass
+class HoldoutConfig:
+    """Rows of the held-out loss; what `data.train` says of its rows holds of them, too."""
+
+    path: str | None = None
+    """File or folder; null takes that of `data.train`, and of its rows those that `data.train.eval_fraction` keeps from
+    training."""
+    split: str | None = None
+    """Part of an `hf` dataset, or a filter `column=value`, in place of that of `data.train`: all its rows are held out."""
+
+
+@dataclass
+class SftDataConfig(DataConfig):
+    """Data of training, of the held-out loss and of evaluation."""
+
+    holdout: HoldoutConfig = field(default_factory=HoldoutConfig)
+    """Rows of the held-out loss (`runner.val_check_interval`)."""
+
+
+@dataclass
+class SftOptimConfig(LanguageOptimConfig):
+    """The optimizer."""
+
+    lr: float = 2.0e-5
+    """Learning rate. The default is for all weights of a pretrained model; adapters take ten times as much or more."""
+
+
+@dataclass
+class SftActorConfig(LanguageActorConfig):
+    """The actor group: training."""
+
+    optim: SftOptimConfig = field(default_factory=SftOptimConfig)
+    """The optimizer."""
+
+
 @dataclass
 class SftConfig(LanguageConfig):
     """A language model on demonstrations."""
+
+    runner: SftRunnerConfig = field(default_factory=SftRunnerConfig)
+    data: SftDataConfig = field(default_factory=SftDataConfig)
+    actor: SftActorConfig = field(default_factory=SftActorConfig)

@@ -6,7 +6,6 @@ role, is a branch beside the others.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from html import escape
@@ -16,6 +15,7 @@ from typing import Any
 from rlhpc.jobs.paths import PAGE, RunPaths
 from rlhpc.language.samples_page import read_samples, results_with_samples, samples_path, spread
 from rlhpc.metrics.page import page, section, write_page
+from rlhpc.runtime.plain import is_count, is_number
 
 EPISODES = 24
 """Episodes of a suite that are shown."""
@@ -70,22 +70,29 @@ def write_episodes_page(paths: RunPaths) -> Path | None:
 
 def _rows(path: Path) -> list[Row]:
     try:
-        return [row for row in read_samples(path) if _shaped(row.get("episode"))]
+        return [row for row in read_samples(path) if _is_episode(row.get("episode"))]
     except OSError:
         return []
 
 
-def _shaped(samples: Any) -> bool:
-    """Whether these are samples as `transcript` writes them: the file may be anybody's."""
-    try:
-        for part in itertools.chain.from_iterable(sample["parts"] for sample in samples):
-            int(part["turn"]), float(part.get("reward", 0))
-            for text, logprob in part["drawn"] if "drawn" in part else [[part["read"], 0.0]]:
-                if not (isinstance(text, str) and math.isfinite(logprob)):
-                    return False
-    except (TypeError, KeyError, ValueError):
+def _is_episode(samples: Any) -> bool:
+    """Says whether these are samples as `transcript` writes them: the file may be anybody's."""
+    return isinstance(samples, list) and bool(samples) and all(
+        isinstance(sample, dict) and isinstance(sample.get("parts"), list) and all(map(_is_part, sample["parts"]))
+        for sample in samples
+    )  # fmt: skip
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, dict) or not is_count(part.get("turn")) or not is_number(part.get("reward") or 0):
         return False
-    return bool(samples)
+    if "drawn" not in part:
+        return isinstance(part.get("read"), str)
+    return isinstance(part["drawn"], list) and all(map(_is_token, part["drawn"]))
+
+
+def _is_token(token: Any) -> bool:
+    return isinstance(token, list) and len(token) == 2 and isinstance(token[0], str) and is_number(token[1])
 
 
 def _episode(row: Row) -> str:
@@ -93,7 +100,7 @@ def _episode(row: Row) -> str:
     samples: Sequence[Any] = row["episode"]
     turns = {(str(s.get("role")), p["turn"]) for s in samples for p in s["parts"] if "drawn" in p}
     facts = [f"{len(turns)} turns", f"{len(samples)} branches" if len(samples) > 1 else "one branch"]
-    if isinstance(row.get("reward"), (int, float)):
+    if "reward" in row:
         facts.append(f"reward {row['reward']:.3g}")
     if row.get("answer"):
         facts.append(f"answer {str(row['answer'])[:200]}")

@@ -8,6 +8,7 @@ Both are the same for the same model, configuration, seed and engine.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import tempfile
@@ -30,22 +31,28 @@ from rlhpc.language.config import EvalDataConfig, LanguageConfig, RewardConfig, 
 from rlhpc.language.data import PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.data.registry import check_problems
 from rlhpc.language.engines import Request, SamplingParams
+from rlhpc.language.engines.ends import context_tokens
 from rlhpc.language.engines.registry import make_engine
-from rlhpc.language.pass_at_k import normalize_answer, summarize
+from rlhpc.language.pass_at_k import summarize
 from rlhpc.language.policies import folders_of
 from rlhpc.language.rewards import Sample
 from rlhpc.language.rewards.answers import extract
+from rlhpc.language.rewards.notation import normalize_answer
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles.prompts import seed_of
 from rlhpc.language.samples_page import samples_path
 from rlhpc.language.scoring.asking import Judges, judging_here
 from rlhpc.language.suites import suite_named
 from rlhpc.metrics.progress import ProgressBar
+from rlhpc.metrics.results import describe_samples
 from rlhpc.runtime.device import accelerator
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, NonFinite
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.shown import in_parentheses
 
 #: Pause in seconds when neither engine nor judges had anything.
 _IDLE_S = 0.002
@@ -156,12 +163,9 @@ def _check_samples(section: EvalDataConfig, suite: str) -> None:
 
 def describe(result: dict[str, Any]) -> str:
     """An evaluation in one line."""
-    low, high = result["accuracy_ci95"]
-    line = f"accuracy {result['accuracy']:.1%} (95 % CI {low:.1%} to {high:.1%}) on {result['n']} problems"
-    if result["samples"] > 1:
-        k = max(result["pass_at_k"], key=int)
-        line += f", pass@{k} {result['pass_at_k'][k]:.1%}"
-        line += "" if result["majority"] is None else f", majority {result['majority']:.1%}"
+    between = in_parentheses(result["accuracy_ci95"], ".1%", "95 % interval ")
+    line = f"accuracy {result['accuracy']:.1%}{between} on {result['n']} problems"
+    line += describe_samples(result)
     if result["failed"]:
         line += f"; {result['failed']} answers could not be judged"
     return f"{line}; suite {result['suite']}, step {result['global_step']}, {result['backend']}"
@@ -170,7 +174,7 @@ def describe(result: dict[str, Any]) -> str:
 @contextmanager
 def model_folder(model: str | Path, trust_code: bool) -> Iterator[tuple[str, int | None]]:
     """A Hugging Face folder of the model, and the checkpoint's step where it is one."""
-    path = Path(model).expanduser().absolute()
+    path = expand_home(model).absolute()
     if not (path / MANIFEST).is_file():
         yield resolve_model(str(model)), None
         return
@@ -253,8 +257,18 @@ def problems_of(
     """The problems of a suite, or of training, with their token ids, and how many are too long."""
     key, most = f"data.eval[{section.name}]" if part == "eval" else "data.train", cfg.data.max_prompt_tokens
     dataset = make_dataset(section, part, key=key)
-    encoder = PromptTokenizer(tokenizer, most, cfg.data.overlong_prompts, section.chat_template, key=key)
+    check_problems([term.name for term in cfg.reward.terms], dataset, key)
+    encoder = PromptTokenizer(
+        tokenizer,
+        most,
+        cfg.data.overlong_prompts,
+        section.chat_template,
+        key=key,
+        context=context_tokens(cfg, tokenizer),
+    )
     prompts = [dataset[index] for index in range(len(dataset))]
+    for one in prompts:
+        encoder.check(dataclasses.replace(one, turn=None))
     kept = [(one, tuple(made[0]), made[1], encoder) for one in prompts if (made := encoder.encode(one)) is not None]
     if not kept:
         raise ConfigError(f"{key}: all {len(prompts)} prompts are longer than data.max_prompt_tokens={most}")
@@ -351,9 +365,7 @@ def _judge(row: dict[str, Any], scored: Scored, reward: RewardConfig) -> None:
 
 
 def vote(response: str, answer: str, right: bool, term: RewardTermConfig) -> str:
-    """What a sample gives to the majority: its final answer, normalized; "" where it has none.
-
-    Nobody writes a program twice alike, so code does not vote.
+    """Returns a sample's vote in the majority: its final answer, normalized; "" where it has none.
 
     Args:
         response: What the model wrote.
@@ -362,7 +374,7 @@ def vote(response: str, answer: str, right: bool, term: RewardTermConfig) -> str
         term: The first of `reward.terms`: `name` and `kwargs`.
     """
     name, ways = term.name.lower(), _ANSWERS
-    if name == "code":
+    if name == "code":  # programs are never written twice alike
         return ""
     if right and name in _ONE_ANSWER:
         return normalize_answer(extract(answer, _ANSWERS) or "")

@@ -18,18 +18,19 @@ from typing import Any
 
 import torch
 
-from rlhpc.checkpoint.card import head
+from rlhpc.checkpoint.card import accuracy_table, head, results_beside
 from rlhpc.checkpoint.folders import default_output, filled_folder, require_free
 from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.checkpoint.store import require_valid
 from rlhpc.config.sections import LoraConfig
-from rlhpc.jobs.paths import MODEL
+from rlhpc.jobs.paths import MODEL, model_name
 from rlhpc.language.model_config import PretrainedConfig
 from rlhpc.language.scoring.groups import CRITIC
-from rlhpc.language.streamed import stream_folder, stream_shards
+from rlhpc.language.streamed import stream_folder, stream_shards, untrained_weights
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.storage import advice
 from rlhpc.runtime.trust import Trust
@@ -68,7 +69,8 @@ def export_language_model(
         checkpoint: A `global_step_<N>` folder of any run, on any machine.
         output: Target folder; by default `export/global_step_<N>` of the run the checkpoint lies in.
         adapter_only: With LoRA, writes the adapter for peft, rather than the model with the adapter merged.
-        base: With LoRA, where the adapted model is; by default where it was in training.
+        base: The model that training began from, of which adapters and frozen parts need the weights; by default where it
+            was in training.
         dtype: `float32` or `bfloat16`; by default that of the training's computation.
         critic: The critic, as a sequence classifier, rather than the policy; by default to `global_step_<N>-critic`.
         licence: SPDX identifier for the model card.
@@ -79,13 +81,13 @@ def export_language_model(
 
     Raises:
         CheckpointError: The checkpoint has faults, or the target cannot be written.
-        ConfigError: The adapted model is not there, or there is no adapter.
+        ConfigError: The model that training began from is needed and not there, or there is no adapter.
     """
     from rlhpc.language.tokens.files import FOLDER
     from rlhpc.language.tokens.model import DTYPES, export_model, load_causal_lm
     from rlhpc.language.tokens.scalar import HEAD, load_scalar_model
 
-    checkpoint = Path(checkpoint).expanduser().absolute()
+    checkpoint = expand_home(checkpoint).absolute()
     require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert --checkpoint <folder>")
     step = int(read_manifest(checkpoint)["global_step"])
     apart = critic and (checkpoint / CRITIC).is_dir()
@@ -98,7 +100,7 @@ def export_language_model(
                             str(source / "backend.json"))  # fmt: skip
     about, backend = identity["about"], str(identity["actor.training_backend"])
     policies = [str(name) for name in identity.get("agent.policies", ())] if not critic else []
-    target = default_output(checkpoint, step) if output is None else Path(output).expanduser().absolute()
+    target = default_output(checkpoint, step) if output is None else expand_home(output).absolute()
     if critic and output is None:
         target = target.with_name(f"{target.name}-{CRITIC}")
     require_free(target)
@@ -111,7 +113,11 @@ def export_language_model(
     if adapter_only and not lora_rank:
         raise ConfigError(f"{checkpoint}: only an adapter was asked for, but actor.lora.rank was 0: there is none")
     streams = backend == "fsdp" and not lora_rank and not values  # with the memory of one tensor
-    weights = {} if streams else {name: tensor.to(kind) for name, tensor in trained_weights(source, backend)}
+    # FSDP merges float32 adapters into what it sends; the other backends those that they compute with.
+    exact = backend == "fsdp" and bool(lora_rank)
+    weights = dict[str, torch.Tensor]()
+    if not streams:
+        weights = {name: tensor if exact else tensor.to(kind) for name, tensor in trained_weights(source, backend)}
     model = PretrainedConfig(
         model_path=str(source / FOLDER),
         attn_implementation="eager",
@@ -119,6 +125,10 @@ def export_language_model(
     )
     if values:
         weights = _one_head(weights, critic, set() if lora_rank else {*load(model, empty=True).state_dict()})
+    started, frozen = str(base or about["model_path"]), frozenset(map(str, about.get("frozen", ())))
+    if not (streams or lora_rank):
+        lacking = untrained_weights(load(model, empty=True), weights, frozen, model, started, load, source)
+        weights |= {name: tensor.to(kind) if tensor.is_floating_point() else tensor for name, tensor in lacking}
     try:
         with filled_folder(target) as staging:
             for policy in policies or [""]:
@@ -127,8 +137,7 @@ def export_language_model(
                 mine = _of_policy(weights, policy) if policy else weights
                 parameters = sum(tensor.numel() for tensor in mine.values())
                 if streams:
-                    started = str(base or about["model_path"])
-                    parameters = stream_shards(folder, source / "shards", model, kind, load, started)
+                    parameters = stream_shards(folder, source / "shards", model, kind, load, started, frozen)
                 elif lora_rank:
                     _export_adapted(folder, mine, about, model, base, kind, adapter_only, load, head)
                 else:
@@ -140,7 +149,7 @@ def export_language_model(
                 "backend": backend,
                 "dtype": str(kind).removeprefix("torch."),
                 "lora": {**about["lora"], "merged": not adapter_only} if lora_rank else None,
-                "base": str(base or about["model_path"]),
+                "base": started,
                 "manifest_sha256": digest(checkpoint / MANIFEST)[1],
                 "parameters": parameters,
             }, licence, task=CRITIC if critic else _REWARDS if head else _WRITES)  # fmt: skip
@@ -221,7 +230,7 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
 
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
-    target, adapter = Path(output).expanduser().absolute(), Path(source) / "adapter_config.json"
+    target, adapter = expand_home(output).absolute(), Path(source) / "adapter_config.json"
     require_free(target)
     path, classifies = str(source), False
     if adapter.is_file():
@@ -284,9 +293,6 @@ def _export_adapted(
         write_durably(config, json.dumps(found, indent=2).encode() + b"\n")
         return
     adapted.load_state_dict(weights, strict=False)
-    for name, parameter in adapted.named_parameters():
-        if name in own:
-            parameter.data = parameter.data.to(dtype)
     export_model(folder, lora.full_weights(adapted, lambda tensor: tensor), model, dtype, load)
 
 
@@ -329,7 +335,11 @@ def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *
     from rlhpc import __version__
 
     step = f", global step {facts['global_step']}" if "global_step" in facts else ""
-    name = Path(facts["from"]).name
+    source = Path(facts["from"])
+    name = model_name(source)
+    results = (
+        results_beside(source, facts["global_step"], "accuracy") if "global_step" in facts and task != CRITIC else []
+    )
     tags = {_REWARDS: ["reward-model"], CRITIC: ["value-model"]}.get(task, [])
     card = head(
         library="transformers",
@@ -337,6 +347,7 @@ def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *
         licence=licence,
         name=name,
         tags=["reinforcement-learning", "rlhpc", *tags],
+        results=results,
     )
     writes = "AutoModelForImageTextToText" if b'"vision_config"' in _config(folder) else "AutoModelForCausalLM"
     auto = writes if task == _WRITES else "AutoModelForSequenceClassification"
@@ -344,7 +355,7 @@ def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *
     card += (
         f"# {name}\n\nWritten by rlhpc {__version__}{step}; starting point `{facts['base']}`. "
         f"`{CONVERSION}` tells what was converted, with checksums.\n\n"
-        f"{use}```python\nfrom transformers import {auto}, AutoTokenizer\n\n"
+        f"{accuracy_table(results)}{use}```python\nfrom transformers import {auto}, AutoTokenizer\n\n"
         f'model, tokenizer = {auto}.from_pretrained("."), AutoTokenizer.from_pretrained(".")\n```\n'
     )
     write_durably(folder / "README.md", card.encode())

@@ -8,12 +8,13 @@ from typing import Any
 
 from omegaconf import II, MISSING
 
-from rlhpc.config.ranges import ANY, COUNT, NOT_NEGATIVE, Range
+from rlhpc.config.ranges import ANY, COUNT, INTERVAL_OR_0, NOT_NEGATIVE, Range
 from rlhpc.language.model_config import (
     FrozenModelConfig,
     GenerationConfig,
     LanguageActorConfig,
     LanguageModelConfig,
+    LanguageOptimConfig,
     PretrainedConfig,
     ServingConfig,
 )
@@ -29,13 +30,23 @@ class CriticModelConfig(LanguageModelConfig):
 
 
 @dataclass
+class CriticOptimConfig(LanguageOptimConfig):
+    """The optimizer."""
+
+    lr: float = 1.0e-5
+    """Learning rate."""
+
+
+@dataclass
 class CriticConfig(LanguageActorConfig):
     """The critic group, for `algorithm.adv_type: gae`: the values of tokens, trained beside the actor."""
 
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     """The value model."""
-    global_batch_size: int = II("actor.global_batch_size")
-    """Responses of one optimizer step, over all ranks."""
+    optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
+    """The optimizer."""
+    global_batch_size: int | None = II("actor.global_batch_size")
+    """Responses of one optimizer step, over all ranks; null takes all responses of a step."""
     update_epochs: int = II("algorithm.update_epochs")
     """Passes over each rollout."""
     warmup_steps: int = 0
@@ -144,7 +155,7 @@ GROUP_RANGES: dict[str, Range] = {
     "critic.global_batch_size": COUNT,
     "critic.update_epochs": COUNT,
     "critic.warmup_steps": NOT_NEGATIVE,
-    "reference.update_interval": NOT_NEGATIVE,
+    "reference.update_interval": INTERVAL_OR_0,
     "critic.optim.lr_warmup_steps": NOT_NEGATIVE,
     "critic.max_tokens_per_micro_batch": COUNT,
     **{

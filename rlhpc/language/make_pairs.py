@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.config.typed import select
 from rlhpc.language.config import DataSourceConfig, EvalDataConfig
 from rlhpc.language.data import load_tokenizer
 from rlhpc.language.data.builtin import resolve_model
@@ -104,7 +105,15 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def _section(cfg: LanguageConfig, suite: str | None, samples: int, temperature: float) -> tuple[EvalDataConfig, str]:
-    """What is asked, and on which side of `eval_fraction` it is."""
+    """Returns the problems that are asked, as a section, and their side of `eval_fraction`.
+
+    Raises:
+        ConfigError: There is no such suite; or the run is trained on pairs already.
+    """
+    if suite is None and select(cfg, "data.train.chosen_key") is not None:
+        raise ConfigError(
+            "data.train has pairs, on which this run is trained, and no problems: name a suite of data.eval by --suite"
+        )
     source = cfg.data.train if suite is None else suite_named(cfg.data.eval, suite)
     shared = {field.name: getattr(source, field.name) for field in dataclasses.fields(DataSourceConfig)}
     name = "train" if suite is None else source.name if isinstance(source, EvalDataConfig) else str(suite)
@@ -148,8 +157,9 @@ def shuffle(rows: list[Row], form: str, seed: int) -> None:
 def _asked(prompt: Prompt) -> Row:
     """The prompt, in the words that the model read; a single question as a text."""
     messages = [dict(message) for message in prompt.messages]
-    alone = len(messages) == 1 and messages[0]["role"] == "user"
+    alone = len(messages) == 1 and messages[0].keys() == {"role", "content"} and messages[0]["role"] == "user"
     return {
         "prompt": messages[0]["content"] if alone else messages,
         **({"level": prompt.level} if prompt.level else {}),
+        **({"tools": list(prompt.tools)} if prompt.tools else {}),
     }

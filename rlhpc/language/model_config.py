@@ -79,6 +79,14 @@ class GenerationConfig(ServingConfig):
 class LanguageOptimConfig(OptimConfig):
     """The optimizer."""
 
+    name: str = "adamw"
+    """`adam` or `adamw`."""
+    lr: float = 1.0e-6
+    """Learning rate. The default is for all weights of a pretrained model; adapters take ten times as much or more."""
+    adam_eps: float = 1.0e-8
+    """Added to the denominator, for numerical stability."""
+    clip_grad: float | None = 1.0
+    """Largest gradient norm; null does not clip."""
     lr_warmup_steps: int = 0
     """Steps over which the learning rate rises from 0."""
     lr_scheduler: str = "constant"

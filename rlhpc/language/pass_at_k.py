@@ -14,7 +14,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -23,8 +22,6 @@ import numpy as np
 from rlhpc.metrics.statistics import interval
 
 Row = Mapping[str, Any]
-
-_LONGEST_NUMBER = 40
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
@@ -40,17 +37,6 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 def ks(samples: int) -> list[int]:
     """For which k a suite is reported: 1, 2, 4, … and the number of samples."""
     return sorted({2**i for i in range(samples.bit_length()) if 2**i <= samples} | {samples})
-
-
-def normalize_answer(text: str) -> str:
-    """One spelling for answers that are plainly the same: 1,200.0 and $1200$; 1/2 and 0.5; Paris. and paris."""
-    text = " ".join(text.strip().strip("$").replace("\\$", "").replace("\\!", "").split()).rstrip(".").casefold()
-    text = re.sub(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r"\1/\2", text).removeprefix("\\(").removesuffix("\\)").strip()
-    bare = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).replace(" ", "").removeprefix("$").removesuffix("%")
-    # Fraction("1e999999999") would take for ever: only digits, and not too many.
-    if len(bare) <= _LONGEST_NUMBER and re.fullmatch(r"[+-]?(\d+(\.\d*)?|\.\d+|\d+/0*[1-9]\d*)", bare):
-        return str(Fraction(bare))
-    return text
 
 
 def majority(votes: Sequence[str], right: Sequence[bool]) -> float:

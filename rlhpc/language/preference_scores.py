@@ -26,6 +26,7 @@ from rlhpc.language.suites import suite_named
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.cutting import Parts, micro_batches
 from rlhpc.language.tokens.scalar import last_values, load_scalar_model, token_values
+from rlhpc.runs.folder import note
 from rlhpc.runtime.device import accelerator
 from rlhpc.runtime.errors import ConfigError, NonFinite
 
@@ -60,6 +61,11 @@ def training_rows(cfg: RewardRunConfig) -> Preferences:
     return Preferences(cfg.data.train, _form(cfg))
 
 
+def suite_rows(cfg: RewardRunConfig, section: PreferenceSuiteConfig) -> Preferences:
+    """The rows of a section of `data.eval`, as `training_rows`."""
+    return Preferences(section, _form(cfg), "eval", key=f"data.eval[{section.name}]")
+
+
 def _form(cfg: RewardRunConfig) -> str:
     return find_reward_loss(cfg.algorithm.loss_type, plain(cfg.algorithm.loss_kwargs))[1]
 
@@ -83,9 +89,9 @@ def suite_of(cfg: RewardRunConfig, section: PreferenceSuiteConfig, tokenizer: An
     """
     key = f"data.eval[{section.name}]"
     encoder = encoder_of(cfg, section, tokenizer, key)
-    rows = Preferences(section, form, "eval", key=key)
+    rows = suite_rows(cfg, section)
     most = most_tokens(cfg.actor.max_tokens_per_micro_batch, form)
-    dropped = rows.drop_overlong(encoder, most) if encoder.overlong == "drop" else 0
+    dropped = rows.fit(encoder, most)
     return Suite([rows[index] for index in range(len(rows))], dropped, encoder)
 
 
@@ -162,13 +168,22 @@ def rewards_of(
     return found
 
 
-def validation_metrics(parts: Sequence[Mapping[str, Sequence[dict[str, Any]]]], form: str) -> dict[str, float]:
-    """Metrics from the ranks' rows: `eval/accuracy` and so on; of each further suite `eval/<suite>/accuracy`."""
+def validation_metrics(
+    parts: Sequence[Mapping[str, Sequence[dict[str, Any]]]], form: str, loss: Callable[..., Tensor]
+) -> dict[str, float]:
+    """Metrics from the ranks' rows: `eval/accuracy` and so on; of each further suite `eval/<suite>/accuracy`.
+
+    Args:
+        parts: Of each rank, suite → its rows.
+        form, loss: See `find_reward_loss`.
+    """
     metrics: dict[str, float] = {}
     for number, suite in enumerate(parts[0]):
         rows = sorted((row for part in parts for row in part[suite]), key=lambda row: int(row["place"]))
-        result = {**summarize(rows, form), "rows": len(rows)}
-        names = ("accuracy", "rows", "margin", "calibration_error", "reward_mean", "mse", "r2", "spearman")
+        rewards = torch.tensor([row["rewards"] for row in rows], dtype=torch.float64).unbind(1)
+        targets = torch.tensor([row["target"] for row in rows], dtype=torch.float64)
+        result = {**summarize(rows, form), "rows": len(rows), "loss": float(loss(*rewards, targets).mean())}
+        names = ("accuracy", "loss", "rows", "margin", "calibration_error", "reward_mean", "mse", "r2", "spearman")
         prefix = f"eval/{suite}" if number else "eval"
         metrics |= {f"{prefix}/{name}": float(result[name]) for name in names if result.get(name) is not None}
     return metrics
@@ -257,7 +272,12 @@ def check_reward_model(cfg: RewardRunConfig) -> None:
             "model needs one"
         )
     encoder = encoder_of(cfg, cfg.data.train, tokenizer, "data.train")
-    encode(training_rows(cfg)[0], encoder, most_tokens(cfg.actor.max_tokens_per_micro_batch, form))
+    rows = training_rows(cfg)
+    count = len(rows)
+    if dropped := rows.fit(encoder, most_tokens(cfg.actor.max_tokens_per_micro_batch, form)):
+        note(
+            f"data.train: {dropped} of {count} rows are dropped, because they are too long (data.overlong_prompts=drop)"
+        )
     if cfg.actor.training_backend.lower() == "deepspeed":
         from rlhpc.language.tokens.model import compute_dtype
         from rlhpc.training.zero_config import deepspeed_config

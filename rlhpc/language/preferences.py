@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.metrics.statistics import bootstrap, wilson
+from rlhpc.metrics.statistics import share_interval
+from rlhpc.runtime.shown import in_parentheses
 
-#: A row of an evaluation: `rewards` of its responses, `target` (margin or label), and `level`.
+#: A row of an evaluation: `rewards` of its responses, `target` (margin or label), `level`, and the text of its `prompt`.
 Row = dict[str, Any]
 #: Equal parts of the probabilities from 1/2 to 1 within which calibration is measured.
 BINS = 10
@@ -23,7 +24,7 @@ def summarize(rows: Sequence[Row], form: str) -> dict[str, Any]:
     """What the rows say.
 
     Args:
-        rows: Each has `rewards`, `target` and `level`.
+        rows: Each has `rewards`, `target`, `level` and `prompt`.
         form: "pairs" or "labels".
 
     Returns:
@@ -39,21 +40,26 @@ def pairs_summary(rows: Sequence[Row]) -> dict[str, Any]:
     margins = rewards[:, 0] - rewards[:, 1]
     right = margins > 0
     error, parts = calibration(margins)
-    levels: dict[str, list[bool]] = {}
-    for row, hit in zip(rows, right.tolist(), strict=True):
-        levels.setdefault(str(row["level"]), []).append(hit)
+    prompts = [row.get("prompt", place) for place, row in enumerate(rows)]  # pairs of one prompt often share a response
+    levels: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        levels.setdefault(str(row["level"]), []).append(place)
     return {
         "n": len(rows),
         "unit": "pairs",
         "accuracy": float(right.mean()),
-        "accuracy_ci95": list(wilson(int(right.sum()), len(rows))),
+        "accuracy_ci95": list(share_interval(right, prompts)),
         "margin": float(margins.mean()),
         "reward_mean": float(rewards.mean()),
         "calibration_error": error,
         "calibration": parts,
         "levels": {
-            level: {"n": len(hits), "accuracy": sum(hits) / len(hits), "accuracy_ci95": list(wilson(sum(hits), len(hits)))}
-            for level, hits in sorted(levels.items())
+            level: {
+                "n": len(places),
+                "accuracy": float(right[places].mean()),
+                "accuracy_ci95": list(share_interval(right[places], [prompts[place] for place in places])),
+            }
+            for level, places in sorted(levels.items())
         }
         if len(levels) > 1
         else {},
@@ -95,7 +101,7 @@ def labels_summary(rows: Sequence[Row]) -> dict[str, Any]:
         "n": len(rows),
         "unit": "responses",
         "accuracy": float(np.mean(shares)) if shares else 0.5,
-        "accuracy_ci95": list(bootstrap(shares)) if shares else [0.0, 1.0],
+        "accuracy_ci95": list(share_interval(shares, influence=2.0)) if shares else [0.0, 1.0],  # of pairs of rows
         "reward_mean": float(rewards.mean()),
         "mse": float(((rewards - labels) ** 2).mean()),
         "r2": None if spread == 0 else 1 - float(((rewards - labels) ** 2).sum()) / spread,
@@ -132,8 +138,8 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 def describe(result: dict[str, Any]) -> str:
     """An evaluation in one line."""
-    low, high = result["accuracy_ci95"]
-    line = f"accuracy {result['accuracy']:.1%} (95 % CI {low:.1%} to {high:.1%}) on {result['n']} {result['unit']}"
+    between = in_parentheses(result["accuracy_ci95"], ".1%", "95 % interval ")
+    line = f"accuracy {result['accuracy']:.1%}{between} on {result['n']} {result['unit']}"
     if result["unit"] == "pairs":
         line += f", margin {result['margin']:.3g}, calibration error {result['calibration_error']:.1%}"
     else:

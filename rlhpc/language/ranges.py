@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from rlhpc.config.ranges import ANY, COUNT, ELASTIC_RANGES, FRACTION, INTERVAL, NOT_NEGATIVE, PART, POSITIVE, Range
+from rlhpc.config.ranges import (
+    ANY,
+    COUNT,
+    ELASTIC_RANGES,
+    FRACTION,
+    INTERVAL,
+    INTERVAL_OR_0,
+    NOT_NEGATIVE,
+    PART,
+    POSITIVE,
+    Range,
+)
 from rlhpc.config.ranges import RANGES as COMMON_RANGES
 from rlhpc.language.group_config import GROUP_RANGES
 
@@ -24,6 +35,8 @@ TRAINED_RANGES: dict[str, Range] = {
 RANGES: dict[str, Range] = {
     **TRAINED_RANGES,
     **ELASTIC_RANGES,
+    "algorithm.beta": POSITIVE,
+    "algorithm.label_smoothing": Range(0, 0.5, below=True),
     "algorithm.gamma": FRACTION,
     "algorithm.gae_lambda": FRACTION,
     "algorithm.turn_gamma": FRACTION,
@@ -47,7 +60,7 @@ RANGES: dict[str, Range] = {
     "algorithm.distillation.task_reward_coef": NOT_NEGATIVE,
     "rollout.max_new_tokens": COUNT,
     "rollout.temperature": NOT_NEGATIVE,
-    "rollout.probe_interval": NOT_NEGATIVE,
+    "rollout.probe_interval": INTERVAL_OR_0,
     "rollout.probe_tolerance": POSITIVE,
     "rollout.top_p": Range(0, 1, above=True),
     "rollout.top_k": Range(1, also=(-1, "off")),
@@ -58,6 +71,8 @@ RANGES: dict[str, Range] = {
     "rollout.max_turns": COUNT,
     "agent.episodes_per_rank": COUNT,
     "agent.timeout_s": POSITIVE,
+    "agent.memory_mb": COUNT,
+    "agent.disk_mb": COUNT,
     "agent.feedback_timeout_s": NOT_NEGATIVE,
     "agent.feedback_ahead": NOT_NEGATIVE,
     "agent.max_turns": COUNT,
@@ -71,6 +86,7 @@ RANGES: dict[str, Range] = {
     "reward.process_terms[].weight": ANY,
     "reward.timeout_s": POSITIVE,
     "reward.failed": ANY,
+    "reward.max_failed_steps": NOT_NEGATIVE,
     "reward.processes": COUNT,
     **GROUP_RANGES,
     **{f"critic.{key[6:]}": allowed for key, allowed in COMMON_RANGES.items() if key.startswith("actor.")},

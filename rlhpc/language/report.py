@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.paths import RunPaths, model_name
 from rlhpc.language.curves import (
     Evaluation,
     by_suite,
@@ -22,12 +22,23 @@ from rlhpc.language.curves import (
 from rlhpc.language.episodes_page import write_episodes_page
 from rlhpc.language.pass_at_k import level_order
 from rlhpc.language.samples_page import write_samples_page
+from rlhpc.metrics.curves import hollow_points
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, card, duration, figures, missing, table
 from rlhpc.metrics.phases import Rows
+from rlhpc.metrics.results import (
+    evaluations_by_suite,
+    judged_results,
+    judging_suite,
+    largest_pass_at,
+    metric_title,
+    of_suite,
+    with_pass_at,
+)
 from rlhpc.metrics.svg import number
 from rlhpc.runs.kinds import Parts
 from rlhpc.runtime.plain import read_yaml
+from rlhpc.runtime.shown import in_parentheses, interval_text
 
 
 def parts(
@@ -46,15 +57,15 @@ def parts(
     evaluations = read_evaluations(paths)
     samples = write_samples_page(paths) if linked else None
     episodes = write_episodes_page(paths) if linked else None
-    evaluated: dict[int, str] = {}
-    for result in evaluations:
-        evaluated.setdefault(result["global_step"], f"{result['accuracy']:.1%}")
+    suite = judging_suite(paths, evaluations)
+    judging = of_suite(evaluations, suite)
+    evaluated = {int(result["global_step"]): f"{result['accuracy']:.1%}" for result in judging}
     return Parts(
         subject=data_name(paths),
-        cards=key_figures(rows, evaluations, trained, rate),
+        cards=key_figures(rows, judged_results(paths, rows, evaluations, suite, "accuracy"), trained, rate),
         curves=list(learning_curves(rows, always).values()),
         evaluation=evaluation_section(
-            evaluations, samples.name if samples else None, episodes.name if episodes else None
+            paths, rows, evaluations, samples.name if samples else None, episodes.name if episodes else None
         ),
         times=list(time_curves(rows).values())[::-1],
         evaluated=evaluated,
@@ -68,15 +79,15 @@ def data_name(paths: RunPaths) -> str:
         cfg = read_yaml(paths.config.read_bytes())
         train, model = cfg["data"]["train"], str(cfg["actor"]["model"]["model_path"] or "")
         task = (train.get("kwargs") or {}).get("task") or train.get("path") or train["source"]
-        return f"{Path(model).name} on {Path(str(task)).name}" if model else str(task)
+        return f"{model_name(Path(model))} on {Path(str(task)).name}" if model else str(task)
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
         return ""
 
 
 def key_figures(rows: Rows, evaluations: Sequence[Evaluation], trained: tuple[str, str], rate: str) -> str:
-    """The cards at the top of the page; of the first suite, if there are several."""
-    own = next(iter(by_suite(evaluations).values()), [])
-    best, last = max(own, key=lambda result: result["accuracy"], default=None), own[-1] if own else None
+    """The cards at the top of the page, of the evaluations of one suite."""
+    best = max(evaluations, key=lambda result: result["accuracy"], default=None)
+    last = evaluations[-1] if evaluations else None
 
     def of(name: str) -> float | None:
         return next(iter(series(rows, name)[1][-1:]), None)
@@ -102,15 +113,22 @@ def key_figures(rows: Rows, evaluations: Sequence[Evaluation], trained: tuple[st
 
 
 def evaluation_section(
-    evaluations: Sequence[Evaluation], samples_page: str | None, episodes_page: str | None = None
+    paths: RunPaths,
+    rows: Rows,
+    evaluations: Sequence[Evaluation],
+    samples_page: str | None,
+    episodes_page: str | None = None,
 ) -> str:
     """Plot and table of the evaluations, accuracy by level, and the ways to the pages of samples and episodes."""
+    html = figures(
+        [passed] if (passed := pass_at_k_curve(evaluations)) else [],
+        lambda size: evaluation_curve(paths, rows, evaluations, size),
+    )
+    html += hollow_points(evaluations_by_suite(paths, rows, evaluations, "accuracy"))
     if not evaluations:
-        return missing("No evaluation yet: <code>rlhpc eval</code> on a checkpoint, or the workflow's eval rule.")
-    charts = [evaluation_curve(evaluations)]
-    if passed := pass_at_k_curve(evaluations):
-        charts.append(passed)
-    html = figures(charts)
+        return html or missing(
+            "No evaluation yet: <code>rlhpc eval</code> on a checkpoint, or the workflow's eval rule."
+        )
     if samples_page:
         html += f'<p><a href="{escape(samples_page)}">What the model wrote, checkpoint beside checkpoint</a></p>'
     if episodes_page:
@@ -124,27 +142,26 @@ def evaluation_section(
 
 def _table(evaluations: Sequence[Evaluation]) -> str:
     best = {suite: max(result["accuracy"] for result in own) for suite, own in by_suite(evaluations).items()}
-    several = any(len(result.get("pass_at_k") or {}) > 1 for result in evaluations)
+    named = [with_pass_at(result) for result in evaluations]
+    passed = largest_pass_at(name for result in named for name in result)
     rows: list[list[Cell]] = []
-    for result in evaluations:
-        passed = result.get("pass_at_k") or {}
-        k = max(passed, key=int, default="1")
-        sampled = [f"{_percent(passed[k])} @{k}", _percent(result.get("majority"))] if k != "1" else ["–", "–"]
+    for result in named:
+        sampled = [_percent(result.get(passed)), _percent(result.get("majority"))] if passed else []
         rows.append(
             [
                 str(result["suite"]),
                 result["global_step"],
                 result["n"],
                 _percent(result["accuracy"]) + (" ★" if result["accuracy"] == best[str(result["suite"])] else ""),
-                f"{_percent(result['low'])} … {_percent(result['high'])}",
-                *(sampled if several else []),
+                interval_text((result["low"], result["high"]), ".1%") or "–",
+                *sampled,
                 _digits(result.get("reward_mean"), 3),
                 _digits((result.get("response_tokens") or {}).get("mean"), 1),
                 _percent(result.get("truncated")),
                 str(result.get("backend", "–")),
             ]
         )
-    more = ["pass@k", "majority"] if several else []
+    more = [metric_title(passed), "majority"] if passed else []
     head = ["suite", "step", "n", "accuracy", "95 % interval", *more, "reward", "tokens", "cut off", "backend"]
     return table(head, rows, text_columns={0, len(head) - 1})
 
@@ -158,9 +175,9 @@ def _levels(own: Sequence[Evaluation]) -> str:
         cells: list[Cell] = []
         for result in own:
             scores = (result.get("levels") or {}).get(level) or {}
-            low, high = scores.get("accuracy_ci95") or (None, None)
-            ends = f" ({_percent(low)} … {_percent(high)})" if low is not None else ""
-            cells.append(_percent(scores.get("accuracy")) + ends)
+            cells.append(
+                _percent(scores.get("accuracy")) + in_parentheses(scores.get("accuracy_ci95"), ".1%", to=" … ")
+            )
         body.append([level or "–", sizes.get(level, {}).get("n", "–"), *cells])
     return table(["level", "n", *(f"step {result['global_step']}" for result in own)], body, text_columns={0})
 

@@ -7,16 +7,23 @@ from typing import Any
 
 from rlhpc.config.sections import RunnerConfig
 from rlhpc.language.config import LanguageAlgorithmConfig, SourceConfig, TrainedLanguageConfig
+from rlhpc.language.model_config import LanguageActorConfig, LanguageOptimConfig
 
 
 @dataclass
-class PreferenceSourceConfig(SourceConfig):
-    """Pairs of responses to a prompt, one of which is preferred; or responses with a label each."""
+class PairSourceConfig(SourceConfig):
+    """Pairs of responses to a prompt, one of which is preferred."""
 
     chosen_key: str = "chosen"
     """Column of the preferred response of a pair (a text, or chat messages that end with it)."""
     rejected_key: str = "rejected"
     """Column of the other one."""
+
+
+@dataclass
+class PreferenceSourceConfig(PairSourceConfig):
+    """Pairs of responses to a prompt, one of which is preferred; or responses with a label each."""
+
     margin_key: str | None = None
     """Column of the margin by which the preferred one should be ahead; null where there is none."""
     response_key: str = "response"
@@ -43,9 +50,9 @@ class PreferenceDataConfig:
     """Suites; `workflow.eval_suites` names those that the workflow and `runner.val_check_interval` evaluate on."""
     max_prompt_tokens: int = 1024
     """Longest prompt, in tokens."""
-    overlong_prompts: str = "error"
-    """What happens to longer ones, and to rows that do not fit into `actor.max_tokens_per_micro_batch`: `error`, or
-    `drop`."""
+    overlong_prompts: str = "drop"
+    """What happens to longer ones, and to rows that do not fit into `actor.max_tokens_per_micro_batch`: `drop`, or `error`,
+    which names file and line."""
     prompts_per_step: int = 32
     """Pairs, or responses with labels, of a step."""
 
@@ -70,9 +77,26 @@ class RewardRunnerConfig(RunnerConfig):
 
 
 @dataclass
+class RewardOptimConfig(LanguageOptimConfig):
+    """The optimizer."""
+
+    lr: float = 1.0e-4
+    """Learning rate."""
+
+
+@dataclass
+class RewardActorConfig(LanguageActorConfig):
+    """The actor group: training."""
+
+    optim: RewardOptimConfig = field(default_factory=RewardOptimConfig)
+    """The optimizer."""
+
+
+@dataclass
 class RewardRunConfig(TrainedLanguageConfig):
     """A reward model: a language model's trunk with a head that gives one number to a response."""
 
     runner: RewardRunnerConfig = field(default_factory=RewardRunnerConfig)
     algorithm: RewardAlgorithmConfig = field(default_factory=RewardAlgorithmConfig)
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
+    actor: RewardActorConfig = field(default_factory=RewardActorConfig)

@@ -6,7 +6,8 @@ end where it ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any
 from rlhpc.jobs.paths import PAGE, RunPaths
 from rlhpc.language.pass_at_k import level_order
 from rlhpc.metrics.page import Cell, missing, page, section, table, write_page
-from rlhpc.runtime.plain import read_json
+from rlhpc.metrics.results import largest_pass_at, metric_title, typed_result, with_pass_at
+from rlhpc.runtime.plain import is_count, is_number, open_file, read_file, read_json
+from rlhpc.runtime.shown import interval_text
 
 PROBLEMS = 24
 """Problems of a suite that are shown in full."""
@@ -36,10 +39,68 @@ _CSS = """
 .said{white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate;background:none;border:0;border-radius:0;
 padding:0;margin:6px 0 0;overflow:visible}
 .ok,.no{font-weight:650}.ok{color:var(--c2)}.no{color:var(--c3)}
+.filter{display:flex;flex-wrap:wrap;gap:10px 16px;align-items:end;margin:0 0 6px;border:0;padding:0}
+.filter[hidden],.problem[hidden]{display:none}
+.filter label{display:grid;gap:3px;color:var(--muted);min-width:0}
+.filter,.filter *{font-size:13px}.filter output{padding:6px 0}
+.filter input,.filter select,.filter button{font:inherit;color:inherit;background:var(--soft);
+border:1px solid var(--line);border-radius:6px;padding:5px 8px;
+height:32px;box-sizing:border-box;min-width:0;max-width:100%}
+.filter input[type=number]{width:7em}.filter input[type=search]{width:15em}
 .answer details p{margin-top:12px}.answer summary{color:var(--muted);font-size:12.5px;margin-top:6px}
 """
 
+#: Shows the problems that have a sample like the form's fields say; the form is there only where scripts run.
+FILTER = """
+for (const form of document.querySelectorAll("form.filter")) {
+  const problems = [...form.parentElement.querySelectorAll("article.problem")];
+  const apply = () => {
+    const {answers, least, most, text} = form.elements;
+    const word = text.value.trim().toLowerCase();
+    const limit = (field, open) => field.value === "" ? open : Number(field.value);
+    const low = limit(least, -Infinity), high = limit(most, Infinity), unlimited = least.value === "" && most.value === "";
+    const rewarded = ({reward}) => unlimited || reward !== undefined && low <= Number(reward) && Number(reward) <= high;
+    let count = 0;
+    for (const problem of problems) {
+      const asked = problem.querySelector("header .said").textContent.toLowerCase().includes(word);
+      const fits = [...problem.querySelectorAll(".sample")].some(sample =>
+        (!["right", "wrong"].includes(answers.value) || sample.dataset.answer === answers.value)
+        && rewarded(sample.dataset) && (asked || sample.textContent.toLowerCase().includes(word)));
+      const kept = fits && (answers.value !== "changed" || problem.dataset.changed !== undefined);
+      problem.hidden = !kept;
+      count += kept;
+    }
+    form.querySelector("output").textContent = `${count} of ${problems.length} problems`;
+  };
+  form.addEventListener("input", apply);
+  form.addEventListener("submit", event => event.preventDefault());
+  form.addEventListener("reset", () => setTimeout(apply));
+  form.hidden = false;
+  apply();
+}
+"""
+
 Row = dict[str, Any]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+#: What a row must have, and what fields that it may have must be.
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "id": lambda value: isinstance(value, str) or is_count(value),
+    "sample": is_count,
+    **dict.fromkeys(("prompt", "response"), lambda value: isinstance(value, str)),
+    "right": lambda value: isinstance(value, bool),
+}
+_OPTIONAL: dict[str, Callable[[Any], bool]] = {
+    "level": lambda value: isinstance(value, str) or is_number(value),
+    "answer": lambda value: all(isinstance(part, str) or is_number(part) for part in _as_list(value)),
+    "tokens": is_count,
+    "reward": is_number,
+    "terms": lambda value: isinstance(value, dict),
+}
 
 
 @dataclass(frozen=True)
@@ -60,21 +121,19 @@ def samples_path(result: Path) -> Path:
 
 
 def read_samples(path: Path) -> Iterator[Row]:
-    """The rows of a samples file, one at a time; a torn or foreign line is left out.
+    """The rows of a samples file, one at a time; a torn or foreign line is left out, and fields of a wrong type.
 
     Raises:
         OSError: The file cannot be read.
     """
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with io.TextIOWrapper(open_file(path), encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 row = read_json(line)
-                row["sample"], row["right"] = int(row["sample"]), bool(row["right"])
-                row["prompt"], row["response"] = str(row["prompt"]), str(row["response"])
-                if isinstance(row["id"], (int, str)):
-                    yield row
-            except (ValueError, KeyError, TypeError):
+            except ValueError:
                 continue
+            if isinstance(row, dict) and all(name in row and fits(row[name]) for name, fits in _FIELDS.items()):
+                yield {name: value for name, value in row.items() if name not in _OPTIONAL or _OPTIONAL[name](value)}
 
 
 def samples_page(paths: RunPaths) -> Path:
@@ -102,6 +161,7 @@ def write_samples_page(paths: RunPaths) -> Path | None:
                 f'<div id="suite-{i}">{section(f"Suite {suite}", _suite(columns))}</div>'
                 for i, (suite, columns) in enumerate(suites.items())
             ),
+            f"<script>{FILTER}</script>",
         ],
         css=_CSS,
     )
@@ -120,9 +180,9 @@ def results_with_samples(paths: RunPaths) -> dict[str, list[tuple[int, Path, Map
     found: dict[str, list[tuple[int, Path, Mapping[str, Any]]]] = {}
     for path in paths.eval_results():
         try:
-            result = read_json(path.read_bytes())
-            step, suite = int(result["global_step"]), str(result["suite"])
-        except (OSError, ValueError, KeyError, TypeError):
+            result, _ = typed_result(read_json(read_file(path)))
+            step, suite = result["global_step"], result["suite"]
+        except (OSError, ValueError, KeyError, AttributeError):
             continue
         if samples_path(path).is_file():
             found.setdefault(suite, []).append((step, path, result))
@@ -168,6 +228,14 @@ def _rows(path: Path) -> Iterator[Row]:
         return
 
 
+def _lines(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    except OSError:
+        return 0
+
+
 def _ordered(columns: Sequence[_Column]) -> list[Any]:
     """Problems of the last checkpoint, by level, then in their order, so that evenly spaced ones cover all levels."""
     last = columns[-1]
@@ -185,24 +253,53 @@ def _suite(columns: Sequence[_Column]) -> str:
     if len(shown) < len(columns):
         left += f"{'; ' if left else ''}{len(shown)} of {len(columns)} checkpoints"
     parts.append(f'<h3>Problems</h3><p class="note">{escape(left or "All of them")}.</p>')
-    parts += [_problem(key, shown) for key in chosen]
+    for column in columns:
+        if count := _lines(column.path) - sum(1 for _ in _rows(column.path)):
+            note = f"{column.path.parent.name}/{column.path.name}: {count} lines are no samples, and are left out"
+            parts.append(f'<p class="note">{escape(note)}.</p>')
+    parts += [_filter_form(), *(_problem(key, shown) for key in chosen)]
     return "".join(parts)
 
 
+def _filter_form() -> str:
+    """The fields by which the problems of a suite are filtered; hidden where no scripts run."""
+    choices = {
+        "any": "any",
+        "right": "one is right",
+        "wrong": "one is wrong",
+        "changed": "differ between checkpoints",
+    }
+    options = "".join(f'<option value="{value}">{text}</option>' for value, text in choices.items())
+    rewards = "".join(
+        f'<label>{text}<input type="number" name="{name}" step="any"/></label>'
+        for name, text in (("least", "reward from"), ("most", "to"))
+    )
+    return (
+        f'<form class="filter" hidden><label>answers<select name="answers">{options}</select></label>{rewards}'
+        '<label>text in prompt or answer<input type="search" name="text"/></label>'
+        '<button type="reset">show all</button><output aria-live="polite"></output></form>'
+    )
+
+
 def _changes(columns: Sequence[_Column]) -> str:
-    """Accuracy by checkpoint, and how many problems were won and lost against the one before."""
+    """Accuracy by checkpoint, pass@k where there are several samples, and how many problems were won and lost against the one
+    before."""
     rows: list[list[Cell]] = []
+    results = [with_pass_at(column.result) for column in columns]
+    passed = largest_pass_at(name for result in results for name in result)
     before: _Column | None = None
-    for column in columns:
-        low, high = column.result.get("accuracy_ci95") or ("", "")
+    for column, result in zip(columns, results, strict=True):
         both = [key for key in column.share if before is not None and key in before.share]
         won = sum(column.share[key] > before.share[key] for key in both) if before else "–"
         lost = sum(column.share[key] < before.share[key] for key in both) if before else "–"
         accuracy = sum(column.share.values()) / len(column.share)
-        between = f"{low:.1%} … {high:.1%}" if isinstance(low, float) and isinstance(high, float) else "–"
-        rows.append([column.step, len(column.share), f"{accuracy:.1%}", between, won, lost])
+        between = interval_text(column.result.get("accuracy_ci95"), ".1%") or "–"
+        share = result.get(passed or "")
+        several = [f"{share:.1%}" if isinstance(share, int | float) else "–"] if passed else []
+        rows.append([column.step, len(column.share), f"{accuracy:.1%}", between, *several, won, lost])
         before = column
-    head = ["step", "problems", "accuracy", "95 % interval", "better than before", "worse than before"]
+    several = [metric_title(passed)] if passed else []
+    head = ["step", "problems", "accuracy", "95 % interval", *several, "better than before", "worse than before"]
     return f'<div class="scroll">{table(head, rows)}</div>'
 
 
@@ -232,7 +329,8 @@ def _map(columns: Sequence[_Column], ids: Sequence[Any]) -> str:
     size = left + width * len(picked) + 4, 24 + len(columns) * (height + 2)
     note = f"{len(picked)} of {len(ids)} problems. " if len(picked) < len(ids) else ""
     return (
-        f'<p class="note">{note}A row a checkpoint, a column a problem; filled: right (paler: some of its samples).</p>'
+        f'<p class="note">{note}Each row is a checkpoint, each column a problem. Filled: right; paler: some of its samples '
+        "are right.</p>"
         f'<div class="map"><svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" '
         f'width="{size[0]}" height="{size[1]}" role="img" aria-label="right and wrong by problem">'
         f"{''.join(parts)}</svg></div>"
@@ -254,8 +352,10 @@ def _problem(key: Any, columns: Sequence[_Column]) -> str:
         # A suite that was changed between two evaluations asks something else under the same number.
         same = bool(rows) and rows[0]["prompt"] == first["prompt"]
         cells.append(_answer(column.step, rows) if same else _nothing(column.step))
+    shares = {column.share[key] for column in columns if key in column.share}
+    changed = " data-changed" if len(shares) > 1 else ""
     return (
-        f'<article class="problem"><header>{"".join(facts)}{_text(first["prompt"])}</header>'
+        f'<article class="problem"{changed}><header>{"".join(facts)}{_text(first["prompt"])}</header>'
         f'<div class="answers">{"".join(cells)}</div></article>'
     )
 
@@ -282,10 +382,12 @@ def _sample(row: Row) -> str:
     if row.get("failed"):
         facts.append("could not be judged")
     terms = row.get("terms")
-    if isinstance(terms, dict) and isinstance(row.get("reward"), (int, float)):
-        said = ", ".join(f"{name} {value:.3g}" for name, value in terms.items() if isinstance(value, (int, float)))
-        facts.append(f"reward {row['reward']:.3g}" + (f" ({said})" if len(terms) > 1 else ""))
-    return f"<p>{mark} · {escape(' · '.join(facts))}</p>{_text(row['response'])}"
+    if terms is not None and "reward" in row:
+        values = ", ".join(f"{name} {value:.3g}" for name, value in terms.items() if is_number(value))
+        facts.append(f"reward {row['reward']:.3g}" + (f" ({values})" if len(terms) > 1 else ""))
+    reward = f' data-reward="{row["reward"]:.9g}"' if "reward" in row else ""
+    data = f'data-answer="{"right" if row["right"] else "wrong"}"{reward}'
+    return f'<div class="sample" {data}><p>{mark} · {escape(" · ".join(facts))}</p>{_text(row["response"])}</div>'
 
 
 def _text(text: str) -> str:

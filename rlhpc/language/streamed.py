@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,13 @@ Written = Iterator[tuple[str, "Box", torch.Tensor]]
 
 
 def stream_shards(
-    folder: Path, shards: Path, model: PretrainedConfig, dtype: torch.dtype, load: Callable[..., Any], base: str
+    folder: Path,
+    shards: Path,
+    model: PretrainedConfig,
+    dtype: torch.dtype,
+    load: Callable[..., Any],
+    base: str,
+    frozen: Container[str] = (),
 ) -> int:
     """Writes the Hugging Face folder of a sharded checkpoint that has all trained weights, box by box.
 
@@ -31,7 +38,7 @@ def stream_shards(
         model: A folder with config and tokenizer of the model.
         dtype: Of the weights written.
         load: How a model like that is built: `load_causal_lm`, or `load_scalar_model`.
-        base: The model that training began from: tensors that nothing trains are taken from there.
+        base, frozen: See `untrained_weights`.
 
     Returns:
         How many parameters there are.
@@ -60,7 +67,9 @@ def stream_shards(
                 for part in parts[name]:
                     if (cut := within(part.index, box, whole(box.sizes))) is not None:
                         yield part.name, cut[0], values[cut[1]]
-        yield from _constant(skeleton, {name for name in shapes if name not in known}, parts, base, shards)
+        for name, values in untrained_weights(skeleton, known, frozen, model, base, load, shards):
+            for part in parts[name]:
+                yield part.name, whole(part.shape), part.of(values)
 
     _write(folder, skeleton, model, layout, written())
     return layout.parameters
@@ -105,22 +114,70 @@ def _layout(skeleton: Any, dtype: torch.dtype) -> tuple[Layout, dict[str, tuple[
     return layout, {name: tuple(tensor.shape) for name, tensor in held(skeleton)}
 
 
-def _constant(skeleton: Any, names: set[str], parts: Mapping[str, list[Any]], base: str, shards: Path) -> Written:
-    """Buffers, which no checkpoint of training has, from the model that it began from."""
-    from rlhpc.checkpoint.boxes import whole
+def untrained_weights(
+    skeleton: Any,
+    trained: Container[str],
+    frozen: Container[str],
+    model: PretrainedConfig,
+    base: str,
+    load: Callable[..., Any],
+    source: Path,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Reads what a checkpoint of training lacks, frozen parameters and buffers, from the model that training began from.
+
+    Args:
+        skeleton: The model on the meta device.
+        trained: Names in the module of what the checkpoint has.
+        frozen: Names in the module of the parameters that were frozen in training. Any other that is lacking is a fault.
+        model: The section that `skeleton` was made of.
+        base: Where the model that training began from is.
+        load: Builds a model like that: `load_causal_lm`, or `load_scalar_model`.
+        source: What messages call the checkpoint.
+
+    Yields:
+        Whole tensors by their names in the module, one at a time. Tied ones come once.
+
+    Raises:
+        CheckpointError: A trained parameter is missing, or the base model's tensor has another shape.
+        ConfigError: The base model is not there.
+    """
     from rlhpc.language.tokens.model import model_file
+    from rlhpc.training.names import checkpoint_parts
+    from rlhpc.training.regions import held
     from rlhpc.training.slices import Slices
 
-    if not names:
+    parameters = {name for name, _ in skeleton.named_parameters()}
+    lacking = {name: tuple(tensor.shape) for name, tensor in held(skeleton) if name not in trained}
+    for name, shape in lacking.items():
+        if name in parameters and name not in frozen:
+            raise CheckpointError(f"{source}: {name} {list(shape)} is missing")
+    if not lacking:
         return
-    trained = {name for name, _ in skeleton.named_parameters()}
-    slices = Slices.of(partial(model_file, base))
-    for name in sorted(names):
-        for part in parts[name]:
-            if name in trained or slices is None or part.name not in slices.files:
-                raise CheckpointError(f"{shards}: {part.name} {list(part.shape)} is missing")
-            with slices:
-                yield part.name, whole(part.shape), slices.read(part.name)
+    parts, slices = checkpoint_parts(skeleton, lacking), Slices.of(partial(model_file, base))
+    if slices is not None and all(part.name in slices.files for name in lacking for part in parts[name]):
+        with slices:
+            for name, shape in lacking.items():
+                pieces = {part: slices.read(part.name) for part in parts[name]}
+                values = torch.empty(shape, dtype=next(iter(pieces.values())).dtype)
+                for part, piece in pieces.items():
+                    _require_shape(base, part.name, piece, part.shape)
+                    part.of(values).copy_(piece)
+                yield name, values
+        return
+    there: dict[str, torch.Tensor] = load(dataclasses.replace(model, model_path=base), dtype=torch.float32).state_dict()
+    for name, shape in lacking.items():
+        if name not in there:
+            raise CheckpointError(f"{source}: {name} {list(shape)} is missing, also in {base}")
+        _require_shape(base, name, there[name], shape)
+        yield name, there[name]
+
+
+def _require_shape(base: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"{base}: {name} is {list(tensor.shape)} there, and {list(shape)} in the model that was trained; "
+            "name the model that training began from with --base"
+        )
 
 
 def _write(folder: Path, skeleton: Any, model: PretrainedConfig, layout: Layout, boxes: Written) -> None:

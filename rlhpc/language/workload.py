@@ -6,7 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from rlhpc.config.typed import select
-from rlhpc.language.config import GrpoConfig, LanguageConfig, TrainedLanguageConfig
+from rlhpc.language.config import (
+    GrpoConfig,
+    LanguageConfig,
+    TrainedLanguageConfig,
+    minibatch_size,
+    responses_per_step,
+)
 from rlhpc.language.reward_config import RewardRunConfig
 from rlhpc.language.scoring.groups import AGENT, group_roles
 from rlhpc.runs.tuning.shape import placed
@@ -22,8 +28,7 @@ _AT_A_TIME = 64
 
 def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
     """A step of RL on verifiable tasks."""
-    prompts, batch = cfg.data.prompts_per_step, cfg.actor.global_batch_size
-    responses = prompts * cfg.algorithm.group_size
+    prompts, responses, batch = cfg.data.prompts_per_step, responses_per_step(cfg), minibatch_size(cfg, cfg.actor)
     others = tuple(Phase(name, name, f"time/{name}_s", streams=True) for name in group_roles(cfg) if name != AGENT)
     micro = cfg.actor.max_tokens_per_micro_batch
     knobs = [

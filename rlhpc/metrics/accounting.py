@@ -7,14 +7,14 @@ same cores: the shares of the roles do not add up to the job, but those of the c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from rlhpc.jobs.claim import read_json
 from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.metrics.joined_page import joined_account
-from rlhpc.metrics.provenance import read_provenance
+from rlhpc.metrics.provenance import PlacedStart, Placement, placed_starts, read_provenance
 from rlhpc.metrics.sacct import JobIds, NoAccounting, Row, query
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.storage import unwritten
@@ -44,7 +44,8 @@ def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> Job
     ids = dict(own)
     for start in [provenance, *(provenance.get("segments") or [])]:
         slurm = start.get("slurm") or {}
-        if job := str(slurm.get("JOB_ID") or ""):
+        job = str(slurm.get("JOB_ID") or "")
+        if job.isdecimal():
             ids[job] = None
             if str(slurm.get("JOB_NAME", "")).startswith(f"rlhpc-{paths.root.name}-"):
                 own[job] = None
@@ -57,7 +58,7 @@ def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> Job
 
 
 def account(
-    starts: Sequence[Row], placement: Mapping[str, Sequence[Mapping[str, Any]]], jobs: JobIds
+    starts: Sequence[Row], placement: Placement, jobs: JobIds, of_starts: Sequence[PlacedStart] = ()
 ) -> dict[str, Any]:
     """Computes the content of accounting.json.
 
@@ -65,17 +66,21 @@ def account(
         starts: The result of `query`.
         placement: From provenance.json; says which accelerators each group has, as its step is given all of a node's.
         jobs: The run's jobs.
+        of_starts: The placements of the run's starts, which may differ from the last one.
     """
+    placements = _Placements(placement, of_starts)
     started = [start for start in starts if start.elapsed > 0]
     ranks = {id(start): _node_ranks(start, started) for start in started}
     roles: dict[str, list[tuple[Row, set[Any]]]] = {}
     for start in started:
         for step in start.steps:
-            role = _role(step, placement)
+            placed = placements.of(step)
+            role = _role(step, placed)
             if role is not None:
-                roles.setdefault(role, []).append((step, _accelerators(step, role, placement, ranks[id(start)])))
+                roles.setdefault(role, []).append((step, _accelerators(step, role, placed, ranks[id(start)])))
     components = {start.component: [s for s in started if s.component == start.component] for start in started}
-    names = [*(name for name in placement if name in roles), *(name for name in sorted(roles) if name not in placement)]
+    last = placements.last
+    names = [*(name for name in last if name in roles), *(name for name in sorted(roles) if name not in last)]
     keys = {id(step): held for rows in roles.values() for step, held in rows}
     first = {start.job_id: min(s.component for s in started if s.job_id == start.job_id) for start in started}
     return {
@@ -88,8 +93,32 @@ def account(
         "requeues": sum(s.component == first[s.job_id] for s in started) - len(first),
         "driver_starts": jobs.drivers,
         "roles": {name: _of_role(roles[name]) for name in names},
-        "components": [_of_component(k, components[k], keys, placement, ranks) for k in sorted(components)],
+        "components": [_of_component(k, components[k], keys, placements, ranks) for k in sorted(components)],
     }
+
+
+class _Placements:
+    """The placements of a run's starts, which may differ: those of its last start where a start has none of its own.
+
+    Args:
+        last: That of the last start.
+        of_starts: Those of starts that have recorded one.
+    """
+
+    def __init__(self, last: Placement, of_starts: Sequence[PlacedStart]) -> None:
+        self.last, self._of_starts = last, of_starts
+
+    def of(self, step: Row) -> Placement:
+        """Returns the placement of the start that a step belongs to: the last one in its job before it."""
+        in_job = [start for start in self._of_starts if start.job == step.job_id]
+        before = [start for start in in_job if step.start is None or start.began <= step.start]
+        return before[-1].placement if before else in_job[0].placement if in_job else self.last
+
+    def every(self) -> Iterator[Placement]:
+        """Yields all of them."""
+        yield self.last
+        for start in self._of_starts:
+            yield start.placement
 
 
 def _role(step: Row, placement: Mapping[str, Any]) -> str | None:
@@ -108,9 +137,7 @@ def _node_ranks(start: Row, starts: Sequence[Row]) -> list[int]:
     return list(range(first, first + len(start.nodes)))
 
 
-def _accelerators(
-    step: Row, role: str, placement: Mapping[str, Sequence[Mapping[str, Any]]], ranks: Sequence[int]
-) -> set[Any]:
+def _accelerators(step: Row, role: str, placement: Placement, ranks: Sequence[int]) -> set[Any]:
     """The accelerators that the step held, under names that groups sharing them have in common; a driver holds none."""
     if role == DRIVER:
         return set()
@@ -160,7 +187,7 @@ def _of_component(
     index: int,
     starts: Sequence[Row],
     keys: Mapping[int, set[Any]],
-    placement: Mapping[str, Sequence[Mapping[str, Any]]],
+    placements: _Placements,
     ranks: Mapping[int, Sequence[int]],
 ) -> dict[str, Any]:
     held: list[float] = []
@@ -171,7 +198,8 @@ def _of_component(
                 spans.setdefault(key, []).append(step.span)
         held.append(sum(_length(s) for s in spans.values()))
     here = {rank for start in starts for rank in ranks[id(start)]}
-    planned = any(e.get("accelerators") for g in placement.values() for e in g if int(e.get("node_rank", 0)) in here)
+    entries = [entry for placement in placements.every() for group in placement.values() for entry in group]
+    planned = any(entry.get("accelerators") for entry in entries if int(entry.get("node_rank", 0)) in here)
     counted = [start.elapsed * start.gpus for start in starts if start.gpus is not None]
     gpu_hours = _hours(sum(counted)) if counted or not planned else None  # this site does not count GPUs
     steps = [step for start in starts for step in start.steps]
@@ -203,7 +231,7 @@ def write_accounting(paths: RunPaths) -> dict[str, Any] | None:
         return None
     file = paths.accounting
     try:
-        record = account(query(jobs), provenance.get("placement") or {}, jobs)
+        record = account(query(jobs), provenance.get("placement") or {}, jobs, placed_starts(provenance))
     except NoAccounting as error:
         before = read_json(file) or {}
         if before.get("available") and before.get("jobs") == list(jobs.ids):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from rlhpc.metrics.svg import LARGE, Frame, axes, drawing, empty_chart, heading, number, text_width
+from rlhpc.metrics.svg import CHART, Frame, axes, drawing, empty_chart, heading, number, text_width
 
 Spread = tuple[float, float, float]
 _ROW, _BAR = 20, 15
@@ -21,9 +21,9 @@ def stacked_bars(
 ) -> str:
     """Draws stacked bars over x intervals; each named layer has its colour, from the bottom up."""
     if not bins or not stacks:
-        return empty_chart(title, "nothing logged yet", LARGE)
+        return empty_chart(title, "nothing logged yet", CHART)
     heights = [sum(values[i] for _, values in stacks) for i in range(len(bins))]
-    frame = Frame(bins[0][0], bins[-1][1], 0.0, (max(heights) or 1.0) * 1.06, LARGE)
+    frame = Frame(bins[0][0], bins[-1][1], 0.0, (max(heights) or 1.0) * 1.06, CHART)
     heading(frame, title, y_label, [(name, color) for color, (name, _) in enumerate(stacks)])
     axes(frame, x_label)
     base = [0.0] * len(bins)
@@ -53,7 +53,7 @@ def log_bars(title: str, unit: str, rows: Mapping[str, Mapping[str, Spread]], co
     """
     values = [value for found in rows.values() for spread in found.values() for value in spread]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    width = LARGE[0]
+    width = CHART[0]
     frame = Frame(low, max(high, low + 1), 0, 1, (width, 0))
     heading(frame, title, unit, [(who, color) for who, color in colors.items() if any(who in f for f in rows.values())])
     frame.left, y = 8.0, frame.top + 4

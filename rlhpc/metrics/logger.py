@@ -18,9 +18,12 @@ from rlhpc.metrics.loggers import RunFacts
 from rlhpc.metrics.loggers.feed import Feed, Memory, end_all
 from rlhpc.metrics.loggers.registry import build_loggers
 from rlhpc.runtime.durable import replace_durably
-from rlhpc.runtime.errors import StorageError
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.errors import ConfigError, StorageError
+from rlhpc.runtime.plain import is_count, open_file, read_file, read_json
 from rlhpc.runtime.storage import storage_error
+
+#: Largest metrics.jsonl that is read.
+_MOST_BYTES = 2 << 30
 
 #: The loggers of a run by default.
 BACKENDS = ("jsonl", "tensorboard")
@@ -166,13 +169,52 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Rows of a metrics.jsonl, by step; torn or foreign lines are left out. NaN and infinite values are None.
 
     A file that does not exist has no rows.
+
+    Raises:
+        ConfigError: It cannot be read, is no regular file, or is too large to be one of metrics.
     """
     try:
-        raw = Path(path).read_bytes()
+        raw = read_file(Path(path), _MOST_BYTES)
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    return _rows(raw)
+
+
+def read_last_metrics(path: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
+    """Rows at the end of a metrics.jsonl, as `read_metrics` gives them; none from a file that cannot be read.
+
+    Args:
+        path: The file.
+        size: How many bytes of it to read.
+    """
+    try:
+        with open_file(Path(path)) as file:
+            file.seek(max(0, file.seek(0, 2) - size))
+            return _rows(file.read(size))
+    except OSError:
+        return []
+
+
+def _rows(raw: bytes) -> list[dict[str, Any]]:
     rows = dict(_parse(raw))
-    return [{"step": step, **rows[step]} for step in sorted(rows)]
+    return [{"step": step, **_renamed(rows[step])} for step in sorted(rows)]
+
+
+#: Names that earlier versions gave to metrics.
+_FORMER_NAMES = {
+    "train/success_rate": "train/success_once",
+    "rollout/success_rate": "rollout/success_once",
+    "eval/success_rate": "eval/success_at_end",
+}
+
+
+def _renamed(row: dict[str, Any]) -> dict[str, Any]:
+    """A row under today's names."""
+    if not _FORMER_NAMES.keys() & row.keys():
+        return row
+    return {_FORMER_NAMES.get(name, name): value for name, value in row.items()}
 
 
 def series(rows: Sequence[Mapping[str, Any]], name: str, against: str = "step") -> tuple[list[float], list[float]]:
@@ -212,7 +254,7 @@ def _parse(raw: bytes) -> list[tuple[int, dict[str, Any]]]:
             step = row.pop("step")
         except (ValueError, KeyError, AttributeError, TypeError):
             continue
-        if isinstance(step, int):
+        if is_count(step):
             rows.append((step, row))
     return rows
 

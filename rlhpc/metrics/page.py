@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from rlhpc.metrics.svg import STYLE, is_empty
+from rlhpc.metrics.svg import CHART, STYLE, WIDE, Size, is_empty, statement
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.storage import unwritten
 
@@ -25,15 +25,14 @@ header p{margin:6px 0 0;color:var(--muted)}
 h2{font-size:19px;margin:44px 0 14px;padding-bottom:7px;border-bottom:1px solid var(--line)}
 a{color:var(--c0)}h3{font-size:15px;margin:22px 0 8px}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:14px;margin-top:26px}
-.card{background:var(--soft);border:1px solid var(--line);border-radius:10px;padding:13px 16px}
+.card{background:var(--soft);border:1px solid var(--line);border-radius:10px;padding:13px 16px;min-width:0}
 .card b{display:block;font-size:26px;line-height:1.25;font-weight:650;white-space:nowrap;font-variant-numeric:tabular-nums}
 .card span{color:var(--muted);font-size:13px;display:block}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(440px,100%),1fr));gap:16px}
-.figures.small{grid-template-columns:repeat(auto-fit,minmax(min(330px,100%),1fr))}.figures+.figures{margin-top:16px}
-.beside{align-items:start}.beside td,.beside th{padding:6px 9px}
+.figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(350px,100%),1fr));gap:16px}
+.figures+.figures{margin-top:16px}.figures .main{grid-column:span 2}.narrow{display:none}
 figure{margin:0;background:var(--panel);border:1px solid var(--line);border-radius:10px;padding:12px 10px 6px}
-figure svg{display:block;width:100%;height:auto}
-.figures>figure:only-child{max-width:640px}.figures.small>figure:only-child{max-width:420px}
+figure svg{display:block;width:100%;height:auto;max-width:420px;margin:0 auto}.wide svg{max-width:884px}
+.stated{color:var(--muted);font-size:13.5px;margin:12px 0 0;padding-left:20px}
 figcaption{color:var(--muted);font-size:13px;padding:6px 2px}.videos{margin-top:18px}
 table+.figures,.scroll+.figures,table+details,.figures+details,.figures+.legend{margin-top:16px}
 .figures+.scroll{margin-top:18px;max-width:780px}.scroll{overflow-x:auto}
@@ -41,7 +40,7 @@ table{border-collapse:collapse;width:100%;font-size:14px}
 th{color:var(--muted);font-weight:550;font-size:13px;border-bottom:1px solid var(--muted);white-space:nowrap}
 th,td{padding:6px 12px;text-align:right;vertical-align:top}
 td{border-bottom:1px solid var(--line);font-variant-numeric:tabular-nums}
-th.t,td.t{text-align:left}td.t:last-child{overflow-wrap:anywhere}th:first-child,td:first-child{padding-left:4px}
+th.t,td.t{text-align:left}td:not(.t){white-space:nowrap}td.t:last-child{overflow-wrap:anywhere;min-width:16ch}th:first-child,td:first-child{padding-left:4px}
 .facts td:first-child{white-space:nowrap;color:var(--muted);width:1%;padding-right:22px}
 code,pre,.mono{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:13px}
 pre{background:var(--soft);border:1px solid var(--line);border-radius:10px;padding:14px 18px;overflow-x:auto;
@@ -56,6 +55,8 @@ border-radius:10px;padding:14px 18px;margin:0}
 font-weight:600;white-space:nowrap}
 .legend{color:var(--muted);font-size:13.5px;margin:0 0 12px}.legend .chip{margin-right:6px}
 .legend>span{margin-right:18px;white-space:nowrap}
+@media (max-width:771px){.figures{grid-template-columns:1fr}.figures .main{grid-column:auto}.wide{display:none}
+.narrow{display:block}}
 @media (max-width:640px){main{padding:22px 12px 48px}figure{padding:8px 2px 2px}.card{padding:10px 12px}
 .card b{font-size:21px}.cards{grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:10px}header h1{font-size:25px}
 th,td{padding:6px 8px}}
@@ -102,10 +103,31 @@ def card(title: str, value: str, note: str) -> str:
     return f'<div class="card"><span>{escape(title)}</span><b>{escape(value)}</b><span>{escape(note)}</span></div>'
 
 
-def figures(charts: Sequence[str], kind: str = "") -> str:
-    """Charts beside each other; those that have nothing to show are left out."""
-    shown = "".join(f"<figure>{chart}</figure>" for chart in charts if not is_empty(chart))
-    return f'<div class="figures {kind}">{shown}</div>' if shown else ""
+def figures(charts: Sequence[str], main: Callable[[Size], str] | None = None) -> str:
+    """Charts beside each other; those that have nothing to show are left out, and numbers that never change are sentences.
+
+    Args:
+        charts: The charts.
+        main: Draws one that comes first, in a size: as wide as two others on a wide page, as wide as one on a narrow page.
+            Its letters are as large as those of the others on both.
+    """
+    drawn, first = list(charts), ""
+    if main is not None:
+        drawn = [narrow := main(CHART), *charts]
+        if _has_curve(narrow):
+            first, drawn = _responsive(main(WIDE), narrow), list(charts)
+    curves = first + "".join(f"<figure>{chart}</figure>" for chart in drawn if _has_curve(chart))
+    sentences = "".join(f"<li>{text}</li>" for chart in drawn if (text := statement(chart)) is not None)
+    html = f'<div class="figures">{curves}</div>' if curves else ""
+    return html + (f'<ul class="stated">{sentences}</ul>' if sentences else "")
+
+
+def _has_curve(chart: str) -> bool:
+    return bool(chart) and not is_empty(chart) and statement(chart) is None
+
+
+def _responsive(wide: str, narrow: str) -> str:
+    return f'<figure class="main"><div class="wide">{wide}</div><div class="narrow">{narrow}</div></figure>'
 
 
 def missing(html: str) -> str:
@@ -139,6 +161,11 @@ def facts(pairs: Mapping[str, Any]) -> str:
         if value not in (None, "")
     )
     return f'<table class="facts"><tbody>{rows}</tbody></table>'
+
+
+def decimals(value: float) -> str:
+    """Returns a number with one decimal, such as a return; with three if it is below 10, such as a reward or a loss."""
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
 
 
 def duration(seconds: float) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TextIO
 
 from tqdm import tqdm
+
+from rlhpc.runtime.active_time import active_s
 
 Clock = Callable[[], float]
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {unit} {n_fmt}/{total_fmt} [{elapsed}, ETA {remaining}{postfix}]"
@@ -41,7 +42,7 @@ def quiet_terminal() -> Iterator[None]:
 
 
 #: What to show of a step, in this order.
-_ORDER = ("return", "eval", "reward", "accuracy", "loss", "tokens", "rate")
+_ORDER = ("return", "eval", "reward", "accuracy", "loss", "failed", "tokens", "rate")
 
 
 class ProgressBar:
@@ -59,7 +60,7 @@ class ProgressBar:
         unit: str = "step",
         stream: TextIO | None = None,
         interval_s: float = 10.0,
-        clock: Clock = time.monotonic,
+        clock: Clock = active_s,
     ) -> None:
         """Starts the bar.
 
@@ -155,6 +156,8 @@ def _facts(metrics: Mapping[str, float]) -> dict[str, str]:
         # a language model's row has both reward and loss: the reward says more
         if (value := metrics.get(f"train/{name}")) is not None and not (name == "loss" and "reward" in shown):
             shown[name] = f"{name} {value:.3f}"
+    if failed := metrics.get("rollout/failed_rewards"):
+        shown["failed"] = f"{failed:.0f} of {metrics.get('rollout/step_samples', failed):.0f} not judged"
     tokens = metrics.get("time/tokens_per_s", metrics.get("time/train_tokens_per_s"))
     if tokens is not None:
         shown["tokens"] = f"{tokens:,.0f} tokens/s"

@@ -6,26 +6,31 @@ another commit is visible.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.environment_values import to_plain
 from rlhpc.runtime.host import node_name
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.plain import is_count, read_file, read_json
+from rlhpc.runtime.repository import git_state
 from rlhpc.runtime.storage import storage_error
 
+#: By group, what each rank has.
+Placement = Mapping[str, Sequence[Mapping[str, Any]]]
+_MOST_SLOTS = 1024
+"""Most accelerators of a node that a placement may name."""
 _PACKAGES = (
     "torch",
     "numpy",
@@ -47,6 +52,20 @@ _SLURM = (
     "RESTART_COUNT",
     "HET_SIZE",
 )
+
+
+class PlacedStart(NamedTuple):
+    """A start of a run in a Slurm job.
+
+    Attributes:
+        job: Id of the job.
+        began: Unix time.
+        placement: Of its ranks.
+    """
+
+    job: str
+    began: float
+    placement: Placement
 
 
 def write_provenance(paths: RunPaths, cfg: object, command: Sequence[str] | str) -> dict[str, Any]:
@@ -75,13 +94,60 @@ def update_provenance(paths: RunPaths, **facts: Any) -> None:
     _write(paths, {**read_provenance(paths), **facts})
 
 
+def record_placement(paths: RunPaths, placement: Placement) -> None:
+    """Records where the ranks of the start that was written last are: in its entry of `segments`, and at the top.
+
+    Args:
+        paths: The run.
+        placement: By group, what each rank has: `{"rank", "node_rank", "accelerators", …}`.
+    """
+    starts = list(read_provenance(paths).get("segments") or ())
+    if starts:
+        starts[-1] = {**starts[-1], "placement": placement}
+    update_provenance(paths, placement=placement, segments=starts)
+
+
+def placed_starts(record: Mapping[str, Any]) -> list[PlacedStart]:
+    """Returns the starts of a run in Slurm jobs that have recorded their placement, in their order."""
+    starts = []
+    for start in record.get("segments") or ():
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            began = datetime.fromisoformat(str(start["started"])).timestamp()
+            starts.append(PlacedStart(str(start["slurm"]["JOB_ID"]), began, dict(start["placement"])))
+    return starts
+
+
 def read_provenance(paths: RunPaths) -> dict[str, Any]:
     """The record; empty if there is none or it cannot be read."""
     try:
-        record = read_json(paths.provenance.read_bytes())
+        record = read_json(read_file(paths.provenance))
     except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) else {}
+    return _typed(record) if isinstance(record, dict) else {}
+
+
+def _typed(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without the parts of a wrong type: the file may be anybody's."""
+    mappings, lists = ("git", "versions", "slurm", "placement"), ("segments",)
+    typed = {
+        name: value for name, value in record.items()
+        if not (name in mappings and not isinstance(value, dict)) and not (name in lists and not isinstance(value, list))
+    }  # fmt: skip
+    if "segments" in typed:
+        typed["segments"] = [_typed(start) for start in typed["segments"] if isinstance(start, dict)]
+    if "placement" in typed and not all(map(_is_group, typed["placement"].values())):
+        del typed["placement"]
+    return typed
+
+
+def _is_group(ranks: Any) -> bool:
+    """Says whether these are the places of a group's ranks."""
+    return isinstance(ranks, list) and all(
+        isinstance(rank, dict) and is_count(rank.get("rank", 0)) and is_count(rank.get("node_rank", 0))
+        and isinstance(rank.get("accelerators", []), list)
+        and all(is_count(slot) and slot < _MOST_SLOTS for slot in rank.get("accelerators", []))
+        for rank in ranks
+    )  # fmt: skip
 
 
 def _write(paths: RunPaths, record: dict[str, Any]) -> None:
@@ -120,24 +186,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def git_state(folder: Path) -> dict[str, Any]:
-    """The commit, the branch and whether the tree is dirty; empty outside a repository or without git."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-
-    try:
-        return {
-            "commit": git("rev-parse", "HEAD"),
-            "branch": git("rev-parse", "--abbrev-ref", "HEAD"),
-            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        }
-    except (OSError, subprocess.SubprocessError):
-        return {}
 
 
 def _config_checksum(cfg: object) -> str | None:

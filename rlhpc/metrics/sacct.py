@@ -22,7 +22,10 @@ _PAUSES_S = (0.5, 1.0, 2.0)
 _JOB = re.compile(r"^(\d+(?:_\d+)?)(?:\+(\d+))?(?:\.(\w+))?$")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 #: What sacct says if trying again is pointless.
-_NO_ACCOUNTING = re.compile(r"accounting storage is disabled|Slurm accounting.*(?:disabled|not running)", re.IGNORECASE)
+_NO_ACCOUNTING = re.compile(
+    r"accounting storage is disabled|Slurm accounting.*(?:disabled|not running)|establish a configuration source",
+    re.IGNORECASE,
+)
 _LIVE = ("RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "STOPPED", "SIGNALING", "STAGE_OUT")
 
 

@@ -15,14 +15,19 @@ from dataclasses import dataclass, field
 from html import escape
 
 Size = tuple[int, int]
-#: Sizes that stay legible on a page as narrow as a phone.
-LARGE: Size = (470, 290)
-SMALL: Size = (400, 250)
+#: Size of a chart: as wide as a phone shows it, and a third of a page elsewhere.
+CHART: Size = (364, 240)
+#: Size of a chart as wide as two and the space between them, with letters of the same size.
+WIDE: Size = (766, 330)
+#: Size of a chart beside a wide one.
+TALL: Size = (CHART[0], WIDE[1])
+#: Values that differ by less, absolutely or relative to the largest, are one value: float32 rounds more than that.
+_NOISE, _RELATIVE_NOISE = 1e-8, 1e-9
 _LEFT, _RIGHT, _BOTTOM = 54, 18, 42
 _MAX_POINTS = 500
 #: Size of the widest letters that a page may use (`STYLE`); the layout leaves room for them.
-_LETTERS = 13.0
-_BOLD = 1.35 * _LETTERS
+_LETTERS = 12.5
+_BOLD = 1.12 * _LETTERS
 _LINE = 17
 #: Number of stretches of the x axis with a tooltip of their own.
 _STRIPS = 32
@@ -32,12 +37,11 @@ STYLE = """
 --c0:#2f6fde;--c1:#e07b1a;--c2:#15936b;--c3:#cf3f4f;--c4:#8256d0;--c5:#1292a8;--c6:#c74591;--c7:#7f8796}
 @media (prefers-color-scheme:dark){:root{--bg:#10151d;--panel:#171e29;--ink:#e4e9f1;--muted:#9aa6ba;--line:#2b3545;
 --soft:#1e2633;--c0:#6ea2ff;--c1:#f5a352;--c2:#41c79a;--c3:#f47a85;--c4:#b294f5;--c5:#4cc6da;--c6:#ee85bf;--c7:#9aa4b5}}
-.chart{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;font-size:11.5px}
-.chart text{fill:var(--muted)}.chart .title{fill:var(--ink);font-size:1.15em;font-weight:600}
+.chart{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;font-size:12.5px}
+.chart text{fill:var(--muted)}.chart .title{fill:var(--ink);font-weight:650}
 .chart .grid{stroke:var(--line);stroke-width:1}.chart .axis{stroke:var(--muted);stroke-width:1}
 .chart .num{font-variant-numeric:tabular-nums}.chart .key{fill:var(--ink)}
 .chart .strip{fill:transparent}.chart .strip:hover{fill:var(--ink);fill-opacity:.07}
-@media (max-width:640px){.chart{font-size:13px}}
 """
 
 
@@ -53,6 +57,7 @@ class Line:
         smooth: Draw the points faintly, with their running mean on top.
         markers: Draw a dot at each point.
         band: Fill between `low` and `high` instead of drawing error bars.
+        hollow: Which dots are rings.
     """
 
     name: str
@@ -64,6 +69,7 @@ class Line:
     smooth: bool = False
     markers: bool = False
     band: bool = False
+    hollow: Sequence[bool] = ()
 
 
 @dataclass
@@ -155,12 +161,17 @@ def text_width(text: str, letters: float = _LETTERS) -> float:
 
 
 def line_chart(
-    title: str, x_label: str, y_label: str, lines: Sequence[Line], size: Size = LARGE, *, key: bool = False
+    title: str, x_label: str, y_label: str, lines: Sequence[Line], size: Size = CHART, *, key: bool = False
 ) -> str:
-    """Draws lines, or says that there is nothing to draw. With `key`, even a single line has a key."""
+    """Draws lines, or says that there is nothing to draw: nothing was logged, or no line ever changes (`statement`).
+
+    With `key`, even a single line has a key.
+    """
     lines = [line for line in lines if len(line.x)]
     if not lines:
         return empty_chart(title, "nothing logged yet", size)
+    if all(is_constant(line.y) and (line.markers or all(map(is_constant, (line.low, line.high)))) for line in lines):
+        return stated_chart(title, "; ".join(_in_words(line, x_label) for line in lines), size)
     xs = [x for line in lines for x in line.x]
     ys = [y for line in lines for values in (line.y, line.low, line.high) for y in values]
     dots = any(line.markers or len(line.x) == 1 for line in lines)
@@ -171,6 +182,27 @@ def line_chart(
         _draw(frame, line)
     frame.parts += _strips(frame, x_label, lines)
     return drawing(title, frame)
+
+
+def is_constant(values: Sequence[float]) -> bool:
+    """Returns whether values differ by no more than float noise."""
+    if not len(values):
+        return True
+    low, high = min(values), max(values)
+    return high - low <= max(_NOISE, _RELATIVE_NOISE * max(abs(low), abs(high)))
+
+
+def _in_words(line: Line, x_label: str) -> str:
+    """Describes a line that never changes: its value, with its interval if it is a single point."""
+    value = line.y[0]
+    if len(line.y) > 1 and abs(value) <= _NOISE and not all(y == value for y in line.y):
+        value = 0.0  # rounding around it
+    text = number(value)
+    if len(line.x) == 1:
+        if len(line.low) and len(line.high) and line.low[0] < line.high[0]:
+            text += f" ({number(line.low[0])} … {number(line.high[0])})"
+        text += f" at {x_label} {number(line.x[0])}"
+    return f"{line.name}: {text}" if line.name else text
 
 
 def standalone(svg: str) -> str:
@@ -197,8 +229,15 @@ def beside(charts: Sequence[str], size: Size, columns: int) -> str:
 
 
 def is_empty(svg: str) -> bool:
-    """Whether a chart has nothing to show."""
+    """Returns whether a chart has nothing to show."""
     return svg.startswith(_EMPTY)
+
+
+def statement(svg: str) -> str | None:
+    """Returns what a chart without a curve says, as HTML: a number that never changes needs no axes; None for other charts."""
+    if not svg.startswith(_STATED):
+        return None
+    return svg.split('aria-label="', 1)[1].split('"', 1)[0]
 
 
 def _draw(frame: Frame, line: Line) -> None:
@@ -218,8 +257,10 @@ def _draw(frame: Frame, line: Line) -> None:
     if smooth:
         frame.parts.append(_path(frame, *thin(line.x, running_mean(line.y)), color, 2.0, 1.0))
     if line.markers or len(line.x) == 1:
-        for x, y in zip(line.x, line.y, strict=True):
-            frame.parts.append(f'<circle cx="{frame.px(x):.1f}" cy="{frame.py(y):.1f}" r="3.4" style="fill:{color}"/>')
+        rings = line.hollow or [False] * len(line.x)
+        for x, y, ring in zip(line.x, line.y, rings, strict=True):
+            style = f"fill:var(--panel);stroke:{color};stroke-width:1.6" if ring else f"fill:{color}"
+            frame.parts.append(f'<circle cx="{frame.px(x):.1f}" cy="{frame.py(y):.1f}" r="3.4" style="{style}"/>')
 
 
 def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
@@ -235,7 +276,8 @@ def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
             i = min(bisect.bisect_left(line.x, x), len(line.x) - 1)
             if not start <= line.x[i] <= end:
                 continue
-            ends = f" ({number(line.low[i])} to {number(line.high[i])})" if len(line.low) > i < len(line.high) else ""
+            has_band = len(line.low) > i < len(line.high) and line.low[i] < line.high[i]
+            ends = f" ({number(line.low[i])} to {number(line.high[i])})" if has_band else ""
             told.append(f"{line.name + ': ' if line.name else ''}{number(line.y[i])}{ends}")
         left, right = frame.px(start), frame.px(end)
         yield (
@@ -348,6 +390,16 @@ def axes(frame: Frame, x_label: str) -> None:
 
 
 _EMPTY = '<svg xmlns="http://www.w3.org/2000/svg" class="chart empty"'
+_STATED = '<svg xmlns="http://www.w3.org/2000/svg" class="chart stated"'
+
+
+def stated_chart(title: str, text: str, size: Size = CHART) -> str:
+    """Returns a drawing of a sentence, for a file of its own; a page shows the sentence alone (`statement`)."""
+    frame = Frame(0, 1, 0, 1, (size[0], 60))
+    heading(frame, title, "")
+    frame.parts.append(f'<text x="8" y="40">{escape(text)}</text>')
+    plain = '<svg xmlns="http://www.w3.org/2000/svg" class="chart"'
+    return drawing(f"{title}: {text}", frame).replace(plain, _STATED, 1)
 
 
 def empty_chart(title: str, text: str, size: Size) -> str:

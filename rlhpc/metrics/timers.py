@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from rlhpc.runtime.active_time import active_s
 
 
 class PhaseTimers:
@@ -22,11 +23,11 @@ class PhaseTimers:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Times a block, even if it raises."""
-        start = time.perf_counter()
+        start = active_s()
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - start)
+            self.add(name, active_s() - start)
 
     def add(self, name: str, seconds: float) -> None:
         """Adds time measured elsewhere, for example in a worker."""

@@ -16,19 +16,21 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from rlhpc.config.keys import open_mapping_of
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import plain
 from rlhpc.config.yaml_loader import UniqueKeys
 from rlhpc.runs.kinds import Kind, find_kind, kind_of
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plain import read_yaml
+from rlhpc.runtime.plain import read_file, read_yaml
 
 #: Sections and keys (a section ends with a dot) of each kind that all runs have; a kind of run adds its own.
 _EVALUATION = ("workflow.suites",)
 _FREE = (
     "cluster.", "workflow.",
     "runner.name", "runner.run_dir", "runner.max_steps", "runner.max_epochs", "runner.segments", "runner.save_interval",
-    "runner.async_save", "runner.keep_checkpoints", "runner.resume_dir", "runner.max_restarts", "runner.save_reserve_s",
+    "runner.async_save", "runner.keep_checkpoints", "runner.keep_best", "runner.patience",
+    "runner.resume_dir", "runner.max_restarts", "runner.save_reserve_s",
     "runner.rendezvous_timeout_s", "runner.step_timeout_s", "runner.on_nonfinite", "runner.logger.",
 )  # fmt: skip
 #: Changes that a message spells out; the rest is a number.
@@ -71,12 +73,23 @@ def _is(key: str, names: tuple[str, ...]) -> bool:
 
 
 def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | Mapping[str, Any]) -> list[Change]:
-    """The changes that make `after` a different run from `before`.
+    """Returns the changes that make `after` a different run from `before`.
 
-    A key that only one side has does not count: it came or went with a version of rlhpc.
+    A key that only one side has does not count, for it came or went with a version of rlhpc; but a key of the user's own does,
+    where both sides have the mapping that it stands in.
     """
     old, new = _plain(before), _plain(after)
     kind = find_kind(new.get("runner.task_type"))
+    shared = {path for key in old if (path := open_mapping_of(key))} & {
+        path for key in new if (path := open_mapping_of(key))
+    }
+    for one, other in ((old, new), (new, old)):
+        for path in shared:
+            if one.get(path) == {}:  # of which there is a key where the mapping is empty
+                del one[path]
+        one.update(
+            {key: None for key in other if key not in one and open_mapping_of(key) in shared and other[key] != {}}
+        )
     return [
         Change(key, old[key], new[key])
         for key in old
@@ -137,7 +150,7 @@ def require_same_run(saved: Path, cfg: RunConfig, *, what: str, way_out: str) ->
         ConfigError: Names the keys that differ, with both values.
     """
     try:
-        content = read_yaml(saved.read_bytes(), UniqueKeys)
+        content = read_yaml(read_file(saved), UniqueKeys)
     except FileNotFoundError:
         return
     except (OSError, ValueError, yaml.YAMLError) as error:

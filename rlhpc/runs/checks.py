@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,9 +18,12 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import mapping, plain, select
 from rlhpc.jobs.elastic.plan import check_elastic
 from rlhpc.jobs.paths import RunPaths, SweepPaths
+from rlhpc.runs.best import check_best
 from rlhpc.runs.kinds import Cfg, Kind, kind_of
+from rlhpc.runs.preflight import FILES_ALONE, Check, Need, run_checks
 from rlhpc.runtime.cluster import read_key
 from rlhpc.runtime.errors import ConfigError, PlacementError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.lookup import Registry, meant
 from rlhpc.runtime.shown import shown
 from rlhpc.runtime.writable import unwritable
@@ -81,6 +84,7 @@ def validate(
         _directives(select(cfg, key), key, fail)
     kind.check(cfg, fail, training=training)
     if training:
+        check_best(kind, cfg, fail)
         _runner(cfg, fail)
         _placement(cfg, kind)
 
@@ -123,13 +127,13 @@ def _runner(cfg: RunConfig, fail: Fail) -> None:
     if cfg.runner.segments > steps:
         raise fail("runner.segments", f"there cannot be more segments than training steps ({steps})")
     resume = cfg.runner.resume_dir
-    if resume not in (None, "auto") and not Path(resume).expanduser().exists():
+    if resume not in (None, "auto") and not expand_home(resume).exists():
         own = RunPaths(Path(cfg.runner.run_dir) / name).checkpoints / resume
         if not own.exists():
             raise fail(
                 "runner.resume_dir", "there is no such checkpoint; allowed: null, auto, or a global_step_<N> folder"
             )
-    folder = Path(cfg.runner.run_dir).expanduser().absolute() / name
+    folder = expand_home(cfg.runner.run_dir).absolute() / name
     if SweepPaths(folder).is_there:
         raise fail("runner.name", f"{folder} is the folder of a sweep; choose another name")
     _writable(folder, fail)
@@ -187,6 +191,31 @@ def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
     kind.check_placement(
         cfg, sizes, {name: len(ranks[0].accelerators) * engine[name] for name, ranks in placed.items()}
     )
+
+
+def check_planned(cfg: RunConfig, resources: Collection[Need] = FILES_ALONE) -> list[Check]:
+    """Makes the checks of a start (`Kind.checks`) for which there are resources; writes nothing.
+
+    Args:
+        cfg: The configuration.
+        resources: Those that may be used.
+
+    Returns:
+        The checks that need others, which a start makes.
+
+    Raises:
+        UserError: The first rule that is broken.
+    """
+    from rlhpc.runtime.cluster import Cluster
+    from rlhpc.runtime.placement import HybridComponentPlacement
+
+    kind = kind_of(cfg)
+    placement = HybridComponentPlacement(cfg, Cluster.planned(cfg.cluster))
+    strategies = {role: placement.get_strategy(role) for role in kind.roles_of(cfg)}
+    ranks = {role: placement.get_world_size(role) for role in strategies}
+    with kind.trial(cfg) as prepared:
+        prepared = kind.placed(prepared, {role: strategy.replica for role, strategy in strategies.items()})
+        return run_checks(kind.checks(prepared, ranks), resources)
 
 
 class Estimating(Protocol):

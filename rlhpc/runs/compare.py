@@ -6,63 +6,69 @@ import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlhpc.config.yaml_loader import UniqueKeys
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.page import Cell, duration, figures, missing, page, section, table, time_unit, write_page
-from rlhpc.metrics.results import read_results
-from rlhpc.metrics.statistics import wilson
-from rlhpc.metrics.svg import Line, line_chart, number, running_mean
+from rlhpc.metrics.results import judging_suite, read_all_results, read_results
+from rlhpc.metrics.svg import Line, line_chart
+from rlhpc.runs.changes import training_changes
+from rlhpc.runs.headlines import NO_VALUE, Curve, Run, headline_columns, mean_text
 from rlhpc.runs.kinds import kind_of_run
-from rlhpc.runs.scores import Scored, score_of, scores_part
-from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runs.scores import Scored, goal_of, scores_at, scores_part
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.plain import read_file, read_yaml
 
 #: Number of points to which the curves of several seeds are interpolated.
 _GRID = 120
 _SEED = re.compile(r"[-_.]?(?:seed|s)?[-_.]?\d+$", re.IGNORECASE)
-Curve = tuple[list[float], list[float]]
-
-
-@dataclass(frozen=True)
-class Run:
-    """What is read of one run.
-
-    Attributes:
-        paths: Its folder.
-        rows: Its metrics.
-        evaluations: Its evaluations on the suite that is compared.
-    """
-
-    paths: RunPaths
-    rows: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
-
-    def curve(self, name: str, against: str) -> Curve:
-        """A metric of training, smoothed as reports do, or a result of evaluations (`eval/`)."""
-        if name.startswith("eval/"):
-            return self._evaluated(name.removeprefix("eval/"), against)
-        x, y = series(self.rows, name, against)
-        return x, running_mean(y) if len(y) >= 60 else y
-
-    def _evaluated(self, name: str, against: str) -> Curve:
-        """A result of evaluations, those in training and those of checkpoints, against steps or time."""
-        at = dict(zip(*series(self.rows, against), strict=True))  # step → x
-        found = dict(zip(*series(self.rows, f"eval/{name}"), strict=True))
-        found |= {
-            float(e["global_step"]): float(e[name]) for e in self.evaluations if isinstance(e.get(name), (int, float))
-        }
-        pairs = sorted((x, found[step]) for step, x in at.items() if step in found)
-        return [x for x, _ in pairs], [y for _, y in pairs]
 
 
 def label_of(name: str) -> str:
-    """A run's name without its seed: push-s3, push_seed3 and push3 are one."""
+    """Returns a run's name without its seed: push-s3, push_seed3 and push3 are one."""
     return _SEED.sub("", name) or name
+
+
+def labels_of(named: Sequence[tuple[str | None, RunPaths]]) -> list[tuple[str, RunPaths]]:
+    """Returns the runs with their labels: their own names or, where several names differ in a number at the end alone and the
+    runs in their seeds alone, the name without it.
+
+    Args:
+        named: Runs, with the label that the user has given, or None.
+
+    Raises:
+        ConfigError: Runs that the user has given one label differ in more than their seeds.
+    """
+    members: dict[str, list[RunPaths]] = {}
+    for label, paths in named:
+        members.setdefault(label if label is not None else label_of(paths.root.name), []).append(paths)
+    unlike = {label: key for label, runs in members.items() if (key := _difference(runs))}
+    for label, _ in named:
+        if label is not None and label in unlike:
+            raise ConfigError(
+                f"runs of label {label!r} differ in {unlike[label]}: they are no seeds of one configuration; give each "
+                "configuration a label of its own (LABEL=FOLDER)"
+            )
+    shared = [label_of(paths.root.name) for _, paths in named]
+    return [
+        (label if label is not None else paths.root.name if short in unlike else short, paths)
+        for (label, paths), short in zip(named, shared, strict=True)
+    ]
+
+
+def _difference(runs: Sequence[RunPaths]) -> str:
+    """Returns the first key but the seed in which runs differ; "" if there is none."""
+    try:
+        first, *later = [read_yaml(read_file(run.config), UniqueKeys) for run in runs]
+    except (OSError, ValueError, RlhpcError):
+        return "what their config.yaml, which cannot be read, would say" if len(runs) > 1 else ""
+    changes = [change for other in later for change in training_changes(first, other) if change.key != "runner.seed"]
+    return changes[0].key if changes else ""
 
 
 def read_runs(named: Sequence[tuple[str, RunPaths]], suite: str) -> dict[str, list[Run]]:
@@ -141,35 +147,26 @@ def charts(groups: Mapping[str, list[Run]]) -> list[str]:
 
 
 def final_table(groups: Mapping[str, list[Run]]) -> str:
-    """How the runs of each label ended, over their seeds."""
-    body: list[list[Cell]] = []
-    for label, runs in groups.items():
-        last = [max(run.evaluations, key=lambda result: result["global_step"], default=None) for run in runs]
-        results = [result for result in last if result is not None]
-        rates = [r for r in results if isinstance(r.get("success_once"), (int, float))]
-        body.append(
-            [
-                label,
-                len(runs),
-                _over([_end(run, "rollout/env_steps") for run in runs], number),
-                _over([_end(run, "time/wall_s") for run in runs], duration),
-                _over([_end(run, "train/episode_return") for run in runs], lambda v: f"{v:.1f}"),
-                _success(rates),
-                _over([r.get("return_mean") for r in results], lambda v: f"{v:.2f}"),
-                sum(int(r.get("episodes", 0)) for r in results) or "–",
-            ]
-        )
-    head = [
-        "runs",
-        "seeds",
-        "env steps",
-        "wall time",
-        "training return",
-        "success once",
-        "evaluated return",
-        "episodes",
-    ]
-    return f'<div class="scroll">{table(head, body, text_columns={0})}</div>'
+    """Returns a table of how the runs of each label ended, over their seeds: wall time, and their kinds' headline numbers."""
+    last = [[result for run in runs if (result := _last_result(run)) is not None] for runs in groups.values()]
+    columns: dict[str, list[Cell]] = {
+        "runs": list(groups),
+        "seeds": [len(runs) for runs in groups.values()],
+        "wall time": [mean_text([_end(run, "time/wall_s") for run in runs], duration) for runs in groups.values()],
+    }
+    columns |= {title: [*texts] for title, texts in headline_columns(groups).items()}
+    for key, unit in (("episodes", "episodes"), ("n", "problems")):
+        counts = [sum(int(result.get(key, 0)) for result in results) for results in last]
+        if any(counts):
+            title = next((str(r["unit"]) for results in last for r in results if key in r and "unit" in r), unit)
+            columns[title] = [count or NO_VALUE for count in counts]
+    body = [list(row) for row in zip(*columns.values(), strict=True)]
+    return f'<div class="scroll">{table([*columns], body, text_columns={0})}</div>'
+
+
+def _last_result(run: Run) -> dict[str, Any] | None:
+    best = run.paths.best_step()
+    return max(run.evaluations, key=lambda result: (result["global_step"] == best, result["global_step"]), default=None)
 
 
 def _end(run: Run, name: str) -> float | None:
@@ -177,42 +174,24 @@ def _end(run: Run, name: str) -> float | None:
     return values[-1] if values else None
 
 
-def _over(values: Sequence[float | None], show: Any) -> str:
-    """Mean, with the lowest and highest if they differ."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "–"
-    text = str(show(statistics.fmean(known)))
-    low, high = show(min(known)), show(max(known))
-    return text if low == high else f"{text} ({low} … {high})"
-
-
-def _success(results: Sequence[Mapping[str, Any]]) -> str:
-    """Share over all seeds' episodes, with Wilson's 95 % interval."""
-    episodes = sum(int(result["episodes"]) for result in results)
-    if not episodes:
-        return "–"
-    reached = sum(result["success_once"] * int(result["episodes"]) for result in results)
-    low, high = wilson(round(reached), episodes)
-    return f"{reached / episodes:.1%} ({low:.1%} … {high:.1%})"
-
-
-def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite: str = "default") -> Path:
+def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite: str | None = None) -> Path:
     """Writes the page.
 
     Args:
         named: Label and run; runs of one label are seeds of one thing.
         output: The HTML file.
-        suite: Evaluation suite that is compared.
+        suite: Evaluation suite that is compared; None for the one that judges all of the runs, or `default`.
 
     Raises:
         RlhpcError: A run has nothing to show, or the page cannot be written.
     """
+    suite = suite or _common_suite([paths for _, paths in named])
     groups = read_runs(named, suite)
     folders: list[list[Cell]] = [[label, str(run.paths.root)] for label, runs in groups.items() for run in runs]
+    count = "1 run" if len(folders) == 1 else f"{len(folders)} runs"
     html = page(
         title="Comparison of " + " · ".join(groups),
-        subtitle=f"{len(folders)} runs, evaluation suite {suite}, written {time.strftime('%Y-%m-%d %H:%M')}",
+        subtitle=f"{count}, evaluation suite {suite}, written {time.strftime('%Y-%m-%d %H:%M')}",
         body=[
             section("How they ended", final_table(groups)),
             *_scores(groups),
@@ -223,6 +202,11 @@ def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite:
     return write_page(html, output)
 
 
+def _common_suite(runs: Sequence[RunPaths]) -> str:
+    suites = {judging_suite(paths, read_all_results(paths)) for paths in runs}
+    return suites.pop() if len(suites) == 1 else "default"
+
+
 def _scores(groups: Mapping[str, list[Run]]) -> list[str]:
     """What the seeds say together, by the metrics of evaluations that all runs have; nothing of single runs."""
     runs = [run for group in groups.values() for run in group]
@@ -230,12 +214,12 @@ def _scores(groups: Mapping[str, list[Run]]) -> list[str]:
     found = []
     if len(runs) > len(groups):
         for metric in (name for name in names if name.startswith("eval/")):
-            scores = {
-                label: [score_of(run.rows, run.evaluations, metric) for run in of] for label, of in groups.items()
-            }
-            if all(score is not None for of in scores.values() for score in of):
-                scored = [Scored(label, [s for s in of if s is not None], len(of)) for label, of in scores.items()]
-                found.append(section(f"Over seeds: {metric}", scores_part(scored, metric, "maximize")))
+            step, values = scores_at(runs, metric)
+            if step is not None:
+                remaining = iter(values)
+                scored = [Scored(label, [next(remaining) for _ in of], len(of)) for label, of in groups.items()]
+                title = f"{metric} at step {step}"
+                found.append(section(f"Over seeds: {title}", scores_part(scored, title, goal_of(metric), metric)))
     return found
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from rlhpc.config.files import find_config
+from rlhpc.config.files import ConfigSource, source_name
 from rlhpc.config.load import read_layers, require
 from rlhpc.config.merge import Layers
 from rlhpc.config.sections import RunConfig
@@ -19,7 +18,7 @@ from rlhpc.runtime.trust import Trust
 
 
 def load_config(
-    path: str | Path,
+    config: ConfigSource,
     overrides: Sequence[str] = (),
     *,
     check: bool = True,
@@ -30,7 +29,8 @@ def load_config(
     """Reads a configuration.
 
     Args:
-        path: YAML file; the files under its key `defaults:` (relative to it) are read first.
+        config: YAML file; the files under its key `defaults:` (relative to it) are read first. Or a mapping in place of the
+            file's content, whose `defaults` are relative to the working directory.
         overrides: `key=value` in order, the value in YAML.
         site: Name or file of the cluster's site file, which fills what neither file nor overrides set under `cluster`, and
             of the workflow's jobs; by default what `RLHPC_SITE` says.
@@ -45,8 +45,8 @@ def load_config(
     Raises:
         ConfigError: With file or override, key, what was found, what is allowed.
     """
-    source = str(find_config(path))
-    layers = read_layers(path, overrides, find_kind, site=site, theirs=theirs)
+    source = source_name(config)
+    layers = read_layers(config, overrides, find_kind, site=site, theirs=theirs)
     cfg = typed(RunConfig, layers.cfg)
     if check:
         validate(cfg, source, layers.sources, training=training)

@@ -17,7 +17,8 @@ from rlhpc.config import config_to_yaml, segment_end, total_steps
 from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.claim import read_json
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.metrics import update_provenance, write_provenance
+from rlhpc.metrics import write_provenance
+from rlhpc.metrics.provenance import record_placement
 from rlhpc.runs.same_run import check_same_run
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, RlhpcError, StaleGeneration, StorageError
@@ -73,29 +74,12 @@ class RunFolder:
             CheckpointError: `runner.resume_dir` names a checkpoint that cannot be used.
         """
         paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
-        require_own_run_folder(paths.root)
-        for folder in (paths.registry, paths.submit):
-            if os.path.lexists(folder):
-                require_private(folder, tighten=True)
+        resume_from, have = resolve_resume(cfg, segment, resume_with=resume_with)
         total, segments = total_steps(cfg), cfg.runner.segments
-        if segments < 1:
-            raise ConfigError(f"runner.segments is {segments}; it must be at least 1")
-        if segment is not None and not 0 <= segment < segments:
-            raise ConfigError(f"segment {segment} does not exist: runner.segments is {segments} (0 to {segments - 1})")
-        asked = cfg.runner.resume_dir
-        have = [path for _, path in paths.complete_steps()]
-        if segment is not None and (asked is None or have):
-            asked = "auto"  # a restarted segment continues from where it was
-        if asked is None and have:
-            raise ConfigError(
-                f"{paths.root} has checkpoints already (newest: {have[-1].name}). To continue them pass "
-                "runner.resume_dir=auto; to start fresh pass another runner.name, or remove the folder"
-            )
-        check_same_run(paths, cfg, resume_with=resume_with)
-        resume = find_resumable(paths, asked)
+        resume = find_resumable(paths, resume_from)
         for path, reason in resume.skipped:
             note(f"skipped {path.name}: {reason}")
-        if str(asked).lower() == "auto" and resume.path is None and have:
+        if str(resume_from).lower() == "auto" and resume.path is None and have:
             raise ConfigError(
                 f"runner.resume_dir=auto: none of the {len(have)} checkpoints in {paths.checkpoints} can be used (see "
                 "above). Restore one, or start fresh with another runner.name"
@@ -135,7 +119,7 @@ class RunFolder:
 
     def record_placement(self, placements: dict[str, list[dict[str, Any]]]) -> None:
         """Adds the placement of all ranks to provenance.json."""
-        update_provenance(self.paths, placement=placements)
+        record_placement(self.paths, placements)
 
     def write_status(self, state: str, step: int, *, force: bool = False, **facts: Any) -> None:
         """Replaces status.json, at most every two seconds unless `force`."""
@@ -188,6 +172,44 @@ class RunFolder:
             replace_durably(path, data)
         except OSError as error:
             raise storage_error(error, path, what) from error
+
+
+def resolve_resume(
+    cfg: RunConfig, segment: int | None = None, *, resume_with: bool = False
+) -> tuple[str | None, list[Path]]:
+    """Says what a run resumes from; refuses a folder that is another user's, or has checkpoints that nobody wants to continue.
+    Reads no checkpoint.
+
+    Args:
+        cfg, segment, resume_with: See `RunFolder.plan`.
+
+    Returns:
+        What to resume from, as `runner.resume_dir` says it, and the complete checkpoints that are there.
+
+    Raises:
+        ConfigError, OwnershipError: See `RunFolder.plan`.
+    """
+    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    require_own_run_folder(paths.root)
+    for folder in (paths.registry, paths.submit):
+        if os.path.lexists(folder):
+            require_private(folder, tighten=True)
+    segments = cfg.runner.segments
+    if segments < 1:
+        raise ConfigError(f"runner.segments is {segments}; it must be at least 1")
+    if segment is not None and not 0 <= segment < segments:
+        raise ConfigError(f"segment {segment} does not exist: runner.segments is {segments} (0 to {segments - 1})")
+    resume_from = cfg.runner.resume_dir
+    have = [path for _, path in paths.complete_steps()]
+    if segment is not None and (resume_from is None or have):
+        resume_from = "auto"  # a restarted segment continues from where it was
+    if resume_from is None and have:
+        raise ConfigError(
+            f"{paths.root} has checkpoints already (newest: {have[-1].name}). To continue them pass "
+            "runner.resume_dir=auto; to start fresh pass another runner.name, or remove the folder"
+        )
+    check_same_run(paths, cfg, resume_with=resume_with)
+    return resume_from, have
 
 
 def read_segment_done(paths: RunPaths, segment: int) -> dict[str, Any] | None:

@@ -194,14 +194,14 @@ class Helpers:
     def _act(self, decision: Decision, now: float) -> None:
         for job in self._record.live():
             if job.leaving is not None and now - job.leaving > _LEAVES_S:
-                scancel(job.id)
+                scancel(job.id, name=self._name)
         for job_id in decision.leave:
             job = self._record.jobs[job_id]
             job.leaving, job.why = now, decision.why
             if job.started is None:
-                scancel(job_id)
+                scancel(job_id, name=self._name)
             else:
-                scancel(job_id, "--batch", "--signal=USR1")
+                scancel(job_id, "--batch", "--signal=USR1", name=self._name)
         if not decision.submit:
             return
         if decision.only_soon:

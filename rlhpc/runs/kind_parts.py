@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,49 @@ class Exporting:
 
 
 @dataclass(frozen=True)
+class Headline:
+    """A number by which runs of a kind are judged: a column of tables, and of `rlhpc status`.
+
+    Attributes:
+        metric: Name in metrics.jsonl; `eval/…` for a result of evaluations, `eval/pass_at_k` for that of the largest k.
+        title: Title of the column.
+        form: `share` (a percentage with its interval), `count`, or `number`.
+    """
+
+    metric: str
+    title: str
+    form: str = "number"
+
+
+@dataclass(frozen=True)
+class PlayOptions:
+    """Options of `rlhpc play`; None stands for the default.
+
+    Attributes:
+        film: Where the film goes if there is no display.
+        episodes: How many episodes are played.
+        seed: Of the environment, or of sampling.
+        system: First message of a conversation.
+        max_tokens: Most tokens of a reply.
+        trust_code: Import what the checkpoint names as `module:Class`.
+    """
+
+    film: Path
+    episodes: int | None = None
+    seed: int | None = None
+    system: str | None = None
+    max_tokens: int | None = None
+    trust_code: bool = False
+
+
+@dataclass(frozen=True)
 class Parts:
     """The parts of a report that depend on the kind of run, as HTML and SVG.
 
     Attributes:
         subject: What is trained on what, for the subtitle.
         cards: The key figures.
-        curves: Learning curves; the first two are drawn large.
+        curves: Learning curves, the most important first.
         evaluation: Plot and table of the evaluations.
         times: Curves of time.
         evaluated: Step → what its first evaluation says, for the table of checkpoints.

@@ -6,23 +6,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import yaml
 
+from rlhpc.config.conditions import Condition
 from rlhpc.config.keys import Schema
 from rlhpc.config.ranges import Range
 from rlhpc.config.rules import Fail
 from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.paths import CONFIG, RunPaths
-from rlhpc.runs.kind_parts import Exporting, Parts, Preparation
+from rlhpc.runs.kind_parts import Exporting, Headline, Parts, PlayOptions, Preparation
+from rlhpc.runs.preflight import Check
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import Registry, import_attribute, nearest, offered
-from rlhpc.runtime.plain import read_yaml
+from rlhpc.runtime.plain import read_file, read_yaml
 from rlhpc.runtime.shown import shown
 
 DEFAULT = "embodied"
@@ -37,6 +40,7 @@ KINDS: Registry[Any] = Registry(
         "reasoning": "rlhpc.language.kinds:GRPO",
         "sft": "rlhpc.language.kinds:SFT",
         "reward_model": "rlhpc.language.kinds:REWARD_MODEL",
+        "dpo": "rlhpc.language.kinds:DPO",
     },
     form="module:NAME",
 )
@@ -58,8 +62,10 @@ class Kind(Generic[Cfg]):
         preload: Modules that the fork server imports.
         curves: Curves that its report always has, file name → title.
         compared: Metrics by which runs are compared: name, title, axis; those of evaluations begin with `eval/`.
+        headlines: Numbers by which its runs are judged, the most important first; empty for those of `compared`.
         ranges: Key → the range of its number.
         choices: Key → the words it may have.
+        conditions: Keys that a run reads under a condition alone; it always reads the others.
         evaluation: Keys, or sections (with a dot at the end), that change what evaluations do, and nothing else.
         free: Those of the machine and of how the work is cut into pieces: a run goes on with others.
         expendable: Groups that may be lost and restarted in a submitted run.
@@ -77,8 +83,10 @@ class Kind(Generic[Cfg]):
     preload: tuple[str, ...] = ()
     curves: Mapping[str, str] = field(default_factory=dict)
     compared: tuple[tuple[str, str, str], ...] = ()
+    headlines: tuple[Headline, ...] = ()
     ranges: Mapping[str, Range] = field(default_factory=dict)
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    conditions: tuple[Condition, ...] = ()
     evaluation: tuple[str, ...] = ()
     free: tuple[str, ...] = ()
     expendable: frozenset[str] = frozenset()
@@ -176,16 +184,17 @@ class Kind(Generic[Cfg]):
             ConfigError, PlacementError: Names the component and the numbers.
         """
 
-    def check_start(self, cfg: Cfg, ranks: Mapping[str, int]) -> None:
-        """Refuses what would fail after the start, because it cannot be built or read.
+    def checks(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
+        """Yields what has to hold before a run starts and its configuration alone does not tell, in the order of a start.
+
+        `rlhpc train` makes all of these checks; `rlhpc plan` and `submit` make those that need files alone.
 
         Args:
-            cfg: The configuration, as `prepare` gave it.
+            cfg: The configuration, as `prepare` or `trial` gave it.
             ranks: Number of processes of each group.
-
-        Raises:
-            ConfigError, CheckpointError: Names the key.
         """
+        del cfg, ranks
+        return iter(())
 
     def together_of(self, cfg: Cfg) -> dict[str, int]:
         """Groups of which so many neighbouring ranks are one replica: they come, go and end together."""
@@ -212,6 +221,15 @@ class Kind(Generic[Cfg]):
         del resumes
         return cfg
 
+    @contextlib.contextmanager
+    def trial(self, cfg: Cfg) -> Iterator[Cfg]:
+        """Yields the configuration for `checks`, as `prepare` gives it; nothing that this makes remains.
+
+        Args:
+            cfg: The configuration.
+        """
+        yield self.prepare(cfg, resumes=False)
+
     def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
         """How a checkpoint of this kind differs from this run: keys with its value there and here."""
         del cfg, checkpoint
@@ -234,8 +252,13 @@ class Kind(Generic[Cfg]):
 
     def goal(self, cfg: Cfg) -> Any:
         """What can end a segment before its planned step; None if nothing can."""
+        return early_end(cfg)
+
+    def evaluation_metrics(self, cfg: Cfg) -> Sequence[str]:
+        """The metrics of held-out data that a run with this configuration measures while it trains, and that have a better and
+        a worse: what `runner.keep_best` may name; none where it does not evaluate."""
         del cfg
-        return None
+        return ()
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -260,6 +283,19 @@ class Kind(Generic[Cfg]):
     def evaluate_model(self, cfg: Cfg, *, suite: str, output: Path | None) -> str:
         """Evaluates the model that the configuration names, without a checkpoint; the result in a line."""
         raise ConfigError(f"--model is for language models; {self.name} runs have none. Give a checkpoint")
+
+    def play(self, cfg: Cfg, checkpoint: Path, options: PlayOptions) -> str:
+        """Shows a checkpoint's policy at work, or talks with it.
+
+        Args:
+            cfg: The configuration.
+            checkpoint: Its folder.
+            options: Options.
+
+        Returns:
+            The result in a line; "" where there is nothing to say.
+        """
+        raise ConfigError(f"runs of kind {self.name} have nothing to play; rlhpc eval evaluates their checkpoints")
 
     def export(self, checkpoint: Path, output: Path | None, wanted: Exporting) -> Path:
         """Writes a checkpoint as a folder for others.
@@ -291,6 +327,11 @@ class Kind(Generic[Cfg]):
         """
         del paths, rows, linked
         return Parts("", "", [], "", [], {}, ("", ""))
+
+
+def early_end(cfg: RunConfig) -> list[Any] | None:
+    """Returns what ends a run that gets no better, as far as its configuration says; None if nothing does."""
+    return [cfg.runner.keep_best, cfg.runner.patience] if cfg.runner.patience > 0 else None
 
 
 def kind_names() -> list[str]:
@@ -345,7 +386,7 @@ def kind_of_checkpoint(checkpoint: Path) -> Kind[Any]:
 
 def _kind_of_file(config: Path) -> Kind[Any] | None:
     try:
-        name = str(read_yaml(config.read_bytes())["runner"]["task_type"])
+        name = str(read_yaml(read_file(config))["runner"]["task_type"])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         return None
     known = name.lower() in kind_names()

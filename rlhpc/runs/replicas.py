@@ -88,6 +88,8 @@ class Replicas:
         self._arrived: set[int] = set()
         self._opening: dict[tuple[int, ...], Opening] = {}
         self._restarted = 0
+        #: Ranks that are to be started again, and whose processes may not be gone yet.
+        self._awaiting_restart: set[int] = set()
         self.ranks: list[int] = []
 
     def begin(self) -> None:
@@ -124,11 +126,11 @@ class Replicas:
         self._arrived &= {*there}
         if lost := sorted({*self.ranks} - {*self.present()}):
             self.ranks = [rank for rank in self.ranks if rank not in lost]
-            told = f"{self._lost(lost)}; {self._cost}"
-            if self._restarted < self._restarts() and (again := self._restart()):
-                self._restarted += len(again) // self._size
-                told += f"; {self._named(again)} starts again"
-            note(told)
+            note(f"{self._lost(lost)}; {self._cost}")
+            self._awaiting_restart |= {
+                rank for rank in lost if rank < self._group.world_size
+            }  # others came by themselves
+        self._restart_lost()
         self._arrived |= {*self._group.admit()}
         for first in self._whole(self._arrived)[:: self._size]:
             ranks = self._replica(first)
@@ -141,6 +143,15 @@ class Replicas:
                 self._group.took_in(rank)
             self.ranks = sorted([*self.ranks, *ranks])
             note(f"{self._named(ranks)} takes part from the next step on")
+
+    def _restart_lost(self) -> None:
+        """Has lost ranks started again whose processes are gone; the others are asked for before the next step."""
+        if not self._awaiting_restart or self._restarted >= self._restarts():
+            return
+        if again := self._restart():
+            self._restarted += len(again) // self._size
+            self._awaiting_restart -= {*again}
+            note(f"{self._named(again)} starts again")
 
     def _lost(self, ranks: Collection[int]) -> str:
         """Who ended, and who has left as told."""

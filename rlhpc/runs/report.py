@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.manifest import read_manifest, verify
+from rlhpc.jobs.claim import read_json
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.status import best_words
 from rlhpc.metrics.accounting import write_accounting
 from rlhpc.metrics.accounting_page import accounting_tables
 from rlhpc.metrics.joined_page import joined_section
 from rlhpc.metrics.logger import read_metrics
 from rlhpc.metrics.page import (
     Cell,
+    decimals,
     duration,
     facts,
     figures,
@@ -30,10 +33,15 @@ from rlhpc.metrics.page import (
 from rlhpc.metrics.phases import phase_columns
 from rlhpc.metrics.placement import placement_grid
 from rlhpc.metrics.provenance import read_provenance
+from rlhpc.metrics.results import left_out
 from rlhpc.metrics.svg import standalone
 from rlhpc.runs.kinds import kind_of_run
-from rlhpc.runtime.errors import CheckpointError, RlhpcError
+from rlhpc.runtime.errors import CheckpointError, UserError
+from rlhpc.runtime.plain import read_file
 from rlhpc.runtime.storage import unwritten
+
+#: Files with values of a wrong type that the page names.
+_NAMED = 20
 
 
 def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
@@ -71,12 +79,11 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
         The HTML file.
 
     Raises:
-        RlhpcError: There is no such run, or the page cannot be written.
+        UserError: There is no such run.
+        RlhpcError: The page cannot be written.
     """
     if not paths.root.is_dir():
-        raise RlhpcError(
-            f"{paths.root}: no such run folder; give runner.run_dir=… and runner.name=… of an existing run"
-        )
+        raise UserError(f"{paths.root}: no such run folder; give runner.run_dir=… and runner.name=… of an existing run")
     rows = read_metrics(paths.metrics)
     provenance = read_provenance(paths)
     accounting = write_accounting(paths)
@@ -87,8 +94,9 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
         subtitle=_subtitle(own.subject, rows, provenance),
         body=[
             own.cards,
-            section("Learning curves", _learning(rows, own.curves)),
+            _left_out(paths),
             section("Evaluation", own.evaluation),
+            section("Learning curves", _learning(rows, own.curves)),
             section("Placement", placement_grid(provenance.get("placement"))),
             section("Time", _time(rows, own.times)),
             section("Accounting", accounting_tables(accounting)) if accounting else "",
@@ -99,6 +107,14 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
         ],
     )
     return write_page(html, page_file)
+
+
+def _left_out(paths: RunPaths) -> str:
+    """Names what is not shown, because it has a wrong type."""
+    lines = left_out(paths)
+    if len(lines) > _NAMED:
+        lines = [*lines[:_NAMED], f"and {len(lines) - _NAMED} files more"]
+    return missing(f"Left out, of a wrong type: {escape('; '.join(lines))}") if lines else ""
 
 
 def _subtitle(subject: str, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any]) -> str:
@@ -116,7 +132,7 @@ def _subtitle(subject: str, rows: Sequence[Mapping[str, Any]], provenance: Mappi
 def _learning(rows: Sequence[Mapping[str, Any]], curves: list[str]) -> str:
     if not rows:
         return missing("No metrics yet: metrics.jsonl is missing or empty.")
-    return figures(curves[:2]) + figures(curves[2:], "small")
+    return figures(curves)
 
 
 def _time(rows: Sequence[Mapping[str, Any]], charts: list[str]) -> str:
@@ -152,19 +168,14 @@ def _checkpoints(
                 time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime)),
                 count,
                 size(total),
-                _trained(trained),
+                decimals(trained) if isinstance(trained, (int, float)) else "–",
                 evaluated.get(step, "–"),
             ]
         )
     head = ["checkpoint", "state", "saved", "files", "size", label, "evaluation"]
-    return f'<div class="scroll">{table(head, body, text_columns={0, 1, 2})}</div>'
-
-
-def _trained(value: Any) -> str:
-    """A return has one decimal; a reward of about 1, or a loss, needs more."""
-    if not isinstance(value, (int, float)):
-        return "–"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
+    best = best_words(read_json(paths.driver_state) or {})
+    note = f'<p class="legend">Best: {escape(best)} (<code>runner.keep_best</code>).</p>' if best else ""
+    return f'<div class="scroll">{table(head, body, text_columns={0, 1, 2})}</div>{note}'
 
 
 def _contents(checkpoint: Path) -> tuple[int, int]:
@@ -178,7 +189,7 @@ def _contents(checkpoint: Path) -> tuple[int, int]:
 
 def _configuration(paths: RunPaths) -> str:
     try:
-        text = paths.config.read_text(errors="replace")
+        text = read_file(paths.config).decode(errors="replace")
     except OSError:
         return missing("config.yaml is missing.")
     lines = text.count("\n")

@@ -20,9 +20,11 @@ from rlhpc.jobs.signals import StopRequest, end_of_job
 from rlhpc.metrics import MetricLogger, ProgressBar
 from rlhpc.metrics.loggers.public import public_config
 from rlhpc.metrics.provenance import update_provenance
+from rlhpc.runs.best import PATIENCE, BestCheckpoint
 from rlhpc.runs.folder import RunFolder, note, segment_end
 from rlhpc.runs.kinds import Cfg
 from rlhpc.runs.saving import Saves
+from rlhpc.runtime.active_time import active_s
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, StepFailed, WorkerFailed
 from rlhpc.runtime.plain import read_json
@@ -67,6 +69,7 @@ class Runner(Generic[Cfg]):
         self.timeout = cfg.runner.step_timeout_s
         self._steps_s: collections.deque[float] = collections.deque(maxlen=_RECENT)
         self._saves_s: collections.deque[float] = collections.deque(maxlen=_RECENT)
+        self.best = BestCheckpoint(cfg.runner.keep_best, cfg.runner.patience)
         self.saves = Saves(groups, cfg.runner.async_save, self.timeout)
         self._saved_step, self._still_s = -1, 0.0
         self._ready = False
@@ -74,7 +77,7 @@ class Runner(Generic[Cfg]):
         self.recoveries = 0
         self.saw: Callable[[dict[str, float]], None] = lambda row: None
         self._vain, self._recovered_from = 0, -1
-        self._before, self._started = 0.0, time.perf_counter()
+        self._before, self._started = 0.0, active_s()
 
     # -- what a subclass says -------------------------------------------------------------------------------------
 
@@ -163,8 +166,13 @@ class Runner(Generic[Cfg]):
             self.step, self.elapsed = int(state["step"]), float(state["elapsed_s"])
             self.stop_reason = str(state["stop_reason"])
             self.load_state(state)
+            is_same_run = checkpoint.parent.resolve() == self.folder.paths.checkpoints.resolve()
+            self.best.load_state(
+                state if is_same_run else {}
+            )  # the checkpoints of another run are not this one's to keep
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{checkpoint / 'runner.json'}: cannot be read ({error!r})") from error
+        self.best.link(self.folder.paths)
         self._saved_step = -1 if self.folder.foreign else self.step
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -192,7 +200,7 @@ class Runner(Generic[Cfg]):
         state = "finished" if finished and reason != "segment_end" else "stopped"
         result = self.result()
         folder.write_status(state, self.step, force=True, stop_reason=why, elapsed_s=self.elapsed,
-                            **{"return": result.get("episode_return")})  # fmt: skip
+                            **{"return": result.get("episode_return")}, **self.best.facts())  # fmt: skip
         return {
             "global_step": self.step,
             **result,
@@ -206,9 +214,9 @@ class Runner(Generic[Cfg]):
         """The loop, from the present step to the end of this start."""
         cfg, folder = self.cfg, self.folder
         public = public_config(plain(cfg, resolve=False), plain(cfg))
-        self._started, self._before = time.perf_counter(), self.elapsed
+        self._started, self._before = active_s(), self.elapsed
         # A goal that was reached stays reached; one that has since been raised does not.
-        self.stop_reason = self.goal() if self.stop_reason == "stop_return" else ""
+        self.stop_reason = self._end() if self.stop_reason in ("stop_return", PATIENCE) else ""
         with (
             MetricLogger(
                 folder.paths, cfg.runner.logger.logger_backends, resumed, plain(cfg.runner.logger.kwargs), public
@@ -231,9 +239,13 @@ class Runner(Generic[Cfg]):
                     folder.write_marks(current().registry.root)
                 logger.log(self.step, row)
                 bar.update(self.step, row)
-                folder.write_status("running", self.step, eta_s=bar.eta_s(), elapsed_s=self.elapsed, **self.facts(row))
-                self.stop_reason = self.goal()
-                if self._save_is_due():
+                is_best = self.best.take(self.step, row)
+                folder.write_status("running", self.step, eta_s=bar.eta_s(), elapsed_s=self.elapsed,
+                                    **self.facts(row), **self.best.facts())  # fmt: skip
+                self.stop_reason = self._end()
+                if self.stop_reason == PATIENCE:
+                    bar.message(f"rlhpc: ends at step {self.step}: {self.best.reason()}")
+                if is_best or self._save_is_due():
                     self._save(logger)
             self._count_time()
             if self._saved_step != self.step:
@@ -241,9 +253,9 @@ class Runner(Generic[Cfg]):
             self._saved(self.saves.finish)
 
     def _timed_step(self) -> dict[str, float]:
-        begin = time.perf_counter()
+        begin = active_s()
         row = self.one_step()
-        seconds = time.perf_counter() - begin
+        seconds = active_s() - begin
         self._steps_s.append(seconds)
         self._count_time()
         row["time/wall_s"] = self.elapsed
@@ -253,7 +265,7 @@ class Runner(Generic[Cfg]):
         return row
 
     def _count_time(self) -> None:
-        self.elapsed = self._before + time.perf_counter() - self._started
+        self.elapsed = self._before + active_s() - self._started
 
     # -- after a failure ------------------------------------------------------------------------------------------
 
@@ -309,11 +321,18 @@ class Runner(Generic[Cfg]):
 
     # -- when to stop ---------------------------------------------------------------------------------------------
 
+    def _end(self) -> str:
+        """The reason to stop after this step; "" if there is none."""
+        return self.goal() or (PATIENCE if self.best.is_over() else "")
+
     def _check_walltime(self) -> None:
         """Requests a stop while there is still time to save, if the scheduler says when the job ends."""
-        end = end_of_job()
         reserve = max(self.cfg.runner.save_reserve_s, 2 * _p95(self._saves_s))
-        if end is not None and time.time() + _p95(self._steps_s) + reserve > end:
+
+        def has_room(end: float | None) -> bool:
+            return end is None or time.time() + _p95(self._steps_s) + reserve <= end
+
+        if not has_room(end_of_job()) and not has_room(end_of_job(at_once=True)):
             self.stop.request("the job's walltime leaves no room for another step")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -325,11 +344,12 @@ class Runner(Generic[Cfg]):
     def _save(self, logger: MetricLogger) -> None:
         """Saves the current step: first its rows, then its checkpoint, which appears when the ranks have written it."""
         self._saved(self.saves.finish)
-        begin = time.perf_counter()
+        begin = active_s()
         current().registry.check_current()  # a driver that has been replaced by another commits nothing
         state = {
             "step": self.step,
             **self.state(),
+            **self.best.state(),
             "elapsed_s": self.elapsed,
             "stop_reason": self.stop_reason,
             "seed": self.cfg.runner.seed,
@@ -341,18 +361,19 @@ class Runner(Generic[Cfg]):
         }
         self.saves.begin(CheckpointWriter(self.folder.paths, self.step), files, self.result())
         self._saved_step = self.step
-        self._still_s += time.perf_counter() - begin
+        self._still_s += active_s() - begin
 
     def _saved(self, end: Callable[[], float | None]) -> None:
         """Counts a save that `end` has made a checkpoint, and drops older ones."""
-        begin = time.perf_counter()
+        begin = active_s()
         if (seconds := end()) is not None:
             self._saves_s.append(seconds)
+            self.best.link(self.folder.paths)
             prune(self.folder.paths, self.cfg.runner.keep_checkpoints, self._protected(), checksums=False)
-            self._still_s += time.perf_counter() - begin
+            self._still_s += active_s() - begin
 
     def _protected(self) -> list[int]:
-        """Steps at which segments ended: evaluation and conversion may still read them."""
+        """The best step, and those at which segments ended: evaluation and conversion may still read them."""
         segments = self.cfg.runner.segments
         planned = [segment_end(self.folder.total, k, segments) for k in range(segments)] if segments > 1 else []
-        return [*planned, *self.folder.finished_segments()]
+        return [*planned, *self.folder.finished_segments(), *self.best.protected(self.folder.paths)]

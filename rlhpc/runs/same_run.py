@@ -14,6 +14,7 @@ from rlhpc.runs.configuration import load_config
 from rlhpc.runs.kinds import kind_of
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 
 _NAME = (
     "Give this one a name of its own (runner.name=…) or another folder (runner.run_dir=…), or go back to the old values"
@@ -68,6 +69,18 @@ def make_longer(paths: RunPaths, cfg: RunConfig, segment: int, *, wait: bool = F
         reopen(paths, segment)
 
 
+def write_config(path: Path, cfg: RunConfig, comment: str) -> None:
+    """Writes a configuration for a driver to read, with a comment in its first line.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    try:
+        replace_durably(path, f"# {comment}\n{config_to_yaml(cfg)}".encode())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
 class SubmittedConfig:
     """The configuration as it was when a segment was submitted, which its job reads.
 
@@ -93,8 +106,4 @@ class SubmittedConfig:
                 way_out=f"{_NAME}; or end the job first (rlhpc cancel {root})",
             )
             return
-        header = f"# As submitted from {Path(self._source).expanduser().absolute()}\n"
-        try:
-            replace_durably(self.path, (header + config_to_yaml(self._cfg)).encode())
-        except OSError as error:
-            raise ConfigError(f"{self.path}: cannot be written: {error.strerror}") from error
+        write_config(self.path, self._cfg, f"As submitted from {expand_home(self._source).absolute()}")

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import plain, select
-from rlhpc.runtime.plain import read_json, read_yaml
+from rlhpc.runtime.plain import read_file, read_json, read_yaml
 
 
 def differing(cfg: RunConfig, saved: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
@@ -38,7 +38,7 @@ def saved_values(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
         keys: The keys to read; by default those at the top level.
     """
     try:
-        content = (read_json if path.suffix == ".json" else read_yaml)(path.read_bytes())
+        content = (read_json if path.suffix == ".json" else read_yaml)(read_file(path))
         found: Any = OmegaConf.to_container(OmegaConf.create(content)) if keys else content
     except (OSError, ValueError, yaml.YAMLError):
         return {}

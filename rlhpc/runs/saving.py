@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class _Save:
         """Keeps the answers of a group, if none of its ranks is still writing."""
         found = [answer for answer in answers if answer is not None]
         if len(found) == len(answers):
-            self.sums[role] = {name: known for answer in found for name, known in answer.items()}
+            self.sums[role] = merge_checksums(found)
 
 
 class Saves:
@@ -142,7 +142,7 @@ class Saves:
             raise
         self._now = None
         with save.opened:
-            save.writer.commit(save.meta, {name: known for sums in save.sums.values() for name, known in sums.items()})
+            save.writer.commit(save.meta, merge_checksums(save.sums.values()))
         return time.perf_counter() - save.began
 
     def _written(self, save: _Save, wait: bool) -> bool:
@@ -159,6 +159,14 @@ class Saves:
                 answers = group.saved(True).wait(self._timeout)
             save.take(role, answers)
         return all(role in save.sums for role in left)
+
+
+def merge_checksums(reports: Iterable[Checksums]) -> Checksums:
+    """Merges what several ranks report of their files; a checksum of one rank counts where others have only seen the file."""
+    merged: Checksums = {}
+    for report in reports:
+        merged |= {name: known for name, known in report.items() if known is not None or name not in merged}
+    return merged
 
 
 def _sums(group: Any) -> bool:

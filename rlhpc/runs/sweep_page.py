@@ -5,22 +5,101 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from rlhpc.jobs.paths import RunPaths, SweepPaths
-from rlhpc.jobs.state import states
+from rlhpc.jobs.state import RunState, states
 from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.page import card, missing, page, section, write_page
 from rlhpc.metrics.results import read_results
+from rlhpc.metrics.seeds import interquartile_mean
 from rlhpc.metrics.svg import number
-from rlhpc.runs.compare import Run, curves_part, final_table
+from rlhpc.runs.compare import curves_part, final_table
+from rlhpc.runs.headlines import Run
 from rlhpc.runs.kinds import kind_of_run
-from rlhpc.runs.scores import MOST_DRAWN, Scored, metric_of, ranked, score_of, scores_part
+from rlhpc.runs.scores import (
+    MOST_DRAWN,
+    Scored,
+    estimate_text,
+    goal_of,
+    metric_of,
+    ranked,
+    scores_at,
+    scores_part,
+)
 from rlhpc.runs.sweeps import read_sweep
 
 _BAD = ("failed", "dead", "cancelled")
+
+
+@dataclass(frozen=True)
+class SweepRanking:
+    """A sweep's configurations by their scores.
+
+    Attributes:
+        record: Content of `sweep.json`.
+        states: Name of a run → what it does.
+        runs: Name of a run → what it has to show; None for one without a step.
+        metric: The metric that is compared; None if finished runs have none in common.
+        goal: `maximize` or `minimize`.
+        step: The step of the scores; None without any.
+        scores: Name of a run → its score.
+        configurations: With the scores of their seeds, in the order of the record.
+    """
+
+    record: dict[str, Any]
+    states: dict[str, RunState]
+    runs: dict[str, Run | None]
+    metric: str | None
+    goal: str
+    step: int | None
+    scores: dict[str, float]
+    configurations: list[Scored]
+
+
+def rank_sweep(sweep: SweepPaths, suite: str | None = None, metric: str | None = None) -> SweepRanking:
+    """Scores the finished runs of a sweep at one step.
+
+    Args:
+        sweep: Its files.
+        suite: Evaluation suite that is compared; None for that of the sweep.
+        metric: The metric that is compared; None for the sweep's, or the first of its kind of run.
+
+    Raises:
+        RlhpcError: `sweep.json` cannot be read.
+    """
+    record = read_sweep(sweep)
+    named = record["runs"]
+    suite = suite or str(record.get("suite") or "default")
+    found = [found for _, found in states([sweep.run(run["name"]) for run in named])]
+    state = {run["name"]: one for run, one in zip(named, found, strict=True)}
+    runs = {run["name"]: _read(sweep.run(run["name"]), suite) for run in named}
+    compared = {name: run for name, run in runs.items() if state[name].state == "finished" and run is not None}
+    metric = metric or record.get("metric") or _compared([*compared.values()])
+    goal = str(record.get("goal") or goal_of(metric or ""))
+    step, values = scores_at([*compared.values()], metric) if metric else (None, [])
+    scores: dict[str, float] = dict(zip(compared, values, strict=False))
+    labels = list(dict.fromkeys(str(run["label"]) for run in named))
+    scored = [Scored(label, _of(label, named, scores), sum(run["label"] == label for run in named)) for label in labels]
+    return SweepRanking(record, state, runs, metric, goal, step, scores, scored)
+
+
+def render_ranking(ranking: SweepRanking) -> list[str]:
+    """Renders the configurations that have scores, the best first, as lines for a terminal."""
+    best = ranked(ranking.configurations, ranking.goal)
+    if not best:
+        return []
+    width = max(len(one.label) for one in best)
+    order = "highest" if ranking.goal == "maximize" else "lowest"
+    lines = [f"  {ranking.metric} at step {ranking.step}, interquartile mean over seeds, {order} first:"]
+    for one in best:
+        seeds = f"{len(one.scores)} of {one.planned} seeds" if len(one.scores) < one.planned else f"{one.planned} seeds"
+        value = estimate_text(interquartile_mean(one.scores))
+        lines.append(f"    {one.label:<{width}}  {value}, {seeds if one.planned > 1 else '1 seed'}")
+    return lines
 
 
 def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, metric: str | None = None) -> Path:
@@ -35,18 +114,12 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
     Raises:
         RlhpcError: `sweep.json` cannot be read, or the page cannot be written.
     """
-    record = read_sweep(sweep)
-    named = record["runs"]
+    ranking = rank_sweep(sweep, suite, metric)
+    record, named, state, runs = ranking.record, ranking.record["runs"], ranking.states, ranking.runs
+    metric, goal, scored, scores = ranking.metric, ranking.goal, ranking.configurations, ranking.scores
+    labels = [one.label for one in scored]
     suite = suite or str(record.get("suite") or "default")
-    found = [found for _, found in states([sweep.run(run["name"]) for run in named])]
-    state = {run["name"]: one for run, one in zip(named, found, strict=True)}
-    runs = {run["name"]: _read(sweep.run(run["name"]), suite) for run in named}
     ended = [run for run in named if state[run["name"]].state == "finished" and runs[run["name"]] is not None]
-    metric = metric or record.get("metric") or _compared([runs[run["name"]] for run in ended])
-    goal = str(record.get("goal") or "maximize")
-    scores = {run["name"]: _score(runs[run["name"]], metric) for run in ended}
-    labels = list(dict.fromkeys(str(run["label"]) for run in named))
-    scored = [Scored(label, _of(label, named, scores), sum(run["label"] == label for run in named)) for label in labels]
     best = ranked(scored, goal)
     shown = [one.label for one in best] + [label for label in labels if label not in {one.label for one in best}]
     groups = {
@@ -56,16 +129,20 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
     groups = {label: group for label, group in groups.items() if group}
     drawn = dict(list(groups.items())[:MOST_DRAWN])
     failed = [run["name"] for run in named if state[run["name"]].state in _BAD]
-    finished = sum(one.state == "finished" for one in found)
+    finished = sum(one.state == "finished" for one in state.values())
     cards = [
         card("runs finished", f"{finished} of {len(named)}", f"{len(labels)} configurations"),
         card("failed", str(len(failed)), "named below" if failed else "none"),
     ]
     if best and metric:
         cards.append(
-            card("best so far" if len(scores) < len(named) else "best", best[0].label, f"by the IQM of {metric}")
-        )
-    over = scores_part(sorted(scored, key=lambda one: shown.index(one.label)), metric, goal) if metric else ""
+            card(
+                "best so far" if len(scores) < len(named) else "best", best[0].label,
+                f"{'highest' if goal == 'maximize' else 'lowest'} IQM of {metric} at step {ranking.step}",
+            )
+        )  # fmt: skip
+    title = f"{metric} at step {ranking.step}"
+    over = scores_part(sorted(scored, key=lambda one: shown.index(one.label)), title, goal, metric) if metric else ""
     subtitle = f"{len(named)} runs, evaluation suite {suite}, written {time.strftime('%Y-%m-%d %H:%M')}"
     html = page(
         title=f"Sweep {record.get('name', sweep.root.name)}",
@@ -77,7 +154,7 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
             section("How they ended", final_table(groups) if groups else missing("No run has a step yet.")),
             section("Runs", _runs_table(sweep, output, named, state, runs, scores, metric)),
         ],
-        css=".sweep .card b{white-space:normal;font-size:22px}td.bad{color:var(--c3)}",
+        css=".sweep .card b{white-space:normal;overflow-wrap:anywhere;font-size:22px}td.bad{color:var(--c3)}",
     )
     return write_page(html, output)
 
@@ -87,21 +164,12 @@ def _read(paths: RunPaths, suite: str) -> Run | None:
     return Run(paths, rows, read_results(paths, suite)) if rows else None
 
 
-def _compared(runs: Sequence[Run | None]) -> str | None:
-    there = [run for run in runs if run is not None]
-    if not there:
-        return None
-    kind = kind_of_run(there[0].paths)
-    names = [name for name, _, _ in kind.compared]
-    return metric_of(kind, [{n: s for n in names if (s := _score(run, n)) is not None} for run in there])
+def _compared(runs: Sequence[Run]) -> str | None:
+    return metric_of(kind_of_run(runs[0].paths), runs) if runs else None
 
 
-def _score(run: Run | None, metric: str | None) -> float | None:
-    return None if run is None or metric is None else score_of(run.rows, run.evaluations, metric)
-
-
-def _of(label: str, named: Sequence[Mapping[str, Any]], scores: Mapping[str, float | None]) -> list[float]:
-    return [score for run in named if run["label"] == label and (score := scores.get(run["name"])) is not None]
+def _of(label: str, named: Sequence[Mapping[str, Any]], scores: Mapping[str, float]) -> list[float]:
+    return [scores[run["name"]] for run in named if run["label"] == label and run["name"] in scores]
 
 
 def _nothing(metric: str | None, runs: Sequence[Run], ended: int) -> str:
@@ -113,7 +181,8 @@ def _nothing(metric: str | None, runs: Sequence[Run], ended: int) -> str:
         {f"eval/{name}" for run in runs for e in run.evaluations for name, v in e.items() if isinstance(v, float)}
     )
     logged = sorted({name for run in runs for name in run.rows[-1] if "/" in name})
-    return f"No run has {escape(metric)}; there are: {escape(', '.join([*there, *logged]) or 'none')}."
+    known = escape(", ".join([*there, *logged]) or "none")
+    return f"The runs that finished do not have {escape(metric)} at a step in common; there are: {known}."
 
 
 def _runs_table(
@@ -122,11 +191,11 @@ def _runs_table(
     named: Sequence[Mapping[str, Any]],
     state: Mapping[str, Any],
     runs: Mapping[str, Run | None],
-    scores: Mapping[str, float | None],
+    scores: Mapping[str, float],
     metric: str | None,
 ) -> str:
     """Every run with its state; those that have a report lead to it."""
-    head = ["run", "state", "step", metric or "score", ""]
+    head = ["run", "state", "step", metric or "score", "note"]
     lines = []
     for run in named:
         name, found, read = str(run["name"]), state[run["name"]], runs[run["name"]]

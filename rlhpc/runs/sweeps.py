@@ -11,18 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhpc.config import total_steps
 from rlhpc.config.files import find_config, read_files
+from rlhpc.config.load import read_task_type
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sweep import SWEEP, Point, SweepConfig, digest, is_about_sweep, override, points, read_section
-from rlhpc.config.typed import plain
+from rlhpc.config.typed import plain, select
 from rlhpc.jobs.claim import read_json
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import kind_of
+from rlhpc.runs.kinds import find_kind, kind_of
 from rlhpc.runs.same_run import check_same_run
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.storage import unwritten
+from rlhpc.runtime.writable import unwritable
 
 #: Sections that say what an expert's episodes are like.
 _RECORDED = ("env",)
@@ -113,10 +117,12 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
         ConfigError: Of the sweep, or of one of its runs, which it names with its values.
     """
     source = str(find_config(path))
-    found = read_section(read_files(Path(source)), overrides)
-    if found is None:
+    files = read_files(Path(source))
+    if read_section(files, overrides) is None:
         return None
-    section, said_by = found
+    read = read_section(files, overrides, find_kind(*read_task_type(files, overrides)).schema)
+    assert read is not None
+    section, said_by = read
     common = [*(text for text in overrides if not is_about_sweep(text)), f"{SWEEP}=null"]
     named = points(section, said_by, common)
     first = _load(source, [*common, *named[0].overrides], named[0], said_by, common, site, check=False)
@@ -126,6 +132,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
         raise ConfigError(
             f"{said_by}: {paths.root} is the folder of a run; give the sweep a name of its own with runner.name=…"
         )
+    if reason := unwritable(paths.root):
+        raise ConfigError(f"{said_by}: the sweep's folder {paths.root}: {reason}; choose another with runner.run_dir=…")
     below = [*common, override("runner.run_dir", os.path.normpath(f"{folder}/{name}"))]
     runs = []
     for point in named:
@@ -172,6 +180,38 @@ def sft_of(source: str, cfg: RunConfig, site: str | None) -> tuple[str, RunConfi
     return path, load_config(path, wanted[1], site=site)
 
 
+def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Path:
+    """Returns the folder into which the workflow exports the policy of the run on demonstrations: `export/chosen`, unless this
+    run names the folder of its last step.
+
+    Args:
+        source: File of this run.
+        cfg: Its configuration.
+        first: What `sft_of` returned.
+
+    Raises:
+        ConfigError: This run names the folder of a step, and that run may choose another one, or has several segments.
+    """
+    path, sft = first
+    if sft.runner.segments > 1:
+        raise ConfigError(f"{path}: runner.segments must be 1 for a run that another one starts from")
+    run = RunPaths.of(sft.runner.run_dir, sft.runner.name)
+    last, chosen = run.export(total_steps(sft)), run.chosen_export
+    value = select(cfg, "actor.model.model_path")
+    model = expand_home(str(value)).absolute()
+    if model.parent.absolute() != chosen.parent.absolute() or model.name == chosen.name:
+        return chosen
+    reasons = {"runner.keep_best": sft.runner.keep_best, "runner.patience": sft.runner.patience}
+    set_keys = [key for key, setting in reasons.items() if setting]
+    if set_keys or model.name != last.name:
+        why = f"its {' and '.join(set_keys)} may choose another step" if set_keys else f"its last step is {last.name}"
+        raise ConfigError(
+            f"{source}: actor.model.model_path is {value!r}, of the run of workflow.sft ({path}), and {why}; name {chosen}, "
+            "where the policy of the chosen step is exported"
+        )
+    return last
+
+
 def _prepared(
     run: SweepRun, source: str, paths: SweepPaths, said_by: str, common: Sequence[str], site: str | None
 ) -> SweepRun:
@@ -210,7 +250,7 @@ def _moved(cfg: RunConfig, old: Path, new: Path) -> Iterator[str]:
     place = os.path.relpath(new) if new.is_relative_to(Path.cwd()) else str(new)
     for key, value in _texts(plain(cfg)):
         if value and not key.startswith(("runner.", "workflow.")):
-            path = os.path.abspath(Path(value).expanduser())
+            path = os.path.abspath(os.path.expanduser(value))
             if path == before or path.startswith(f"{before}{os.sep}"):
                 yield override(key, f"{place}{path.removeprefix(before)}")
 

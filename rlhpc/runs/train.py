@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rlhpc.jobs.granted import require_hosts, require_live_allocation
+from rlhpc.jobs.log_starts import mark_start
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.signals import MAX_RESTARTS, StopRequest
 from rlhpc.jobs.sole import require_no_driver, sole_driver
 from rlhpc.runs.elastic import Elastic
 from rlhpc.runs.folder import RunFolder, fail_status, keep_traceback, note, read_segment_done
 from rlhpc.runs.kinds import Cfg, Kind, kind_of
+from rlhpc.runs.preflight import run_checks
 from rlhpc.runs.resuming import check_resume
 from rlhpc.runs.runner import Runner
 from rlhpc.runs.same_run import make_longer
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.errors import Stopped
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.lookup import load_attribute
 from rlhpc.runtime.placement import HybridComponentPlacement
 from rlhpc.runtime.session import Session
@@ -50,7 +52,7 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
     if segment is not None and (done := read_segment_done(run.paths, segment)) is not None:
         return {**done, "finished": True, "exit_code": 0}
     if cfg.cluster.scratch is not None:
-        os.environ["RLHPC_SCRATCH"] = str(Path(cfg.cluster.scratch).expanduser())  # of the ranks, too
+        os.environ["RLHPC_SCRATCH"] = str(expand_home(cfg.cluster.scratch))  # of the ranks, too
     Session.prewarm(kind.preload)  # it imports torch while this process checks the run
     cluster = Cluster(cfg.cluster)
     require_hosts(cluster)
@@ -63,7 +65,8 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
     cfg = kind.placed(cfg, {role: strategy.replica for role, strategy in strategies.items()})
     if run.resume.path is not None:
         check_resume(kind, cfg, run.resume.path)
-    kind.check_start(cfg, {role: len(ranks) for role, ranks in placements.items()})
+        note(f"goes on from step {run.resume.step} ({run.resume.path})")
+    run_checks(kind.checks(cfg, {role: len(ranks) for role, ranks in placements.items()}))
     with sole_driver(run.paths):
         return _train(kind, cfg, given, run, cluster, strategies, placements)
 
@@ -81,6 +84,7 @@ def _train(
     classes = {role: load_attribute(name, f"role {role} of the kind {kind.name}") for role, name in roles.items()}
     make_runner = load_attribute(kind.runner, f"the runner of the kind {kind.name}")
     run.open(given)
+    mark_start(run.paths.segment_logs(run.segment or 0))
     run.record_placement({role: [asdict(rank) for rank in ranks] for role, ranks in placements.items()})
     runner: Runner[Cfg] | None = None
     useful = kind.most_useful(cfg, {role: len(ranks) for role, ranks in placements.items()})

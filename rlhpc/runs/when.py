@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 
 from rlhpc.config import total_steps
 from rlhpc.config.files import read_files
+from rlhpc.config.keys import typed_value
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import find_site
 from rlhpc.jobs.claim import read_json
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.plan import build_plan
-from rlhpc.jobs.slurm import Allowance, Start, allowance, would_start
+from rlhpc.jobs.slurm import Allowance, Start, allowance, has_gpus, would_start
 from rlhpc.jobs.walltime import minutes_of
 from rlhpc.runs.changes import training_fingerprint
 from rlhpc.runs.configuration import load_config
@@ -23,6 +24,7 @@ from rlhpc.runs.tuning.costs import Costs
 from rlhpc.runs.tuning.search import Space, search
 from rlhpc.runs.tuning.tune import Asked, configured_candidate, is_allowed, space_of, workload_of
 from rlhpc.runs.tuning.workload import Knob
+from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 #: What a walltime has over the time that training takes: evaluations, checkpoints, and what the prediction is off.
@@ -44,6 +46,7 @@ class Shape:
         script: Asks for it.
         train_s: Seconds that training takes; None if nobody knows.
         usable_s: Seconds of a job in which it trains; None without a walltime.
+        idle_gpus: Its partition's nodes have GPUs, and it asks for none.
     """
 
     nodes: int
@@ -55,11 +58,13 @@ class Shape:
     script: str = ""
     train_s: float | None = None
     usable_s: float | None = None
+    idle_gpus: bool = False
 
     @property
     def jobs(self) -> int | None:
-        """How many jobs it takes one after the other; None if nobody knows."""
-        if self.train_s is None:
+        """Returns the number of jobs that it takes one after the other; None if it is not known, or a job has no time to
+        train."""
+        if self.train_s is None or self.usable_s == 0:
             return None
         return 1 if self.usable_s is None else math.ceil(self.train_s / self.usable_s)
 
@@ -78,15 +83,26 @@ class Answer:
 
     @property
     def end(self) -> float | None:
-        """Unix time; None if it does not start, or nobody knows how long it takes."""
+        """Unix time; None if it does not start, never ends, or nobody knows how long it takes."""
         train_s = self.shape.train_s
-        return None if self.start.at is None or train_s is None else self.start.at + train_s
+        return None if self.start.at is None or train_s is None or self.never_ends else self.start.at + train_s
 
     @property
-    def rank(self) -> tuple[bool, float, int, bool]:
-        """Sooner ends come first; without ends, sooner starts; then fewer jobs, and what is configured."""
+    def never_ends(self) -> bool:
+        """Tells whether its walltime is less than what is kept free at the end of a job, so that no job trains."""
+        return self.shape.usable_s == 0
+
+    @property
+    def rank(self) -> tuple[bool, float, int, bool, bool]:
+        """Sooner ends come first; without ends, sooner starts; then fewer jobs, no GPUs that idle, and what is configured."""
         at = self.start.at if self.end is None else self.end
-        return at is None, round((at or 0.0) / SAME_S), self.shape.jobs or 0, not self.shape.configured
+        return (
+            at is None or self.never_ends,
+            round((at or 0.0) / SAME_S),
+            self.shape.jobs or 0,
+            self.shape.idle_gpus,
+            not self.shape.configured,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +178,7 @@ def _of_site(site: str | None) -> list[str]:
         return []
     names: list[str] = []
     for _, content in read_files(find_site(site)):
-        cluster = content.get("cluster") or {}
+        cluster = typed_value(content.get("cluster") or {}, ClusterConfig)
         names += [part["partition"] for part in (cluster, *(cluster.get("node_groups") or ())) if part.get("partition")]
     return list(dict.fromkeys(names))
 
@@ -204,9 +220,9 @@ def _shapes(asked: Asked, cfg: RunConfig, nodes: int, partition: str | None, spa
         one = space_of(here, space.model.workload, space.model.costs, cfg, here=False)
         if own_nodes:
             step_s = one.model.predict(one.configured).step_s
-        elif found := search(one, 1, lambda candidate: is_allowed(here, candidate)):
-            step_s = found[0].prediction.step_s
-            words += found[0].candidate.overrides()[:1]
+        elif best := search(one, 1, lambda candidate: is_allowed(here, candidate, here=False)):
+            step_s = best[0].prediction.step_s
+            words += best[0].candidate.overrides()[:1]
         else:
             raise ConfigError("no placement is allowed on them")
     changed = load_config(asked.config, [*asked.overrides, *words], site=asked.site)
@@ -217,11 +233,12 @@ def _shapes(asked: Asked, cfg: RunConfig, nodes: int, partition: str | None, spa
         sized = load_config(asked.config, [*asked.overrides, *words, *timed], site=asked.site)
         plan = build_plan(sized, launcher="slurm")
         accelerators = sum(node.accelerators for node in plan.nodes)
-        usable = None if walltime is None else 60.0 * walltime - _reserve_s(sized)
+        usable = None if walltime is None else max(0.0, 60.0 * walltime - _reserve_s(sized))
         shapes.append(
             Shape(
                 nodes, accelerators, str(partition or ""), walltime, (*words, *timed), not (words or timed),
                 plan.test_script(), train_s, usable,
+                not accelerators and not sized.cluster.node_groups and has_gpus(partition),
             )
         )  # fmt: skip
     return shapes

@@ -51,6 +51,9 @@ def verdict(found: Outlook) -> list[str]:
             f"{_what(best, found.now)} {verb}{'s' * (count == 1)} before {_what(other, found.now)}"
             + (f": {moment(best.end or 0, found.now)}, not {moment(other.end or 0, found.now)}" if ends else "")
         )
+    if best.shape.idle_gpus:
+        where = best.shape.partition or "the default partition"
+        lines.append(f"the nodes of {where} have GPUs, which this run would not use: ask whether the site allows that")
     if best.shape.overrides:
         lines.append(f"for the first: {' '.join(best.shape.overrides)}")
     return lines

@@ -215,13 +215,28 @@ def slurm_nodes(environ: Mapping[str, str], *, ask: bool = False) -> list[Node]:
 
 def gpus_of_job(job_id: str) -> dict[int, int]:
     """GPUs per node of each component, asked of Slurm: in a shell of `salloc` on a login node no variable tells."""
-    found = {}
-    for pairs in ask("scontrol", "--oneliner", "show", "job", job_id).records:
-        count = gpus_in(pairs.get("TresPerNode"))
-        offset = pairs.get("HetJobOffset", "0")
+    counts = {}
+    for record in ask("scontrol", "--oneliner", "show", "job", job_id).records:
+        count = gpus_per_node(record)
+        offset = record.get("HetJobOffset", "0")
         if count and offset.isdigit():
-            found[int(offset)] = count
-    return found
+            counts[int(offset)] = count
+    return counts
+
+
+def gpus_per_node(record: Mapping[str, str]) -> int | None:
+    """Returns the GPUs that each node of a job has, from its record (`scontrol show job`), whichever way they were asked for:
+    per node, per task or for the whole job; None if it has none, or not equally many on each node."""
+    per_node = gpus_in(record.get("TresPerNode"))
+    if per_node is not None:
+        return per_node
+    num_nodes, num_tasks = (int(n) if (n := record.get(key, "")).isdigit() else 0 for key in ("NumNodes", "NumTasks"))
+    total = gpus_in(record.get("TresPerJob"))
+    if total is None and (per_task := gpus_in(record.get("TresPerTask"))) is not None:
+        total = per_task * num_tasks
+    if total is None or not num_nodes or total % num_nodes:
+        return None
+    return total // num_nodes
 
 
 def _missing(component: int | None) -> str:

@@ -17,10 +17,12 @@ from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.devices import address
 from rlhpc.runtime.comm.payload import Packed
 from rlhpc.runtime.comm.queues import Item, Outlook, Refused, Taker
+from rlhpc.runtime.comm.serialization import owned
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES
 from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import ChannelError, RegistryError
+from rlhpc.runtime.host import process_key
 from rlhpc.runtime.session import here
 
 DEFAULT_KEY = "default_queue"
@@ -99,8 +101,8 @@ class Channel:
         for who, record in dict(zip(members, homes, strict=False)).items():
             if record != context.service.endpoint:
                 body, peers = pickle.dumps((name, maxsize, max_bytes)), context.service.peers
-                asked = peers.begin(choose(record), b"OPEN", [body], f"the home of channel {name!r}")
-                peers.reply_to(asked, _OPENS_S, functools.partial(context.has_left, *who))
+                request = peers.begin(choose(record), b"OPEN", [body], f"the home of channel {name!r}", _OPENS_S)
+                peers.reply_to(request, _OPENS_S, functools.partial(context.has_left, *who))
         context.registry.put("channels", name, {"homes": homes, "maxsize": maxsize})
         return cls(name, homes, maxsize)
 
@@ -147,11 +149,12 @@ class Channel:
             ChannelError: The channel's home has ended.
         """
         context, key = current(), str(key)
-        taker = self._takers.get(key)
+        taker, holders = self._takers.get(key), [process_key(self._home(key))]
         if taker is None:
-            packed = context.service.pack(item)
+            packed = context.service.pack(item, holders=holders)
         else:
-            packed = context.service.pack(item, lend=not async_op and taker.host != context.host, takers=[taker])
+            lend = not async_op and taker.host != context.host
+            packed = context.service.pack(item, lend=lend, takers=[taker], holders=holders)
         if async_op:
             packed.owned()
             return in_background(
@@ -166,7 +169,7 @@ class Channel:
         Slower for large items than `put`, which leaves their data where it is until the consumer comes for it.
         """
         context = current()
-        self._put(context, context.service.pack(item, whole=True), 0, str(key), True, confirm=True)
+        self._put(context, context.service.pack(item, inline=True), 0, str(key), True, confirm=True)
 
     def put_nowait(self, item: Any, weight: float = 0, key: str = DEFAULT_KEY) -> None:
         """Appends `item`.
@@ -175,7 +178,7 @@ class Channel:
             QueueFull: There is no room.
         """
         context = current()
-        packed = context.service.pack(item)
+        packed = context.service.pack(item, holders=[process_key(self._home(str(key)))])
         self._put(context, packed, weight, str(key), False)
 
     def _put(
@@ -192,7 +195,7 @@ class Channel:
         whom = f"room in channel {self.name!r}, key {key!r}"
         try:
             if home["ipc"] == service.endpoint["ipc"]:
-                frames = [bytes(frame) for frame in packed.frames()]
+                frames = owned(packed.frames())
 
                 outlook = Outlook("", "", False)
 
@@ -217,10 +220,11 @@ class Channel:
             if wait and not confirm and self._maxsize == 0 and packed.segment is None and self._posted % _UNCONFIRMED:
                 # Small items into an unbounded channel need no confirmation each: the socket keeps their order, and the
                 # confirmed ones in between bound how much is in flight when the byte limit is reached.
-                service.peers.post(choose(home), b"PUT", [head, *packed.frames()])
+                frames = [head, *packed.frames()]
+                service.peers.post(choose(home), b"PUT", frames, context.wait_deadline, whom, process_key(home))
                 return
-            asked = service.peers.begin(choose(home), b"PUT", [head, *packed.frames()], whom)
-            reply = service.peers.reply_to(asked, context.wait_deadline, gone)
+            request = service.peers.begin(choose(home), b"PUT", [head, *packed.frames()], whom, context.wait_deadline)
+            reply = service.peers.reply_to(request, context.wait_deadline, gone)
             self._sent(context, packed, key, Outlook(*pickle.loads(reply[0])))
         except BaseException as error:
             packed.discard()
@@ -286,8 +290,8 @@ class Channel:
 
             def act(answer: Any) -> bool:
                 state = service.channel(self.name)
-                state.queue(key).taker = taker
-                return bool(wait or state.queue(key).items) and state.get(key, (), target, answer)
+                state.note_taker(key, taker)
+                return bool(wait or state.count(key)) and state.get(key, (), target, answer)
 
             try:
                 items = service.wait_local(act, timeout, whom)
@@ -310,7 +314,7 @@ class Channel:
         """Items of a channel that another process keeps, with their numbers; with `keep` they are not acknowledged."""
         service, home = context.service, self._home(key)
         whom = f"an item in channel {self.name!r}, key {key!r}"
-        head = pickle.dumps((self.name, key, target, wait, tuple(taker), context.name))
+        head = pickle.dumps((self.name, key, target, wait, tuple(taker), process_key(service.endpoint)))
         try:
             reply = service.peers.request(choose(home), b"GET", [head], timeout, whom)
         except Refused:
@@ -336,7 +340,7 @@ class Channel:
         if home["ipc"] == context.service.endpoint["ipc"]:
             with context.service.lock:
                 state = context.service.channel(self.name)
-                return len(state.queue(key).items), state.full(key)
+                return state.count(key), state.full(key)
         body = pickle.dumps((self.name, key))
         reply = context.service.peers.request(choose(home), b"STAT", [body], 60, f"the home of channel {self.name!r}")
         result: tuple[int, bool] = pickle.loads(reply[0])

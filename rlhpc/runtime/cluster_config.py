@@ -119,7 +119,7 @@ class ElasticConfig(SlurmOptions):
     react_s: float = 60.0
     """Seconds for which the actor must have waited for rollouts, or not at all, before there are more ranks, or fewer."""
     look_s: float = 15.0
-    """Seconds between two looks at the queue."""
+    """Seconds between two looks at the queue, 5 at least: each run with this key asks Slurm by itself."""
     signal_lead_s: int = 30
     """Seconds before the walltime at which a job leaves."""
 
@@ -140,7 +140,7 @@ Key = Literal[
     "env_vars",
     "python_interpreter", "component_placement", "node_groups", "interface", "scratch", "bind_cores", "setup", "sbatch",
     "container", "signal_lead_s", "elastic", "group", "min", "max", "ranks_per_job", "accelerators_per_rank", "max_gpu_hours",
-    "start_within_s", "react_s", "look_s", "memory_check",
+    "start_within_s", "react_s", "look_s", "memory_check", "save_reserve_s",
 ]  # fmt: skip
 #: A section as such: of a configuration, a dataclass, or a mapping that has some of the keys.
 Given = SlurmOptions | Mapping[str, Any] | None

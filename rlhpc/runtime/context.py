@@ -57,6 +57,9 @@ class Context:
     def member(self, group: str, rank: int, timeout: float | None = None) -> dict[str, Any]:
         """The record a member published: endpoints, node, pid, log files. Waits for the member to arrive.
 
+        A record is read again once ranks have come or gone (`Service.epoch`), and then by opening its file: a network
+        filesystem may answer other questions about it from a cache, for a minute.
+
         Raises:
             RendezvousTimeout: It did not arrive; names it.
         """
@@ -64,14 +67,13 @@ class Context:
         deadline = time.monotonic() + (300.0 if timeout is None else timeout)
         pause = 0.002
         while True:
-            version = self.registry.version(MEMBERS, name)
-            known = self._members.get((group, rank))
-            if known and known[0] == version and version:
+            epoch, known = self.service.epoch, self._members.get((group, rank))
+            if known and known[0] == epoch:
                 return known[1]
-            if version and (record := self.registry.get(MEMBERS, name)):
-                self._members[group, rank] = (version, record)
+            if record := self.registry.get(MEMBERS, name):
+                self._members[group, rank] = (epoch, record)
                 return record
-            if not version and not (self.registry.root / MEMBERS).is_dir():
+            if not (self.registry.root / MEMBERS).is_dir():
                 self.registry.check_current()  # if all of it is gone, nobody will ever arrive
                 if known:
                     return known[1]  # old generations' folders were removed, and this one's with them
@@ -118,6 +120,14 @@ def install(context: Context | None) -> None:
 def installed() -> Context | None:
     """This process's context, or None before there is one."""
     return _current
+
+
+def check_run(reason: str = "") -> None:
+    """Raises if the run that this process belongs to has failed; does nothing where there is no run. For waits without a
+    deadline, of which `reason` says the cause."""
+    del reason
+    if _current is not None:
+        _current.check()
 
 
 def current() -> Context:

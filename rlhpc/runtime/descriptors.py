@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import select
+from collections.abc import Iterable
 
 from rlhpc.runtime.errors import ConfigError
 
@@ -32,6 +34,17 @@ def raise_limit() -> None:
             f"a process may open {soft} files here; a run needs {LEAST} or more. Raise the limit with ulimit -n, or have it "
             "raised (limits.conf)"
         )
+
+
+def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> set[int]:
+    """Waits until one of the descriptors can be read or has ended; returns those of which that is true.
+
+    `select.select` refuses descriptors beyond 1023, which a process with many open files has.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
 
 
 def crowded() -> bool:

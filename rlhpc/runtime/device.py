@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import mmap
 import os
+import platform
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,6 +40,16 @@ def accelerator() -> str:
 
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found else ""
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the accelerator's product name, or `cpu` with the machine's architecture."""
+    import torch
+
+    if device.type == "cpu":
+        return f"cpu {platform.machine()}"
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if name is None else str(name(device))
 
 
 def pci_addresses() -> list[str]:

@@ -88,3 +88,44 @@ def _umask() -> int:
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)
     return 0o077  # a kernel before 4.7: leave what there is
+
+
+def create_exclusively(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
+    """Creates a file with all of its content at once; returns False where there is one of that name already.
+
+    The answer of `link` is not believed where it says so: on NFS a request that is sent again meets the link that the first
+    one made. The number of names of the new file tells.
+
+    Raises:
+        OSError: The filesystem refused; there is no new file.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)  # opening it asks the server
+            try:
+                return os.fstat(fd).st_nlink > 1
+            finally:
+                os.close(fd)
+        except OSError:  # no hard links here
+            return _create_in_place(path, data, mode)
+        return True
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _create_in_place(path: Path, data: bytes, mode: int) -> bool:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    except FileExistsError:
+        return False
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+    return True

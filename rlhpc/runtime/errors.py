@@ -41,6 +41,10 @@ class CheckpointError(UserError):
     """A checkpoint is missing, incomplete or altered."""
 
 
+class NothingTrained(UserError):
+    """In too many steps in a row no sample could be trained on: agents or rewards fail. The message has the last failure."""
+
+
 class NonFinite(RlhpcError):
     """A number that training depends on is not finite; nothing that it affected was committed."""
 

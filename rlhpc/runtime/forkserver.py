@@ -13,7 +13,6 @@ import gc
 import importlib
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ import time
 from typing import Any
 
 from rlhpc.runtime import wire
+from rlhpc.runtime.descriptors import readable
 from rlhpc.runtime.import_paths import run_module
 from rlhpc.runtime.parents import adopt_orphans, die_with_parent
 from rlhpc.runtime.scratch import Scratch
@@ -51,7 +51,8 @@ class ForkServer:
 
     def __init__(self, control: socket.socket, token: str, entry: str) -> None:
         self.control, self.scratch, self.entry = control, Scratch(token), entry
-        self.children: dict[int, str] = {}
+        #: Name and incarnation of each child, by process id.
+        self.children: dict[int, tuple[str, str]] = {}
 
     def serve(self) -> None:
         """Runs until the driver says `stop` or is gone."""
@@ -63,12 +64,12 @@ class ForkServer:
         self._inherited = (reader, writer)
         wire.send(self.control, {"event": "ready", "pid": os.getpid()})
         while True:
-            ready, _, _ = select.select([self.control, reader], [], [], _LOOK_S)
-            if reader in ready:
+            ready = readable([self.control.fileno(), reader.fileno()], _LOOK_S)
+            if reader.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     reader.recv(4096)
             self.reap()
-            if self.control in ready:
+            if self.control.fileno() in ready:
                 request = wire.receive(self.control)
                 if request is None or request["op"] == "stop":
                     self.end(remove=True)
@@ -76,8 +77,8 @@ class ForkServer:
                 if request["op"] == "start":
                     self.start(request["spec"])
                 elif request["op"] == "kill":
-                    for pid in request["pids"]:
-                        if pid in self.children:
+                    for pid, rank in self.children.items():
+                        if rank in request["ranks"]:
                             _kill_group(pid, request["signal"])
 
     def start(self, body: bytes) -> None:
@@ -86,10 +87,10 @@ class ForkServer:
         try:
             pid = self._spawn(spec, body) if spec.interpreter else self._fork(spec)
         except OSError as error:
-            wire.send(self.control, {"event": "refused", "name": spec.name, "error": f"{error}"})
+            wire.send(self.control, {"event": "refused", "rank": spec.identity, "error": f"{error}"})
             return
-        self.children[pid] = spec.name
-        wire.send(self.control, {"event": "started", "name": spec.name, "pid": pid})
+        self.children[pid] = spec.identity
+        wire.send(self.control, {"event": "started", "rank": spec.identity, "pid": pid})
 
     def _fork(self, spec: WorkerSpec) -> int:
         server = os.getpid()
@@ -140,12 +141,12 @@ class ForkServer:
                 return
             if pid == 0:
                 return
-            name = self.children.pop(pid, None)
-            if name is None:
+            rank = self.children.pop(pid, None)
+            if rank is None:
                 continue
             _kill_group(pid, signal.SIGKILL)
             with contextlib.suppress(OSError):
-                wire.send(self.control, {"event": "exit", "name": name, "pid": pid, "status": status})
+                wire.send(self.control, {"event": "exit", "rank": rank, "status": status})
 
     def end(self, remove: bool) -> None:
         """Stops all children: TERM, a moment of grace, KILL. Removes the scratch folders."""
@@ -187,6 +188,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # a signal to the job's process group must not end the ranks
     adopt_orphans()
     Scratch(token).hold()
+    Scratch(token).hold_caches()
     control = socket.socket(fileno=int(fd))
     server = ForkServer(control, token, entry)
     _end_while_importing(control, token)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rlhpc.runtime import context as contexts
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.errors import ConfigError, WorkerFailed
 from rlhpc.runtime.placement import NodePlacementStrategy
 from rlhpc.runtime.rpc import Handle, RpcClient
 from rlhpc.runtime.session import Session
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rlhpc.runtime.starters import Member
 
 _clients: dict[int, RpcClient] = {}
+#: How long a rank's killed process may take to be gone before its successor is started.
+_GONE_S = 30.0
 
 
 def _client() -> RpcClient:
@@ -107,8 +109,18 @@ class WorkerGroup:
         return self._cls.forks(*self._args, **self._kwargs) if isinstance(self._cls, Forking) else True
 
     def relaunch(self) -> WorkerGroup:
-        """Restarts the ranks that have ended, in the same place; follow with `wait_ready`."""
-        again, session = set(self.restart()), Session.current()
+        """Restarts the ranks that have ended, in the same place; follow with `wait_ready`.
+
+        Raises:
+            WorkerFailed: The process of one cannot be killed.
+        """
+        again, session = set(self.restart(_GONE_S)), Session.current()
+        if stuck := [m for m in session.membership.startable(self.name) if m.spec.rank not in again]:
+            spec, pid = stuck[0].spec, stuck[0].pid
+            raise WorkerFailed(
+                f"process {pid} of {spec.name} on node {spec.node} was killed and is still there after {_GONE_S:.0f} s",
+                group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
+            )  # fmt: skip
         started = [member for member in self._members if member.spec.rank in again]
         alive = [record for record in self._records if record["rank"] not in again]
 
@@ -135,15 +147,19 @@ class WorkerGroup:
         """Ranks that were told to leave, and wait to be let go (`Worker.stay_until_let_go`)."""
         return Session.current().membership.leaving(self.name)
 
-    def restart(self) -> list[int]:
-        """Starts the ranks again that have ended, in the same place, and waits for nothing: `admit` says who has come.
+    def restart(self, patience_s: float = 0.0) -> list[int]:
+        """Starts the ranks again that have ended, in the same place, and does not wait for them: `admit` says who has come.
+
+        Args:
+            patience_s: Seconds to wait for their earlier processes to be gone. One whose process is still there then is left
+                out; ask again later.
 
         Returns:
             The ranks.
         """
         if self._cluster is None:
             raise ConfigError(f"group {self.name or self._cls.__name__!r} was never launched here")
-        started = Session.current().relaunch(self.name, self._cluster)
+        started = Session.current().relaunch(self.name, self._cluster, patience_s)
         ranks = [member.spec.rank for member in started]
         self._members = [m for m in self._members if m.spec.rank not in ranks] + started
         return ranks
@@ -156,6 +172,8 @@ class WorkerGroup:
         """
         known = {record["incarnation"] for record in self._records}
         records = Session.current().membership.newcomers(self.name, known)
+        if records:
+            Session.current().ranks.announce(Session.current().service)
         ranks = {record["rank"] for record in records}
         kept = [record for record in self._records if record["rank"] not in ranks]
         self._records = sorted([*kept, *records], key=lambda record: int(record["rank"]))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
+
+#: Where UNIX sockets and shared memory are.
+SOCKET_ROOT, SHM_ROOT = Path("/tmp"), Path("/dev/shm")
 
 
 def node_name() -> str:
@@ -22,7 +26,8 @@ def names_here(environ: Mapping[str, str]) -> frozenset[str]:
 def host_id() -> str:
     """Identity of the machine whose shared memory and UNIX sockets this process can reach.
 
-    `RLHPC_HOST_ID` overrides it, so that a test can make two hosts out of one.
+    A machine with several /tmp or /dev/shm (private ones of jobs, containers) counts as several hosts: what one process
+    puts there another does not find. `RLHPC_HOST_ID` overrides it, so that a test can make two hosts out of one.
     """
     return os.environ.get("RLHPC_HOST_ID") or _machine()
 
@@ -30,7 +35,54 @@ def host_id() -> str:
 @functools.cache
 def _machine() -> str:
     """Asked once: each message of this process begins with a look at whether it goes to another host."""
-    return f"{node_name()}:{_boot_id()}"
+    return ":".join([node_name(), _boot_id(), *map(_folder_id, (SOCKET_ROOT, SHM_ROOT))])
+
+
+def _folder_id(folder: Path) -> str:
+    try:
+        status = folder.stat()
+    except OSError:
+        return "none"
+    return f"{status.st_dev:x}.{status.st_ino:x}"
+
+
+def process_key(endpoint: Mapping[str, str]) -> str:
+    """Names one process of the run, by the endpoint that its service publishes; no other has the same, before or after."""
+    return f"{endpoint['host']} {endpoint['ipc']}"
+
+
+def process_id() -> str:
+    """`pid.namespace` of this process, by which others that share its folders find out whether it runs."""
+    return f"{os.getpid()}.{pid_namespace()}"
+
+
+@functools.cache
+def pid_namespace() -> int:
+    """Inode of this process's PID namespace; 0 if it cannot be told."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def has_ended(process: str) -> bool:
+    """Returns whether a process (`process_id`) is known to have ended; of another PID namespace that is never known."""
+    pid, _, namespace = process.partition(".")
+    return namespace == str(pid_namespace()) and not _runs(int(pid))
+
+
+def _runs(pid: int) -> bool:
+    """Returns whether a process of this PID namespace runs: one that has ended and that nobody has waited for does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    with contextlib.suppress(OSError):
+        if os.readlink("/proc/self") == str(os.getpid()):  # else /proc shows another namespace
+            return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    return True
 
 
 @functools.cache
@@ -49,3 +101,9 @@ def _boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+def state_folder(name: str) -> Path:
+    """Returns a folder of this user's for what outlives runs: `$XDG_STATE_HOME/rlhpc/<name>`, by default below
+    `~/.local/state`. It may not exist."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "rlhpc" / name

@@ -25,12 +25,19 @@ from rlhpc.runtime.comm.sockets import Peers, choose
 from rlhpc.runtime.errors import ChannelError, ConfigError, RlhpcError
 from rlhpc.runtime.host import host_id, node_name
 from rlhpc.runtime.import_paths import python_path, run_module
+from rlhpc.runtime.ownership import owner
 from rlhpc.runtime.registry import CURRENT, LEFT, MEMBERS, Keys, Registry
+from rlhpc.runtime.shown import shown
 from rlhpc.runtime.spec import WorkerSpec
 from rlhpc.runtime.task import LEAVE, for_input
 
 log = logging.getLogger(__name__)
 
+#: How long a process that was killed may take to be gone.
+_KILLED_S = 10.0
+
+#: Fields of a driver's record by which it is reached.
+_ENDPOINTS = ("host", "ipc", "tcp", "bulk")
 #: How often it looks whether the driver is there; how long that may take to answer.
 _LOOK_S, _ANSWER_S = 2.0, 30.0
 #: How often it looks for another driver.
@@ -63,6 +70,8 @@ class Door:
             self.registry = Registry(registry_root / (registry_root / CURRENT).read_text())
             self.keys: Keys = self.registry.load_keys()
             driver = self.registry.get(MEMBERS, "driver")
+            if driver is not None:
+                driver = {"node": driver["node"], "data": {name: str(driver["data"][name]) for name in _ENDPOINTS}}
         except PermissionError as error:
             raise ConfigError(
                 f"{error.filename}: {error.strerror}: only the user whose run it is can join it"
@@ -71,6 +80,8 @@ class Door:
             raise ConfigError(
                 f"{registry_root.parent}: no driver of this run is at work ({error.strerror}); `rlhpc status` says where it is"
             ) from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{registry_root}: its files are not those of a run: {error!r}") from None
         if driver is None:
             raise ConfigError(f"{self.registry.root}: its driver has not said where it is")
         self._driver = driver
@@ -89,16 +100,41 @@ class Door:
         except (OSError, RlhpcError):
             return False
 
+    @property
+    def is_reachable(self) -> bool:
+        """True if the driver listens to processes of this host."""
+        try:
+            self._endpoint()
+        except Refused:
+            return False
+        return True
+
     def _endpoint(self) -> str:
         try:
-            return choose(self._driver["data"])
+            endpoint = choose(self._driver["data"])
         except ChannelError as error:
             raise Refused(
                 f"the driver is on {self._driver['node']} and listens to processes of that host only, and this is another"
             ) from error
+        if self._driver["data"]["host"] == host_id():
+            self._require_own(endpoint)
+        return endpoint
+
+    @staticmethod
+    def _require_own(endpoint: str) -> None:
+        """Refuses a driver on this host that is another user's: the run's files may have come from that user."""
+        scheme, _, path = endpoint.partition("://")
+        if scheme != "ipc":
+            raise Refused(f"the driver on this host is said to be at {shown(endpoint)}, which is no UNIX socket")
+        try:
+            status = os.lstat(path)
+        except (OSError, ValueError):
+            return  # nothing answers there
+        if status.st_uid != os.geteuid():
+            raise Refused(f"{shown(path)} is {owner(status)}'s: a driver of another user gives no place in a run")
 
     def ask(self, wish: Mapping[str, Any]) -> WorkerSpec:
-        """Asks for a place.
+        """Asks for a place. The answer is read as JSON: only the rank's own process runs what the run sends.
 
         Raises:
             Refused: See its message; `NotYet` if it is worth asking again.
@@ -109,13 +145,15 @@ class Door:
             )
         except ChannelError as error:
             raise (NotYet if isinstance(error, TooEarly) else Refused)(str(error)) from error
-        spec: WorkerSpec = pickle.loads(answer)
-        return spec
+        try:
+            return WorkerSpec.from_json(answer)
+        except ValueError as error:
+            raise Refused(f"what the driver answered is no place in a run: {error}") from None
 
     def lives(self, hurry: Callable[[], bool] = lambda: False) -> bool:
         """Whether the driver answers, or there is no time to wait for that: one whose host is gone never does."""
         try:
-            pending = self._peers.begin(self._endpoint(), b"DOING", [], "the driver")
+            pending = self._peers.begin(self._endpoint(), b"DOING", [], "the driver", _ANSWER_S)
             self._peers.reply_to(pending, _ANSWER_S, hurry)
         except RlhpcError:
             return hurry()
@@ -204,7 +242,8 @@ class JoinedRank:
             self.process.wait(grace_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel is not waited for
+                self.process.wait(_KILLED_S)
         return self.status or 0
 
 

@@ -7,9 +7,11 @@ import functools
 import importlib
 import operator
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import Distribution, EntryPoint, distributions
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rlhpc.runtime.errors import ConfigError
@@ -29,7 +31,22 @@ def import_attribute(path: str, key: str) -> Any:
     try:
         return operator.attrgetter(attribute)(importlib.import_module(module))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{key} is {shown(path)}, which cannot be imported: {error}") from None
+        raise ConfigError(
+            f"{key} is {shown(path)}, which cannot be imported: {error}{_way_to(module, error)}"
+        ) from None
+
+
+def _way_to(module: str, error: Exception) -> str:
+    """Returns how to make a module importable that lies in the working directory or beside the command's configuration file;
+    empty if it does not."""
+    name = module.partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or error.name != name:
+        return ""
+    files = [Path(os.path.abspath(word)) for word in sys.argv[1:] if word.endswith((".yaml", ".yml"))]
+    for folder in (Path.cwd(), *(file.parent for file in files)):
+        if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
+            return f"; it is in {folder}: export PYTHONPATH={shlex.quote(str(folder))}"
+    return ""
 
 
 def load_attribute(path: str, key: str) -> Any:

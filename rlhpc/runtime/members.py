@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
+from rlhpc.runtime.comm.serialization import pickled
 from rlhpc.runtime.errors import UserError, WorkerFailed
 from rlhpc.runtime.log_tails import last_lines, tail
 from rlhpc.runtime.spec import WorkerSpec
@@ -32,13 +30,7 @@ def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
 
 def class_body(payload: tuple[type, tuple[Any, ...], dict[str, Any]]) -> bytes:
     """Pickles (class, args, kwargs): by reference if the worker can import the class, otherwise by value."""
-    try:
-        body = pickle.dumps(payload)
-        if b"__main__" not in body:
-            return body
-    except (pickle.PicklingError, AttributeError, TypeError):
-        pass
-    return cloudpickle.dumps(payload)
+    return pickled(payload)
 
 
 def said_before_its_log(member: Member) -> str:

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import pickle
+import queue
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhpc.runtime.code import fingerprint
 from rlhpc.runtime.comm.queues import TooEarly
-from rlhpc.runtime.errors import ChannelError, RlhpcError, WorkerFailed
+from rlhpc.runtime.errors import ChannelError, RlhpcError, StaleGeneration, WorkerFailed
 from rlhpc.runtime.failures import FailurePolicy
 from rlhpc.runtime.host import host_id
 from rlhpc.runtime.ranks import Ranks
 from rlhpc.runtime.registry import LEFT, Registry
+from rlhpc.runtime.reporting import logged
 from rlhpc.runtime.rpc import RpcClient
 from rlhpc.runtime.starters import Member
 from rlhpc.runtime.starters.joined import JoinedStarter
 
 log = logging.getLogger(__name__)
+
+
+#: A departure that could not be recorded is recorded again so often.
+_RETRY_S = 2.0
+
+
+@dataclass
+class _Departure:
+    """A rank that has left, and the first line of the reason."""
+
+    member: Member
+    reason: str
+    warned: bool = False
 
 
 class Membership:
@@ -46,6 +62,8 @@ class Membership:
         self._ranks, self._registry, self._failures = ranks, registry, failures
         self._log_dir, self._listens = log_dir, listens
         self._joined, self._host = JoinedStarter(), host_id()
+        self._departures: queue.SimpleQueue[_Departure | None] = queue.SimpleQueue()
+        threading.Thread(target=self._conclude, name="rlhpc-departures", daemon=True).start()
         self._jobs: dict[str, tuple[str, Member]] = {}
         #: Ranks that take part or did so, by incarnation: their jobs.
         self._at_work: dict[str, str] = {}
@@ -72,21 +90,65 @@ class Membership:
             log.info("%s leaves: %s", spec.name, member.told)
         else:
             log.warning("%s goes on without rank %d: %s", spec.group, spec.rank, failure)
-        if member.state != "ended":
-            member.starter.kill([member])
-            self._ranks.ended([member])
+        self._ranks.give_up([member])
         self.epoch += 1
-        if member.record or member.starter is self._joined:
-            self._registry.put(LEFT, spec.name, {"incarnation": spec.incarnation, "why": str(failure).splitlines()[0]})
         if member.record:
             rpc.leave(member.record)
         job, _ = self._jobs.pop(spec.incarnation, ("", None))
         if job and isinstance(failure, WorkerFailed) and failure.remote_traceback:
             self.faulty.add(job)
+        self._departures.put(_Departure(member, str(failure).splitlines()[0]))
+
+    def _conclude(self) -> None:
+        """Kills the processes of ranks that have left, and makes their departures known; on a thread of its own.
+
+        Killing may ask the scheduler, and the record may wait for a filesystem that is full or stalls: no thread that hears of
+        other ranks may wait for either. A record that cannot be written is tried again, until the session ends.
+        """
+        unwritten: list[_Departure] = []
+        while True:
+            with contextlib.suppress(queue.Empty):
+                departure = self._departures.get(timeout=_RETRY_S if unwritten else None)
+                if departure is None:
+                    return
+                self._end_process(departure)
+                unwritten.append(departure)
+            unwritten = [departure for departure in unwritten if not self._record(departure)]
+
+    def close(self) -> None:
+        """Ends the thread: nobody is left who waits for a rank."""
+        self._departures.put(None)
+
+    def _end_process(self, departure: _Departure) -> None:
+        member = departure.member
+        if not member.has_exited:
+            with logged(f"{member.spec.name} has left, and could not be killed"):
+                member.starter.kill([member])
         if member.starter is self._joined:
-            self.heard(
-                {"event": "left", "incarnation": spec.incarnation, "why": member.told or str(failure).splitlines()[0]}
+            self._tell(
+                {"event": "left", "incarnation": member.spec.incarnation, "why": member.told or departure.reason}
             )
+
+    def _record(self, departure: _Departure) -> bool:
+        """Writes the departure for the ranks that wait for this one; returns False where that is to be tried again."""
+        member, spec = departure.member, departure.member.spec
+        if not member.record and member.starter is not self._joined:
+            return True
+        try:
+            self._registry.put(LEFT, spec.name, {"incarnation": spec.incarnation, "why": departure.reason})
+        except StaleGeneration:
+            return True  # another driver's run by now
+        except (RlhpcError, OSError) as error:
+            if not departure.warned:
+                log.warning("cannot record yet that %s has left: %s", spec.name, error)
+            departure.warned = True
+            return False
+        return True
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        """Passes on an event of a rank that has joined. The account of these is for users: a run does not end by it."""
+        with logged(f"cannot record that {event['incarnation']} has {event['event']}"):
+            self.heard(event)
 
     def why_left(self, group: str, rank: int) -> str:
         """Why a rank has left that was told to; "" for one that ended otherwise."""
@@ -111,7 +173,7 @@ class Membership:
             if member.spec.rank == rank and member.starter is self._joined:
                 if member.spec.incarnation in self._jobs:
                     self._at_work[member.spec.incarnation] = self._jobs[member.spec.incarnation][0]
-                self.heard({"event": "works", "incarnation": member.spec.incarnation})
+                self._tell({"event": "works", "incarnation": member.spec.incarnation})
 
     def of_job(self, job: str) -> list[Member]:
         """Ranks that have joined from a job and not ended."""
@@ -125,7 +187,7 @@ class Membership:
         return [m.record for m in found]
 
     def startable(self, group: str) -> list[Member]:
-        """Ranks of a group that have ended and whose place is still this run's."""
+        """Ranks of a group that have ended and whose place is still this run's. Their processes may still be there."""
         return [
             m
             for m in self._ranks.all()
@@ -133,7 +195,7 @@ class Membership:
         ]
 
     def join(self, wish: Mapping[str, Any]) -> bytes:
-        """Gives a process a place in a group; what it is told to be, pickled. Called on the service's thread.
+        """Gives a process a place in a group; its specification as JSON. Called on the service's thread.
 
         Raises:
             ChannelError: It may not join; says why. `TooEarly` if it may later.
@@ -154,12 +216,12 @@ class Membership:
             self._ranks.add([member])
             if wish["job"]:
                 self._jobs[spec.incarnation] = wish["job"], member
-        self.heard({
+        self._tell({
             "event": "joined", "incarnation": spec.incarnation, "group": group, "rank": number, "node": spec.node,
             "job": wish["job"], "accelerators": wish["accelerators"],
         })  # fmt: skip
         log.info("%s joins from node %s (job %s)", spec.name, spec.node, wish["job"] or "none")
-        return pickle.dumps(spec)
+        return spec.to_json()
 
     def _place_in(self, group: str, members: Sequence[Member], wish: Mapping[str, Any]) -> int:
         """The number of a rank that joins: beside others of its job, or of its node, whose replica is not whole yet."""

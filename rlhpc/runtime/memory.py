@@ -1,7 +1,8 @@
-"""How much memory this process may still take."""
+"""Memory of this host, and how much of it this process may still take."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,20 @@ def free_memory() -> int:
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) << 10
     return max(0, min([free, *_left_in_groups()]))
+
+
+def total_memory() -> int:
+    """Returns the bytes of this host's memory, or the limit of the control groups of this process if that is less."""
+    total = 0
+    for line in _MEMINFO.read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            total = int(line.split()[1]) << 10
+    limits = []
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        for folder in _folders():
+            with contextlib.suppress(OSError, ValueError):  # no such controller, no right to read it, or "max"
+                limits.append(int((folder / name).read_text()))
+    return min([total, *limits])
 
 
 def _left_in_groups() -> Iterator[int]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
 import re
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+_MOST_BYTES = 256 << 20
 _DEEPEST = 100
+_MOST_DIGITS = 300
 _MOST_BRACKETS = 900
 """Most brackets open at a time; those inside texts count, too."""
 _MOST_NODES = 200_000
@@ -15,16 +21,57 @@ _MOST_CHARACTERS = 1 << 21
 """Largest YAML text in characters; PyYAML reads about half a megabyte per second."""
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Opens a regular file for reading. A pipe would wait for a writer for ever, and a device may have no end.
+
+    Raises:
+        OSError: It is no regular file, or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return open(descriptor, "rb")
+
+
+def read_file(path: Path, max_bytes: int = _MOST_BYTES) -> bytes:
+    """Returns the content of a regular file.
+
+    Raises:
+        OSError: It is no regular file, is larger than `max_bytes`, or cannot be read.
+    """
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes >> 20} MB", str(path))
+        return file.read()
+
+
 def read_json(text: str | bytes) -> Any:
     """The content of a JSON text.
 
     Raises:
-        ValueError: It is not JSON, or is nested too deep.
+        ValueError: It is not JSON, is nested too deep, or has an integer that no float holds.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=_integer)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def is_number(value: Any) -> bool:
+    """Says whether a value of a file is a finite number; true and false are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_count(value: Any) -> bool:
+    """Says whether a value of a file is an integer from 0 to 2^63 - 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def read_yaml_file(path: Path, loader: Any = None) -> Any:
@@ -34,7 +81,7 @@ def read_yaml_file(path: Path, loader: Any = None) -> Any:
         OSError: It cannot be read.
         ValueError, yaml.YAMLError: As `read_yaml`.
     """
-    with path.open("rb") as file:
+    with open_file(path) as file:
         text = file.read(_MOST_CHARACTERS + 1)
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"it has more than {_MOST_CHARACTERS} characters; no configuration has so many")

@@ -21,6 +21,8 @@ from rlhpc.runtime.cores import stay_near
 from rlhpc.runtime.device import pci_addresses
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.farewell import Farewell
+from rlhpc.runtime.known_warnings import quiet_known_warnings
+from rlhpc.runtime.proxies import without_proxy
 from rlhpc.runtime.registry import MEMBERS
 from rlhpc.runtime.spec import EXIT, IDLE, RESUME, WorkerSpec
 from rlhpc.runtime.storage import explained, log_stream
@@ -100,7 +102,11 @@ def _redirect(spec: WorkerSpec) -> None:
 
 
 def _environment(spec: WorkerSpec) -> None:
+    from rlhpc.runtime.scratch import Scratch
+
     os.environ.update(spec.env)
+    os.environ.update(without_proxy(filter(None, (spec.node, spec.tcp_address or ""))))
+    Scratch(spec.token).hold_caches()
     if "OMP_NUM_THREADS" not in spec.env:
         os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     with contextlib.suppress(OSError):
@@ -143,6 +149,7 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
         before_sigterm(on_sigterm, farewell.tell if farewell is not None else lambda: False)
     _environment(spec)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=_LOG_FORMAT.format(name=spec.name), force=True)
+    quiet_known_warnings()
     _stay_near_devices(spec)
     # Imported here: imported before the fork, they would start ZeroMQ's threads in the fork server.
     from rlhpc.runtime import context
@@ -153,7 +160,7 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
     from rlhpc.runtime.comm.service import Service
     from rlhpc.runtime.comm.sockets import choose
     from rlhpc.runtime.descriptors import raise_limit
-    from rlhpc.runtime.errors import CallAborted
+    from rlhpc.runtime.errors import CallAborted, DeadlineExceeded
     from rlhpc.runtime.registry import Registry
     from rlhpc.runtime.scratch import Scratch
     from rlhpc.runtime.whereabouts import main_stack
@@ -168,7 +175,8 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
     note = {"name": spec.name, "incarnation": spec.incarnation, "pid": os.getpid()}
 
     def heartbeat(service: Service) -> None:
-        service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "alive", **note})])
+        with contextlib.suppress(DeadlineExceeded):  # the service must not wait for a driver that does not read
+            service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "alive", **note})], timeout=0.0)
 
     #: The last recovery that has ended. The request to give up comes by another way than calls: it may come behind this.
     resumed = 0
@@ -232,7 +240,8 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
         if call is None:  # it has just been told to leave
             continue
         caller, (number, method, *frames) = call
-        name = method.decode()
+        name, _, epoch = method.decode().partition(" ")
+        service.members_changed(int(epoch or 0))
         if name == EXIT:
             door.answer(caller, [number, b"ok", b"0", *service.pack(None).frames()])
             close()
@@ -251,11 +260,13 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
             frames = []
             result = getattr(instance, name)(*args, **kwargs)
             args = kwargs = None
+            service.peers.confirm(ctx.wait_deadline)
             status, packed = b"ok", service.pack(result)
             result = None
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
+            service.peers.forget_unconfirmed()
             if not isinstance(error, CallAborted):
                 traceback.print_exc()
             status, packed = b"error", service.pack(describe(error))

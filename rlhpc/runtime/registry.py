@@ -19,6 +19,7 @@ from typing import Any
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import OwnershipError, RegistryError, StaleGeneration
 from rlhpc.runtime.ownership import make_private, owner, require_own_run_folder, require_private
+from rlhpc.runtime.plain import read_file, read_json
 from rlhpc.runtime.storage import advice, is_full, storage_error
 
 CURRENT = "current"
@@ -145,19 +146,28 @@ class Registry:
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
         """The record; None until somebody has published it."""
         try:
-            record: dict[str, Any] = json.loads((self.root / kind / f"{name}.json").read_bytes())
+            record = read_json(read_file(self.root / kind / f"{name}.json"))
         except FileNotFoundError:
             return None
+        if not isinstance(record, dict):
+            raise ValueError(f"{kind}/{name} is no record")
         if record.get("generation") != self.generation:
             raise StaleGeneration(f"{kind}/{name} carries generation {record.get('generation')}, not {self.generation}")
         return record
 
     def version(self, kind: str, name: str) -> int:
-        """A number that changes whenever the record is published again; 0 while there is none."""
+        """A number that changes whenever the record is published again; 0 while there is none.
+
+        The file is opened for it: a network filesystem may answer `stat` from a cache that is a minute old.
+        """
         try:
-            return os.stat(f"{self.root}/{kind}/{name}.json").st_mtime_ns  # no Path: each message asks for it
+            fd = os.open(self.root / kind / f"{name}.json", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return 0
+        try:
+            return os.fstat(fd).st_mtime_ns
+        finally:
+            os.close(fd)
 
     def remove(self, kind: str, name: str) -> None:
         (self.root / kind / f"{name}.json").unlink(missing_ok=True)
@@ -198,7 +208,7 @@ class Registry:
                     f"{path} is {owner(found)}'s, mode {stat.S_IMODE(found.st_mode):04o}: keys that others can read or "
                     "write are not used. Start the run again under another runner.name"
                 )
-            public, secret = json.loads(file.read())
+            public, secret = read_json(file.read())
         return Keys(public.encode(), secret.encode())
 
 

@@ -7,6 +7,7 @@ attaches to another group use the same client.
 from __future__ import annotations
 
 import asyncio
+import collections
 import itertools
 import pickle
 import statistics
@@ -24,6 +25,7 @@ from rlhpc.runtime.errors import (
     UserError,
     WorkerFailed,
 )
+from rlhpc.runtime.host import process_key
 from rlhpc.runtime.whereabouts import busy
 
 if TYPE_CHECKING:
@@ -130,6 +132,8 @@ class RpcClient:
         self._numbers = itertools.count(1)
         self._pending: dict[bytes, tuple[Handle, int, dict[str, Any]]] = {}
         self._left = set[tuple[str, int, str]]()
+        #: Ranks that have left since the last `pump`, whose calls are still pending.
+        self._leavers = collections.deque[tuple[str, int, str]]()
 
     def interrupt(self) -> None:
         """Wakes a thread in `pump`: the run has failed, or somebody wants to send."""
@@ -138,6 +142,7 @@ class RpcClient:
     def leave(self, record: dict[str, Any]) -> None:
         """A rank has left its group, which goes on: nobody waits for its answers, and it is called no more."""
         self._left.add(_identity(record))
+        self._leavers.append(_identity(record))
         self.interrupt()
 
     def has_left(self, record: dict[str, Any]) -> bool:
@@ -150,14 +155,19 @@ class RpcClient:
         """Starts `method` on the members of `records`; returns a handle at once."""
         service = self.context.service
         handle = Handle(self, records[0]["group"], method, [record["rank"] for record in records])
-        name = method.encode()
-        packed = service.pack((args, kwargs), len(records))
+        # By the number a rank notices that ranks have come or gone before it runs the call, which may be about them.
+        name = f"{method} {service.epoch}".encode()
+        holders = [process_key(record["data"]) for record in records]
+        packed = service.pack((args, kwargs), len(records), holders=holders)
         self.interrupt()
         with self._lock:
             for index, record in enumerate(records):
                 number = next(self._numbers).to_bytes(8, "big")
                 self._pending[number] = (handle, record["rank"], record)
-                self._lines.send(record["rpc"], [number, name, *packed.frames(index)])
+                if self.has_left(record):  # since the caller last looked
+                    self._leavers.append(_identity(record))
+                if not self._lines.send(record["rpc"], [number, name, *packed.frames(index)]):
+                    packed.discard(index, index + 1)
         return handle
 
     def late(self, handle: Handle, seconds: float) -> DeadlineExceeded:
@@ -177,11 +187,6 @@ class RpcClient:
         """
         with self._lock:
             messages = self._lines.receive(timeout_ms)
-        if self._left:
-            for number, (handle, rank, record) in list(self._pending.items()):
-                if self.has_left(record) and number not in [message[0] for message in messages]:
-                    del self._pending[number]
-                    handle._leave(rank)
         for number, status, seconds, *frames in messages:
             entry = self._pending.pop(number, None)
             if entry is None:
@@ -197,7 +202,21 @@ class RpcClient:
                     handle._answer(rank, float(seconds), None, error)
             else:
                 handle._answer(rank, float(seconds), result, None)
+        if self._leavers:
+            self._drop_calls_of_leavers()
         self._check()
+
+    def _drop_calls_of_leavers(self) -> None:
+        """Ends the pending calls of each rank that has left; what it had answered before has been taken in."""
+        leavers = set[tuple[str, int, str]]()
+        while self._leavers:
+            leavers.add(self._leavers.popleft())
+        with self._lock:
+            doomed = {n: call for n, call in self._pending.items() if _identity(call[2]) in leavers}
+            for number in doomed:
+                del self._pending[number]
+        for handle, rank, _ in doomed.values():
+            handle._leave(rank)
 
     def forget(self, group: str) -> None:
         """Drops the connections to a group that has ended."""

@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import stat
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,15 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhpc.runtime.errors import ConfigError, RegistryError, StorageError
-from rlhpc.runtime.host import node_name
+from rlhpc.runtime.host import SHM_ROOT, SOCKET_ROOT, node_name
 from rlhpc.runtime.ownership import make_private, require_private
 from rlhpc.runtime.storage import advice
 
 log = logging.getLogger(__name__)
 
 # UNIX socket paths end at 107 bytes, and TMPDIR is often a long path on clusters; /tmp is short and local everywhere.
-_SOCKET_ROOT = Path("/tmp")
-_SHM_ROOT = Path("/dev/shm")
+_SOCKET_ROOT, _SHM_ROOT = SOCKET_ROOT, SHM_ROOT
 #: A folder without a lock may be one that is being made at this moment.
 _YOUNG_S = 60.0
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -65,14 +65,60 @@ def cache_folder() -> Path | None:
     return folder
 
 
+def _session() -> Scratch | None:
+    """Returns the newest session of this process whose folder is there."""
+    held = [Scratch(token) for token, (pid, _) in _held.items() if pid == os.getpid()]
+    return next((scratch for scratch in reversed(held) if scratch.sockets.is_dir()), None)
+
+
+def session_folder() -> Path | None:
+    """Returns this process's session's folder on this host for temporary files, which go with the session, however it ends;
+    None in a process of no session."""
+    session = _session()
+    return session.files if session else None
+
+
 def folder_for_sockets(name: str) -> Path:
     """A new folder on this host for UNIX sockets, whose addresses must be short; nobody else may enter it.
 
-    In a process of a session it lies among the session's own, so it goes with them, however the process ends.
+    In a process of a session it lies among the session's own.
     """
-    held = [Scratch(token).sockets for token, (pid, _) in _held.items() if pid == os.getpid()]
-    mine = [folder for folder in held if folder.is_dir()]  # a session that is over leaves its lock to this process
-    return Path(tempfile.mkdtemp(prefix=f"rlhpc-{name}-", dir=mine[-1] if mine else _SOCKET_ROOT))
+    session = _session()
+    return Path(tempfile.mkdtemp(prefix=f"rlhpc-{name}-", dir=session.sockets if session else _SOCKET_ROOT))
+
+
+def make_temporary_folder(name: str) -> Path:
+    """Makes a folder for files that this process needs while it runs; nobody else may enter it.
+
+    In a process of a session it lies in the session's folder and goes with that, however the process ends.
+
+    Args:
+        name: What it is for.
+    """
+    return Path(tempfile.mkdtemp(prefix=f"rlhpc-{name}-", dir=session_folder()))
+
+
+@contextlib.contextmanager
+def temporary_folder(name: str) -> Iterator[Path]:
+    """A folder as `make_temporary_folder` makes it, removed at the end of the block."""
+    folder = make_temporary_folder(name)
+    try:
+        yield folder
+    finally:
+        remove_folder(folder)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder, however deep and with whatever permissions a program of an episode has left it. Never raises.
+
+    `language.agents.shells` has a copy, for interpreters without rlhpc.
+    """
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):
+        for words in (["chmod", "-R", "u+rwX", str(folder)], ["rm", "-rf", "--one-file-system", str(folder)]):
+            with contextlib.suppress(OSError):
+                subprocess.run(words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
 @dataclass(frozen=True)
@@ -100,6 +146,11 @@ class Scratch:
         return root / f"rlhpc-{os.getuid()}-{self.token}-spill" if root else self.sockets / "spill"
 
     @property
+    def files(self) -> Path:
+        """The folder for temporary files, however large: that below `cluster.scratch` where it is set."""
+        return self.spill if _scratch_root() else self.sockets
+
+    @property
     def folders(self) -> tuple[Path, ...]:
         """All that a session makes on this host, in the order in which it does."""
         return self.sockets, self.shm, self.spill
@@ -109,12 +160,20 @@ class Scratch:
         """Those of its folders that do not lie in the one with the lock."""
         return tuple(folder for folder in self.folders[1:] if not folder.is_relative_to(self.sockets))
 
+    def hold_caches(self) -> None:
+        """Makes this process and those that it starts keep torch's compile cache here, unless its place is given.
+
+        With its first optimizer torch makes that folder, whether it compiles or not; its own choice in /tmp stays.
+        """
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self.sockets / "torchinductor"))
+
     def free_memory(self) -> None:
         """Unlinks all payload segments: for when no worker is left that could read them."""
         for folder in (self.shm, self.spill):
             with contextlib.suppress(FileNotFoundError):
                 for entry in os.scandir(folder):
-                    Path(entry.path).unlink(missing_ok=True)
+                    if not entry.is_dir(follow_symlinks=False):  # the folders are of programs
+                        Path(entry.path).unlink(missing_ok=True)
 
     @classmethod
     def create(cls) -> Scratch:
@@ -134,7 +193,7 @@ class Scratch:
                 scratch.hold()
                 if scratch._is_whole():
                     return scratch
-                scratch._let_go()  # another start took it for a dead one's before it was locked
+                scratch.release()  # another start took it for a dead one's before it was locked
             except (FileExistsError, FileNotFoundError) as error:
                 # the name is taken, by chance or not; or another start was quicker than the lock: the next name
                 if attempt == _TRIES - 1:
@@ -160,7 +219,7 @@ class Scratch:
                 self.hold()
                 if self._is_whole():
                     return
-                self._let_go()
+                self.release()
             except FileNotFoundError as error:
                 if not _SOCKET_ROOT.is_dir() or ((root := _scratch_root()) and not root.is_dir()):
                     raise _unusable(self, error) from error
@@ -198,7 +257,8 @@ class Scratch:
             raise
         _held[self.token] = (os.getpid(), fds)
 
-    def _let_go(self) -> None:
+    def release(self) -> None:
+        """Gives this process's lock back; what is left of the folders is nobody's then."""
         _, fds = _held.pop(self.token)
         for fd in fds:
             os.close(fd)
@@ -213,13 +273,13 @@ class Scratch:
         except BlockingIOError:
             pass
         finally:
-            self._let_go()
+            self.release()
 
     def remove(self) -> None:
         """Removes the folders; safe to call twice and from several processes."""
         for folder in (*self._apart, self.sockets):  # last the one with the lock, which says that the rest may go
             if _own_folder(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_folder(folder)
 
     def used_bytes(self) -> int:
         """Bytes of shared memory that the session's payloads hold now."""
@@ -358,7 +418,7 @@ def remove_stale() -> list[Path]:
     for _, folders in sorted(_found().items()):
         with _taken(folders) as over:
             for folder in folders if over else ():
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_folder(folder)
                 if folder.exists():
                     log.debug("%s could not be removed", folder)
                 else:

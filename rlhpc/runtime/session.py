@@ -27,6 +27,7 @@ from rlhpc.runtime.membership import Membership
 from rlhpc.runtime.network import own_address
 from rlhpc.runtime.ranks import Ranks
 from rlhpc.runtime.registry import MEMBERS, Keys, Registry
+from rlhpc.runtime.reporting import guarded, logged
 from rlhpc.runtime.rpc import RpcClient, worker_failed
 from rlhpc.runtime.spec import EXIT, IDLE, RESUME, spec_of
 from rlhpc.runtime.starters import Member, Starter
@@ -91,7 +92,7 @@ class Session:
         self.registry.save_keys(keys)
         self.log_dir = log_dir or self.scratch.sockets / "logs"
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.ranks = Ranks(on_end=lambda name: self.service.consumer_died(name))
+        self.ranks = Ranks(lambda ended: self.service.members_changed(self.service.epoch + 1, ended))
         self.failures, self._recovery = FailurePolicy(), 0
         self.membership = Membership(self.ranks, self.registry, self.failures, self.log_dir, bool(tcp_address))
         self.leases = Leases(self.fail, lambda record: self.service.peers.knows_ended(record))
@@ -153,17 +154,19 @@ class Session:
 
     # -- what the starters report ---------------------------------------------------------------------------------
 
+    @guarded
     def started(self, member: Member, pid: int) -> None:
         """It has a process."""
         self.ranks.started(member, pid)
 
+    @guarded
     def exited(self, member: Member, status: int) -> None:
         """Its process has ended, with this wait status."""
         if self.ranks.ended([member]):
             self.fail(death(member.spec, status, said_before_its_log(member)))
 
     def job_gone(self, job: str) -> None:
-        """A job from which ranks have joined has ended, and with it these ranks, whether or not they could say so."""
+        """A job from which ranks have joined has ended, and with it these ranks."""
         for member in self.membership.of_job(job):
             member.told = f"its job {job} has ended"
             self.exited(member, 0)
@@ -174,6 +177,7 @@ class Session:
 
     # -- notes from workers ---------------------------------------------------------------------------------------
 
+    @guarded
     def _note(self, note: dict[str, Any]) -> None:
         member = self.ranks.find(note["name"], note["incarnation"])
         if member is None:
@@ -191,12 +195,13 @@ class Session:
 
     # -- failure --------------------------------------------------------------------------------------------------
 
+    @guarded
     def fail(self, failure: RlhpcError) -> None:
-        """Records the first failure and stops all groups; later ones are its consequences and only logged. The end of a rank
-        that its group can do without is none."""
+        """Records the first failure and stops all groups; the end of a rank that its group can do without is none."""
         with self.ranks.changed:
             if self.failures.departs(failure, self.ranks.all()):
                 self.membership.left(self.members[f"{failure.group}-{failure.rank}"], failure, self.rpc)
+                self.ranks.announce(self.service, self.ranks.ended_of(str(failure.group)))
                 return
             if not self.failures.take(failure):
                 log.debug("after the first failure: %s", failure)
@@ -204,7 +209,8 @@ class Session:
             doomed = [self.members[name] for name in self.failures.doomed(failure, self.ranks.all())]
             self.ranks.stopping(doomed)
         for starter, members in by_starter(doomed).items():
-            starter.end(members)
+            with logged(f"ranks of {members[0].spec.group} could not be asked to end"):
+                starter.end(members)
             for delay in (starter.grace_s, 2 * starter.grace_s):  # again for those that had no process yet
                 timer = threading.Timer(delay, self._kill, [starter, members])
                 timer.daemon = True
@@ -213,7 +219,8 @@ class Session:
 
     def _kill(self, starter: Starter, members: Sequence[Member]) -> None:
         if self.failure is not None:
-            starter.kill(members)
+            with logged(f"ranks of {members[0].spec.group} could not be killed"):
+                starter.kill(members)
 
     def recover(self, patience_s: float = 20.0) -> dict[str, list[int]]:
         """After the failure of an expendable group or of an independent rank: what failed has ended, the others are free.
@@ -238,6 +245,7 @@ class Session:
             gone, survivors = ([m for m in self.ranks.all() if m.state == state] for state in ("ended", "ready"))
             self.failures.first = None
         self._recovery += 1
+        self.ranks.announce(self.service, gone)
         for name in {m.spec.group for m in self.ranks.all()}:
             self.rpc.forget(name)
         for member in gone:
@@ -246,10 +254,8 @@ class Session:
             for member in survivors:
                 self.service.peers.post(choose(member.record["data"]), b"ABORT", [b"%d" % self._recovery])
             for command in (IDLE, RESUME):  # nobody sends any more once all have answered the first
-                handles = [
-                    self.rpc.call(records, command, (self._recovery,), {}) for records in records_by_group(survivors)
-                ]
-                for handle in handles:
+                groups = records_by_group(survivors)
+                for handle in [self.rpc.call(records, command, (self._recovery,), {}) for records in groups]:
                     handle.wait(patience_s)
         except (RlhpcError, OSError) as error:
             log.warning("the ranks of %s are not free again: %s", {m.spec.group for m in survivors}, error)
@@ -315,11 +321,18 @@ class Session:
         starter.start(started, cluster)
         return started
 
-    def relaunch(self, name: str, cluster: Cluster) -> list[Member]:
-        """Starts the ranks of a group that have ended once more, where they were. See `WorkerGroup.relaunch`."""
-        incarnation = f"{time.time_ns():x}"
+    def relaunch(self, name: str, cluster: Cluster, patience_s: float = 0.0) -> list[Member]:
+        """Starts the ranks of a group that have ended once more, where they were. See `WorkerGroup.relaunch`.
+
+        A rank whose earlier process is still there after `patience_s` seconds is not started: it would share the accelerator
+        with that process.
+        """
         ended = self.membership.startable(name)
-        started = [Member(replace(m.spec, incarnation=incarnation), m.starter) for m in ended]
+        still_there = self.ranks.await_exit(ended, patience_s)
+        for starter, members in by_starter(still_there).items():
+            starter.kill(members)
+        incarnation = f"{time.time_ns():x}"
+        started = [Member(replace(m.spec, incarnation=incarnation), m.starter) for m in ended if m not in still_there]
         self.ranks.add(started)
         if started:
             started[0].starter.start(started, cluster)
@@ -369,6 +382,8 @@ class Session:
             self.registry.remove("groups", name)
             for member in members:
                 self.registry.remove(MEMBERS, member.spec.name)
+        if Session._running is self:
+            self.ranks.announce(self.service, members)
 
     def stop(self) -> None:
         """Ends all groups and the session; nothing of it is left running, in shared memory or in the socket folder."""
@@ -386,10 +401,12 @@ class Session:
         for starter in (self._stepped, self._forked):
             if starter is not None:
                 starter.close(clear=self.failure is not None and bool(self.tcp_address))
+        self.membership.close()
         self.rpc.close()
         self.service.stop()
         contexts.install(None)
         self.scratch.remove()
+        self.scratch.release()
         if self._registry_watch.mine():
             (self.registry.root / "keys.json").unlink(missing_ok=True)
         atexit.unregister(self.stop)

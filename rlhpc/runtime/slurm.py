@@ -15,6 +15,11 @@ from dataclasses import dataclass
 TIMEOUT_S = 20.0
 #: What threads wait for: the process, and whether it is apart.
 _asked: dict[int, tuple[subprocess.Popen[str], bool]] = {}
+#: Variables by which a user's own queries have other columns, rows, orders or forms of time than their arguments say.
+_OF_QUERIES = re.compile(
+    r"(SQUEUE|SINFO|SACCT|SACCTMGR|SCONTROL|SCANCEL|SSHARE|SPRIO|SDIAG|SSTAT|SREPORT)_|SLURM_(TIME_FORMAT|BITSTR_LEN|JSON|YAML)$"
+    r"|LANGUAGE$|LC_"
+)
 _FIELD = re.compile(r"([A-Za-z][\w:/\[\]-]*)=(.*?)(?=\s+[A-Za-z][\w:/\[\]-]*=|\s*$)")
 
 
@@ -47,6 +52,17 @@ class Answer:
         return [record for line in self.text.splitlines() if (record := dict(_FIELD.findall(line)))]
 
 
+def query_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of every command that asks or tells Slurm something: its arguments alone decide what it shows
+    and which jobs it selects, times are ISO 8601, and messages are English.
+
+    `SLURM_CONF` and `SLURM_CLUSTERS`, which say where to ask, stay, and so do sbatch's own variables, which describe the jobs
+    that are submitted.
+    """
+    inherited = {name: value for name, value in environ.items() if not _OF_QUERIES.match(name)}
+    return inherited | {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
+
+
 def ask(
     *argv: str,
     stdin: str = "",
@@ -54,12 +70,20 @@ def ask(
     environment: Mapping[str, str] | None = None,
     apart: bool = False,
 ) -> Answer:
-    """Runs a command; never raises. With `apart`, signals to this process's session do not reach it, and what it has started
-    ends with it where it takes too long: a command that outlives its answer may yet do what nobody expects any more."""
+    """Runs a command; never raises.
+
+    Args:
+        argv: The command.
+        stdin: Its input.
+        timeout_s: Seconds that it may take.
+        environment: Its environment, of which `query_environment` is taken; by default this process's.
+        apart: Signals to this process's session do not reach it, and what it has started ends with it where it takes too
+            long: a command that outlives its answer may yet do what nobody expects any more.
+    """
     try:
         process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-            env=environment, start_new_session=apart,
+            env=query_environment(os.environ if environment is None else environment), start_new_session=apart,
         )  # fmt: skip
     except OSError as error:
         return Answer(127, "", f"{argv[0]}: {error.strerror or error}")

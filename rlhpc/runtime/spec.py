@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.device import VIRTUAL
 from rlhpc.runtime.import_paths import import_paths
+from rlhpc.runtime.plain import is_count, read_json
+from rlhpc.runtime.shown import shown
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
@@ -68,6 +72,46 @@ class WorkerSpec:
     @property
     def name(self) -> str:
         return f"{self.group}-{self.rank}"
+
+    def to_json(self) -> bytes:
+        """Returns the specification as JSON, which a process that joins can read without running anything."""
+        return json.dumps({**asdict(self), "body": base64.b64encode(self.body).decode()}).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> WorkerSpec:
+        """Returns the specification that `to_json` wrote.
+
+        Raises:
+            ValueError: The text is something else.
+        """
+        value = read_json(text)
+        if not isinstance(value, dict) or set(value) != set(cls.__dataclass_fields__):
+            raise ValueError(f"no specification of a rank: {shown(value)}")
+        for name, kind in _KINDS.items():
+            if not isinstance(value[name], kind) or isinstance(value[name], bool) != (kind is bool):
+                raise ValueError(f"{name} of a rank's specification is {shown(value[name])}")
+        numbers = [*value["accelerators"], *(value[name] for name, kind in _KINDS.items() if kind is int)]
+        texts = [*value["sys_path"], *value["env"].values(), *value["driver"].values()]
+        texts += [value["tcp_address"] or "", value["interface"] or ""]
+        if not all(map(is_count, numbers)) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"no specification of a rank: {shown(value)}")
+        body = base64.b64decode(value["body"], validate=True)
+        return cls(**{**value, "body": body, "accelerators": tuple(value["accelerators"])})
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Name and incarnation: one start of a rank, never its successor."""
+        return self.name, self.incarnation
+
+
+#: Types of a specification's values in JSON; those that may be None are checked apart.
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(
+        ("group", "node", "registry", "token", "body", "log_out", "log_err", "cwd", "interpreter", "incarnation"), str
+    ),
+    **dict.fromkeys(("rank", "world_size", "node_rank", "local_rank", "local_world_size", "threads"), int),
+    "accelerators": list, "env": dict, "sys_path": list, "bind_cores": bool, "driver": dict, "wait_deadline": (int, float),
+}  # fmt: skip
 
 
 def spec_of(

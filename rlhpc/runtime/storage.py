@@ -15,7 +15,8 @@ from rlhpc.runtime.errors import StorageError, UserError
 
 #: A write that failed with one of these fails again until somebody makes room.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-GO_ON = "rlhpc train <config> runner.resume_dir=auto"
+#: How to go on after a failure; the next command depends on how the run was started.
+GO_ON = "the command that started it (rlhpc train: with runner.resume_dir=auto)"
 
 
 def is_full(error: BaseException | None) -> bool:

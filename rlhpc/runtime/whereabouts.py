@@ -48,7 +48,8 @@ def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds:
     for record, method in {record["rpc"]["ipc"]: (record, method) for record, method in calls}.values():
         try:
             whom = f"{record['group']}-{record['rank']} to say where it is"
-            asked.append((record, method, service.peers.begin(choose(record["data"]), b"DOING", [], whom)))
+            limit = max(0.01, until - time.monotonic())
+            asked.append((record, method, service.peers.begin(choose(record["data"]), b"DOING", [], whom, limit)))
         except (RlhpcError, OSError):
             continue  # it is gone, which others report
     told = []

@@ -8,12 +8,22 @@ import struct
 from typing import Any
 
 _LENGTH = struct.Struct("!Q")
+_LOST = struct.pack("ll", 180, 0)
 
 
 def send(sock: socket.socket, message: Any) -> None:
-    """Pickles and sends one message, after its length."""
+    """Pickles and sends one message, after its length.
+
+    Raises:
+        OSError: The other side is gone, or has read nothing for so long that it is taken for gone; the connection has ended.
+    """
     body = pickle.dumps(message)
-    sock.sendall(_LENGTH.pack(len(body)) + body)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LOST)
+    try:
+        sock.sendall(_LENGTH.pack(len(body)) + body)
+    except BlockingIOError:
+        sock.shutdown(socket.SHUT_RDWR)  # half a message may be on its way
+        raise
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes | None:

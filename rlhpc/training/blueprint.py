@@ -106,8 +106,12 @@ class Blueprint(abc.ABC):
         """What must be the same for a checkpoint to be accepted."""
         return {}
 
-    def about(self) -> dict[str, Any]:
-        """What else a checkpoint says about itself, for readers that do not have the run."""
+    def about(self, module: nn.Module) -> dict[str, Any]:
+        """Returns further facts that a checkpoint records, for readers that do not have the run.
+
+        Args:
+            module: From `build`, as it is trained.
+        """
         return {}
 
     def write_beside(self, folder: Path, module: nn.Module) -> None:  # noqa: B027 (most have nothing there)

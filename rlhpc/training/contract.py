@@ -10,7 +10,7 @@ import abc
 import contextlib
 import json
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -24,6 +24,7 @@ from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.shown import first_line
 from rlhpc.training.adam import AdamOptions
 from rlhpc.training.blueprint import Blueprint, Full, Named, transformer_layers
+from rlhpc.training.perturbation import Perturbation
 
 if TYPE_CHECKING:
     from rlhpc.config.sections import DeepspeedConfig, FsdpConfig, OptimConfig, ParallelConfig
@@ -149,6 +150,11 @@ class TrainingBackend(abc.ABC):
         return self.module
 
     @property
+    def models(self) -> list[nn.Module]:
+        """The module and, where there is one, the reference: what holds for how one is called holds for both."""
+        return [self.module, *([] if self._reference is None else [self._reference])]
+
+    @property
     def parameters_trained(self) -> int:
         """Number of trainable parameters, over all ranks."""
         return sum(p.numel() for p in self.module.parameters() if p.requires_grad)
@@ -258,6 +264,22 @@ class TrainingBackend(abc.ABC):
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         """Replaces the module's whole state; the optimizer stays as it is. All ranks pass the same tensors, in full."""
 
+    @contextlib.contextmanager
+    def perturbed(self) -> Iterator[None]:
+        """Changes each trained number while the block runs, and then restores it to the last bit (`Perturbation`). The
+        optimizer's own copies stay as they are. All ranks enter and leave it together."""
+        with self.awake():
+            change = Perturbation()
+            self._edit_trained(change.apply)
+            try:
+                yield
+            finally:
+                self._edit_trained(change.undo)
+
+    def _edit_trained(self, edit: Callable[[Iterable[torch.Tensor]], None]) -> None:
+        """Has `edit` change in place what this rank holds of the weights that are trained, always in one order."""
+        edit([parameter.detach() for parameter in self.module.parameters() if parameter.requires_grad])
+
     def held_tensors(self) -> Named:
         """What this rank holds of the weights, in whatever dtype: its shards if they are sharded."""
         yield from ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
@@ -280,7 +302,7 @@ class TrainingBackend(abc.ABC):
         """On rank 0, records what made the checkpoint, and writes what is needed beside its weights."""
         if self.rank != 0:
             return
-        text = json.dumps({**self._identity(), "about": self.blueprint.about()}, indent=2, sort_keys=True)
+        text = json.dumps({**self._identity(), "about": self.blueprint.about(self.module)}, indent=2, sort_keys=True)
         write_durably(folder / self.blueprint.identity_file, text.encode() + b"\n")
         self.blueprint.write_beside(folder, self.module)
 
@@ -298,7 +320,8 @@ class TrainingBackend(abc.ABC):
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: not a checkpoint of this kind of model ({error})") from error
         for key, expected in self._identity().items():
-            there = found.get(key, False if expected is False else None)  # older ones do not say what they lack
+            # Older ones do not say what they lack, and say some of it in `about` alone.
+            there = found.get(key, False if expected is False else _of_about(found, key))
             if there != expected:
                 raise CheckpointError(f"{folder}: the checkpoint has {key} {there!r}, this configuration {expected!r}")
 
@@ -336,6 +359,15 @@ class TrainingBackend(abc.ABC):
             yield
         finally:
             self.offload()
+
+
+def _of_about(identity: Mapping[str, Any], key: str) -> Any:
+    """Returns the value of a key such as `actor.lora.alpha` that a checkpoint has in `about`; None without one."""
+    _, *parts = key.split(".")
+    value: Any = identity.get("about") if parts else None
+    for part in parts:
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 @contextlib.contextmanager

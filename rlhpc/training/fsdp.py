@@ -70,7 +70,8 @@ class FsdpBackend(ParkingBackend):
         self._moments = {
             name: {kind: torch.zeros_like(p.to_local()) for kind in _MOMENTS} for name, p in self._parameters()
         }
-        self._steps = 0
+        #: Steps that each parameter has taken: one without a gradient takes none.
+        self._steps = {name: 0 for name, _ in self._parameters()}
         self._bad: list[str] = []
         self._bind()
         self.prepare_reference()
@@ -201,7 +202,7 @@ class FsdpBackend(ParkingBackend):
         parameters = list(self._local.values()) or [nn.Parameter(torch.zeros(1, device=self.home))]
         self.optimizer = self.optim.torch_optimizer(parameters)
         for name, local in self._local.items():
-            step = torch.full((), float(self._steps), device=local.device)
+            step = torch.full((), float(self._steps[name]), device=local.device)
             self.optimizer.state[local] = {"step": step, **self._moments[name]}
 
     # -- the contract ---------------------------------------------------------------------------------------------
@@ -234,6 +235,7 @@ class FsdpBackend(ParkingBackend):
     def optimizer_step(self, lr: float) -> torch.Tensor:
         """See `TrainingBackend.optimizer_step`: clips by the norm over all ranks, and clears the gradients."""
         self._reshard()
+        stepped = [name for name, parameter in self._parameters() if parameter.grad is not None]
         for name, parameter in self._parameters():
             if name in self._local:
                 gradient = parameter.grad
@@ -251,7 +253,8 @@ class FsdpBackend(ParkingBackend):
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._steps += 1
+        for name in stepped:
+            self._steps[name] += 1
         return norm
 
     def _squares(self) -> torch.Tensor:
@@ -297,6 +300,16 @@ class FsdpBackend(ParkingBackend):
                 value = values()
                 yield region, value.to(self.dtype) if value.is_floating_point() else value
 
+    def _edit_trained(self, edit: Callable[[Iterable[torch.Tensor]], None]) -> None:
+        self._reshard()
+        edit(
+            [
+                parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
+                for parameter in self.module.parameters()
+                if parameter.requires_grad
+            ]
+        )
+
     def held_tensors(self) -> Named:
         """This rank's shards."""
         with self.awake():
@@ -321,7 +334,8 @@ class FsdpBackend(ParkingBackend):
         with self.awake():
             save_sharded(folder / SHARDS, self._state(), self.worker)
         if self.rank == 0:
-            state = {"name": self.optim.name, "steps": self._steps}
+            most = max(self._steps.values(), default=0)
+            state = {"name": self.optim.name, "steps": most, "parameters": self._steps}
             write_durably(folder / OPTIMIZER, json.dumps(state).encode() + b"\n")
             self.write_identity(folder)
         empty_cache()  # an engine may be about to take all free memory
@@ -334,13 +348,16 @@ class FsdpBackend(ParkingBackend):
         with self.awake():
             load_sharded(folder / SHARDS, self._state())
         try:
-            self._steps = int(json.loads((folder / OPTIMIZER).read_text())["steps"])
-        except (OSError, ValueError, KeyError) as error:
+            state = json.loads((folder / OPTIMIZER).read_text())
+            # Older checkpoints have one number for all parameters.
+            steps = {name: int(state.get("parameters", {}).get(name, state["steps"])) for name in self._steps}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{folder / OPTIMIZER}: cannot be read ({error})") from error
+        self._steps = steps
         for name, parameter in self._parameters():
             parameter.grad = None
             if name in self._local:
-                self.optimizer.state[self._local[name]]["step"].fill_(self._steps)
+                self.optimizer.state[self._local[name]]["step"].fill_(self._steps[name])
 
     def offload(self) -> None:
         """Moves shards and optimizer to the host; with `actor.fsdp.cpu_offload` they are already there."""

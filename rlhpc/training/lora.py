@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import required
 from rlhpc.training.blueprint import Full
 from rlhpc.training.merging import merged
+from rlhpc.training.targets import is_all_linear, is_target
 
 #: The adapter's name where there is one, also within peft's tensor names; peft's files leave it out.
 ADAPTER = "default"
@@ -55,11 +56,14 @@ def attach_lora(
         names: Of several adapters for each layer, of which one at a time computes (`choose`): the first to begin with.
 
     Raises:
-        ConfigError: `target_modules` names nothing in this model, or layers that are not linear.
+        ConfigError: `target_modules` names nothing in this model, layers that are not linear, or one whose weight is another
+            module's, too.
     """
     # Without a task peft passes on what it is called with, and gives back what the model does.
     without = {"exclude_modules": [head]} if head else {}
-    config = _config(lora, lora.dropout, **without, **({} if head and not beside else {"task_type": "CAUSAL_LM"}))
+    task = {} if head and not beside else {"task_type": "CAUSAL_LM"}
+    allowed = linear_layers(model, head)
+    config = _config(model, lora, lora.dropout, allowed, **without, **task)
     on_meta = next(model.parameters()).is_meta
     try:
         with (
@@ -75,7 +79,7 @@ def attach_lora(
             for name in others:
                 adapted.add_adapter(name, copy.copy(config))
     except ValueError as error:
-        raise _no_targets(lora, error) from error
+        raise _no_targets(lora, allowed, error) from error
     if others:
         for name, parameter in adapted.named_parameters():
             parameter.requires_grad = ".lora_" in name
@@ -86,7 +90,7 @@ def attach_lora(
         config.exclude_modules = None
     if head and not beside:  # what peft's files say, so that it finds the head in them
         config.task_type, config.modules_to_save = "SEQ_CLS", [head]
-    _finish(adapted, lora)
+    _finish(adapted, lora, allowed)
     found: nn.Module = adapted
     return found
 
@@ -103,34 +107,93 @@ def inject_lora(model: nn.Module, lora: AdapterConfig) -> None:
     Raises:
         ConfigError: As `attach_lora`.
     """
-    config = _config(lora, 0.0)
+    allowed = linear_layers(model)
+    config = _config(model, lora, 0.0, allowed)
     model.requires_grad_(False)
     try:
         peft().inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     except ValueError as error:
-        raise _no_targets(lora, error) from error
-    _finish(model, lora)
+        raise _no_targets(lora, allowed, error) from error
+    _finish(model, lora, allowed)
 
 
-def _config(lora: AdapterConfig, dropout: float, **more: Any) -> Any:
+def _config(model: nn.Module, lora: AdapterConfig, dropout: float, linear: list[str], **more: Any) -> Any:
+    """Returns peft's configuration. A text in `target_modules` becomes the full names that it stands for, because of some
+    mixtures peft would take the last part of each; one that names nothing is left to peft, which says so."""
     targets = lora.target_modules
+    named = [str(name) for name in targets] if not isinstance(targets, str) else linear
+    if isinstance(targets, str) and not is_all_linear(targets):
+        named = [name for name, _ in model.named_modules() if is_target(name, targets)]
     return peft().LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=dropout,
-        target_modules=str(targets) if isinstance(targets, str) else [str(name) for name in targets],
-        **more,
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=dropout, target_modules=named or targets, **more
     )
 
 
-def _no_targets(lora: AdapterConfig, reason: object) -> ConfigError:
-    return ConfigError(f"actor.lora.target_modules is {lora.target_modules!r}: {reason}")
+def linear_layers(model: nn.Module, head: str | None = None) -> list[str]:
+    """Returns the names of the layers that `all-linear` gives adapters.
+
+    Those are all linear layers but the head for tokens and `head`. Experts that are one tensor are no layers. In such mixtures
+    peft reads the names of their former matrices, such as `gate_proj`, as those tensors, also where a layer that is no mixture
+    has that name: such layers are left out, too.
+    """
+    embeddings: Any = getattr(model, "get_output_embeddings", None)  # a model of transformers has one
+    output = None if embeddings is None else embeddings()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if _is_linear(module) and module is not output and not (head and is_target(name, [head]))
+    ]
+    readable = {last: _reads_as_module(model, last) for last in {name.rpartition(".")[2] for name in linear}}
+    return [name for name in linear if readable[name.rpartition(".")[2]]]
 
 
-def _finish(adapted: nn.Module, lora: AdapterConfig) -> None:
-    for name, layer in _layers(adapted):
-        if not isinstance(layer.base_layer, nn.Linear) and type(layer.base_layer).__name__ != "Conv1D":
-            raise _no_targets(lora, f"{name} is a {type(layer.base_layer).__name__}; adapters go on linear layers")
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _reads_as_module(model: nn.Module, name: str) -> bool:
+    """Tells whether peft takes a name in `target_modules` for that of a module."""
+    if not hasattr(getattr(model, "config", None), "model_type"):
+        return True
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = peft().LoraConfig(target_modules=[name])
+    try:
+        convert_peft_config_for_transformers(config, model=model, conversions=None)
+    except ValueError:  # one of several matrices that are one tensor now
+        return False
+    return name in config.target_modules
+
+
+def _no_targets(lora: AdapterConfig, allowed: Collection[str], reason: object) -> ConfigError:
+    lasts = ", ".join(sorted({name.rpartition(".")[2] for name in allowed}))
+    return ConfigError(f"actor.lora.target_modules is {lora.target_modules!r}: {reason}; allowed: {lasts}")
+
+
+def _finish(adapted: nn.Module, lora: AdapterConfig, allowed: Collection[str]) -> None:
+    """Refuses adapters whose product cannot be added to a weight; makes the others float32.
+
+    Args:
+        adapted: The model with adapters.
+        lora: What was asked for.
+        allowed: Names of the layers that may have adapters, for messages.
+
+    Raises:
+        ConfigError: A layer is not linear, or its weight is another module's, too.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in adapted.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(_plain(name).rpartition(".")[0])
+    for inner, layer in _layers(adapted):
+        name, base = _plain(inner), layer.base_layer
+        if not _is_linear(base):
+            raise _no_targets(lora, allowed, f"{name} is a {type(base).__name__}; adapters go on linear layers")
+        if shared_with := [one for one in names[id(base.weight)] if one != name]:
+            raise _no_targets(
+                lora,
+                allowed,
+                f"{name} and {shared_with[0]} have one weight (tie_word_embeddings: true), which would be merged for both",
+            )
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

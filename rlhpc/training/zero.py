@@ -202,6 +202,20 @@ class DeepSpeedBackend(ParkingBackend):
         flat[: value.numel()] = value.reshape(-1)
         self.deepspeed.utils.safe_set_local_fp32_param(parameter, flat[share * self.rank : share * (self.rank + 1)])
 
+    def _edit_trained(self, edit: Callable[[Iterable[torch.Tensor]], None]) -> None:
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+        def one_at_a_time() -> Iterator[torch.Tensor]:
+            for parameter in trained:
+                if not hasattr(parameter, "ds_id"):
+                    yield parameter.detach()
+                    continue
+                # All ranks change the whole of it, and each keeps its part.
+                with self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                    yield parameter.detach()
+
+        edit(one_at_a_time())
+
     def held_tensors(self) -> Named:
         """This rank's parts, if the parameters are partitioned, without what fills up the last one: nobody writes there."""
         with self.awake():
@@ -244,6 +258,8 @@ class DeepSpeedBackend(ParkingBackend):
             "zero_stage": self.stage,
             "dtype": str(self.dtype).removeprefix("torch."),
             "cpu_offload": self.actor.deepspeed.cpu_offload,
+            # Stage 3 keeps its optimizer in sub-groups: `zero_optimization.sub_group_size` says how large they are.
+            "sub_groups": [len(group) for group in self.engine.optimizer.fp16_groups] if self.stage == 3 else [],
         }
 
     def load(self, folder: Path) -> None:
@@ -263,7 +279,9 @@ class DeepSpeedBackend(ParkingBackend):
                 f"with stage {self.stage}; resume with that stage, or start from an export of it"
             )
         with self.awake():
-            if {key: saved[key] for key in self._layout()} == self._layout():
+            layout = self._layout()
+            # What an older checkpoint does not say was not chosen by anybody.
+            if {key: saved.get(key, value) for key, value in layout.items()} == layout:
                 require_harmless(files_of(folder / FOLDER / TAG, self.rank))
                 self._read(folder / FOLDER, universal=False)
             else:

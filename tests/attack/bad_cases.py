@@ -44,6 +44,7 @@ _OF = {
     "reasoning": str(ROOT / "configs" / "reasoning" / "gsm8k.yaml"),
     "sft": str(ROOT / "configs" / "reasoning" / "demo_sft.yaml"),
     "reward_model": str(ROOT / "configs" / "reasoning" / "reward_model.yaml"),
+    "dpo": str(ROOT / "configs" / "reasoning" / "dpo.yaml"),
 }
 
 
@@ -419,7 +420,7 @@ def yaml_files() -> Iterator[Case]:
     }.items():  # fmt: skip
         yield Case("YAML", f"fine: {name}", plan_words(config="c.yaml"), codes=(0,), files={"c.yaml": content})
     for path, says in {
-        "nosuch.yaml": ("no configuration file",), ".": ("is a folder",), "": ("configuration",), "/dev/null": ("is empty",),
+        "nosuch.yaml": ("no configuration file",), ".": ("is a folder",), "": ("configuration",), "/dev/null": ("no regular file",),
         str(QUICKSTART).replace("quick", "quik"): ("did you mean", "quickstart.yaml?"), "a" * 300: ("configuration",),
         "/proc/self/mem": ("cannot be read",), "/dev/zero": ("more than 2097152",), "huge.yaml": ("more than 2097152",),
         "/root\0x": (), "c.yaml/x": ("configuration",),
@@ -1028,6 +1029,9 @@ def workflows() -> Iterator[Case]:
         "workflow", "profile by a wrong name", ("run", str(QUICKSTART), *SHORT_RUN, "--profile", "slurn"), ("slurn",)
     )
     yield Case("workflow", "site of nowhere", ("run", str(QUICKSTART), *SHORT_RUN, "--site", "nosuch"), ("nosuch",))
+    for folder in ("{x}", "a{b", "}"):
+        words = ("run", str(QUICKSTART), *SHORT_RUN, f"runner.run_dir={HERE}/{folder}/runs")
+        yield Case("workflow", f"braces in the path: {folder}", words, ("braces in a path", "rlhpc train"))
     yield Case("workflow", "configuration of nowhere", ("run", "nosuch.yaml"), ("nosuch.yaml",))
     yield Case("workflow", "unknown key", ("run", str(QUICKSTART), "runner.seeed=1"), ("did you mean runner.seed?",))
     yield Case(

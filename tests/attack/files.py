@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import h5py
 import numpy as np
@@ -57,8 +58,11 @@ class Place:
             f"open({str(self.mark)!r}, 'w').close()\ndef Policy(*a, **k): raise SystemExit\nEnv = Wrap = judge = Policy\n"
         )
 
-    def checkpoint(self, config: str | None = None, files: dict[str, bytes] | None = None, **model: Any) -> Path:
-        """A sound one, but for what is given: text of config.yaml, other files, keys of `actor.model` in model.json."""
+    def checkpoint(
+        self, config: str | None = None, files: dict[str, bytes] | None = None, *, own: bool = False, **model: Any
+    ) -> Path:
+        """Writes a sound checkpoint, but for what is given: text of config.yaml, other files, keys of `actor.model` in
+        model.json. It is a stranger's, unless it is to be this user's own."""
         import gymnasium
         from omegaconf import OmegaConf
 
@@ -78,7 +82,9 @@ class Place:
         with CheckpointWriter(RunPaths(self.root / "runs" / "run"), 4) as writer:
             for name, data in written.items():
                 writer.add_bytes(name, data)
-            return writer.commit()
+            home = os.environ.get("XDG_STATE_HOME", "") if own else str(self.root / "stranger")
+            with mock.patch.dict(os.environ, XDG_STATE_HOME=home):
+                return writer.commit()
 
 
 def changed(*path: Any, value: Any) -> str:

@@ -42,6 +42,8 @@ os.setgroups([]); os.setgid(65534); os.setuid(65534)
 victim, most, *words = sys.argv[1:]
 most = min(int(most), resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 50)
 held, met, before = [], set(), None
+ended = select.poll()
+ended.register(0, select.POLLIN)
 while True:
     lines = [line.split() for line in open("/proc/net/tcp").readlines()[1:]]
     doors = [l[1] for l in lines if l[3] == "0A" and l[7] == victim]
@@ -65,7 +67,7 @@ while True:
                     sock.close()
                     break
                 held.append(sock)
-    if select.select([0], [], [], 0)[0]:
+    if ended.poll(0):
         break
 print(len(met), len(held), flush=True)
 """

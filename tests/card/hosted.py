@@ -23,7 +23,7 @@ class Hosted(dist.ProcessGroup):
     """A group of processes. What it is asked for is done when the call comes back."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._host = dist.ProcessGroup(store, rank, size)
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         gloo._set_sequence_number_for_group()

@@ -23,6 +23,7 @@ from rlhpc.runtime.scratch import Scratch
 from rlhpc.training.contract import Blueprint
 from rlhpc.training.replicated import ReplicatedBackend
 from rlhpc.weights.publish import Publisher
+from tests.extras import need_extra
 from tests.unit.weights.test_weights import Receiver, send
 
 CARD = "card"
@@ -148,7 +149,7 @@ def test_what_has_two_names_stays_one() -> None:
 
 
 def test_deepspeed_computes_where_the_rank_does() -> None:
-    pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
+    need_extra("deepspeed")
     from rlhpc.training.zero import DeepSpeedBackend
 
     with pytest.raises(

@@ -25,6 +25,7 @@ from rlhpc.runs.kinds import all_kinds
 from rlhpc.runs.sweeps import load_sweep
 from rlhpc.runtime.errors import ConfigError
 from tests import warm
+from tests.extras import need_extra
 from tests.warm.commands import Commands
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,24 +35,38 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "config" / 
 RUNNABLE = sorted(
     [
         *DOCS.glob("how-to/add-*.md"),
-        *(DOCS / f"how-to/{name}.md" for name in ("distil", "extend", "loggers", "resume", "train-reward-model")),
+        *(
+            DOCS / f"how-to/{name}.md"
+            for name in (
+                "distil",
+                "extend",
+                "loggers",
+                "resume",
+                "train-from-python",
+                "train-dpo",
+                "train-reward-model",
+            )
+        ),
     ]
 )
+#: Those of them that train language models.
+LANGUAGE = ("add-algorithm.md", "distil.md", "train-dpo.md", "train-reward-model.md")
 SMALL = (
     "runner.max_steps=2", "runner.segments=1", "runner.save_interval=1", "algorithm.rollout_steps=32",
     "algorithm.update_epochs=1", "env.eval.num_episodes=2",
 )  # fmt: skip
 #: The same of a language model; a kind of run of one's own has only the first three.
 SMALL_LANGUAGE = (*SMALL[:3], "data.prompts_per_step=4", "algorithm.group_size=2", "actor.global_batch_size=8")
-#: The same of a reward model's page, which first makes its data: sums of one digit, which a few steps teach.
+#: The same of the pages on pairs, which first make their data: sums of one digit, which a few steps teach.
 EASY = (
     "'data.train.kwargs={digits: 1}' data.train.size=null "
     "'data.eval=[{name: held_out, source: arithmetic, kwargs: {digits: 1}}]'"
 )
-SMALL_REWARD = (
+SMALL_PAIRS = (
     'rlhpc() { case "$1 $2" in *demo_sft.yaml) command rlhpc "$@" runner.max_steps=30 runner.save_interval=30 '
-    f'data.prompts_per_step=64 {EASY};; pairs*) command rlhpc "$@" {EASY};; *reward_model.yaml) command rlhpc "$@" $SMALL '
-    'actor.model.model_path=runs/demo_sft/export/global_step_30 data.prompts_per_step=8;; *) command rlhpc "$@";; esac; }\n'
+    f'data.prompts_per_step=64 {EASY};; pairs*) command rlhpc "$@" {EASY};; *reward_model.yaml|*dpo.yaml) '
+    'command rlhpc "$@" $SMALL actor.model.model_path=runs/demo_sft/export/global_step_30 data.prompts_per_step=8;; '
+    '*) command rlhpc "$@";; esac; }\n'
     "set -e\n"
 )
 SHELL = 'rlhpc() { case "$1" in train|plan|run) command rlhpc "$@" $SMALL;; *) command rlhpc "$@";; esac; }\nset -e\n'
@@ -79,9 +94,9 @@ def commands() -> Iterator[None]:
         yield
 
 
-def run(command: list[str], folder: Path, **environment: str) -> str:
+def run(command: list[str], folder: Path, timeout_s: int = 240, **environment: str) -> str:
     """Runs a command that must succeed; returns stdout."""
-    done = warm.run(command, cwd=folder, capture_output=True, text=True, timeout=240,
+    done = warm.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout_s,
                     env={**os.environ, **environment})  # fmt: skip
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -131,6 +146,7 @@ def test_keys_and_commands_exist(page):
 def test_files_of_the_project_exist(page):
     for name in re.findall(r"(?<![\w/….<>~-])((?:configs|profiles|examples|tests)/[\w/.+-]*\w)", page.read_text()):
         own = name.startswith(("configs/mine", "configs/site/mycluster")) or name == "configs/site"
+        own = own or any((project / name).exists() for project in (ROOT / "examples/projects").glob("*/*"))
         assert own or (ROOT / name).exists(), f"{page.name}: {name}"
 
 
@@ -149,8 +165,9 @@ def test_yaml_is_part_of_a_configuration(page, tmp_path):
             "reasoning/demo",
             "reasoning/demo_sft",
             "reasoning/reward_model",
+            "reasoning/dpo",
         ):
-            own = "" if content.startswith("defaults:") else f"defaults: [{ROOT}/configs/{base}.yaml]\n"
+            own = "" if re.search("^defaults:", content, re.M) else f"defaults: [{ROOT}/configs/{base}.yaml]\n"
             (tmp_path / "mine/page.yaml").write_text(own + content)
             try:
                 if load_sweep(tmp_path / "mine/page.yaml") is None:
@@ -203,22 +220,24 @@ def test_every_metric_is_documented(tiny_run):
     rows = [json.loads(line) for line in (tiny_run / "metrics.jsonl").read_text().splitlines()]
     logged = {name for row in rows for name in row} - {"step"}
     # CartPole has no success, and no simulator of its own that could fail; and no rank of this run dies.
-    sometimes = {f"eval/success_{when}" for when in ("rate", "once", "at_end")} | {"env/restarts"}
-    sometimes |= {"train/success_rate", "rollout/success_rate"} | {
+    sometimes = {f"eval/success_{when}" for when in ("once", "at_end")} | {"env/restarts"}
+    sometimes |= {"train/success_once", "rollout/success_once"} | {
         f"env/lost_{what}" for what in ("ranks", "steps", "episodes")
     }
     # Its simulators are on the CPU.
     sometimes.add("env/on_device")
     # And are no robots.
-    sometimes |= {f"env/robot_{what}" for what in ("late", "dropped", "held", "lost")}
+    sometimes |= {f"env/robot_{what}" for what in ("late", "dropped", "held", "lost", "refused", "stopped")}
     # Nobody joins it.
     sometimes.add("env/joined_transitions")
     # All of its numbers are finite, and its loss is ppo.
     sometimes |= {
         "env/nonfinite",
         "env/nonfinite_episodes",
+        "env/failed",
         "eval/nonfinite",
         "train/nonfinite_skipped",
+        "train/empty_minibatches",
         "train/behave_weight",
     }
     assert documented - sometimes == logged - sometimes
@@ -244,7 +263,7 @@ def test_every_file_of_a_run_is_documented(tiny_run):
     segment = SegmentFiles(RunPaths(tiny_run), 0)
     files += [
         str(path.relative_to(tiny_run))
-        for path in (segment.record, segment.exit, segment.attempts, segment.cancel, segment.lock, segment.lease,
+        for path in (segment.record, segment.exit, segment.attempts, segment.cancel, segment.lease,
                      segment.claim(1), segment.driver_out, segment.driver_err, segment.marker)
     ]  # fmt: skip
     unknown = [name for name in files if not any(pattern.fullmatch(name) for pattern in patterns)]
@@ -273,7 +292,6 @@ def test_the_fields_of_json_files_are_documented(tiny_run):
 # -- tutorial and how-to ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_tutorials_commands_run_in_order(tmp_path):
     """Every block of the tutorial, from the first to the last, in a folder of its own, with few and small steps."""
@@ -294,6 +312,45 @@ def test_the_tutorials_commands_run_in_order(tmp_path):
     assert re.search(r"^return \d+$", said, re.M)
 
 
+#: Those that begin with `rlhpc init`, and what makes their training short; the policy of a robot learns in seconds as it is.
+PROJECTS = {"own-reward.md": SMALL_LANGUAGE, "own-environment.md": (), "own-algorithm.md": SMALL_LANGUAGE}
+#: What the page's commands and code must have said at the end.
+RESULTS = {
+    "own-reward.md": r"grpo: done in .*accuracy(.|\n)*pass\.json(.|\n)*^answer: ",
+    "own-environment.md": r"ppo: done in .*success(.|\n)*seed7(.|\n)*^(not )?reached$",
+    "own-algorithm.md": r"10 passed(.|\n)*anchored: done in(.|\n)*^2\n1,[\d.]+\n2,[\d.]+$",
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", PROJECTS)
+def test_a_tutorial_that_makes_a_project_runs_from_its_first_command_to_its_last(name, tmp_path):
+    """Each command is executed as it stands, in the folder and with the module path that those before it left."""
+    if PROJECTS[name]:
+        need_extra("llm")
+    said, folder = "", tmp_path
+    environment = {"SMALL": " ".join(PROJECTS[name]), "PYTHONPATH": ""}
+    environment["PATH"] = f"{os.environ['PATH']}:{Path(sys.executable).parent}"
+    for language, content in all_blocks(DOCS / "tutorial" / name):
+        if language == "bash":
+            state = f'\nprintf "%s\\n%s" "$PWD" "$PYTHONPATH" > {tmp_path}/state'
+            said += run(["bash", "-c", SHELL + content + state], folder, 600, **environment)
+            where, environment["PYTHONPATH"] = (tmp_path / "state").read_text().split("\n")
+            folder = Path(where)
+        elif file := re.match(r"# ([\w.]+)\n", content):
+            (folder / file[1]).write_text(content)
+        else:
+            assert language == "python"
+            said += run([sys.executable, "-c", content], folder, **environment)
+    assert re.search(RESULTS[name], said, re.M), said
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "tutorial").glob("*.md")), ids=name_of)
+def test_every_tutorial_is_executed(path):
+    assert path.name in PROJECTS or path.name == "quickstart.md"
+
+
 def install(project: str, folder: Path) -> None:
     """What `pip install -e` leaves of a project: its name and its entry points, beside its modules."""
     content = tomllib.loads(project)["project"]
@@ -306,17 +363,18 @@ def install(project: str, folder: Path) -> None:
         points.write(file)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
 def test_the_pages_commands_and_code_run(page, tmp_path):
     """Blocks that begin with `# name.py` are files; the others run, in order. Training takes few and small steps."""
+    if page.name in LANGUAGE:
+        need_extra("llm")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     small = {
         "add-kind.md": SMALL[:3], "add-algorithm.md": SMALL_LANGUAGE, "distil.md": SMALL_LANGUAGE,
-        "train-reward-model.md": SMALL[:3],
+        "train-dpo.md": SMALL[:3], "train-reward-model.md": SMALL[:3],
     }.get(page.name, SMALL)  # fmt: skip
-    shell = SMALL_REWARD if page.name == "train-reward-model.md" else SHELL
+    shell = SMALL_PAIRS if page.name in ("train-dpo.md", "train-reward-model.md") else SHELL
     environment = {"SMALL": " ".join(small), "PYTHONPATH": str(tmp_path)}
     for language, content in all_blocks(page):
         named = re.match(r"# ([\w.]+)\n", content)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("mkdocs", reason="needs the extra docs")
+from tests.extras import need_extra
+
+need_extra("docs")
 
 from mkdocs.commands.build import build
 from mkdocs.config import load_config

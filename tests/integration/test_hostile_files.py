@@ -45,13 +45,23 @@ def place(tmp_path, monkeypatch):
     made = Place(tmp_path)
     (tmp_path / "own_env.py").write_text(
         "import gymnasium\nfrom rlhpc.embodied.envs.gymnasium_env import GymnasiumVectorEnv\n"
-        "class Own(GymnasiumVectorEnv): pass\nclass Same(gymnasium.Wrapper): pass\n"
+        "class Own(GymnasiumVectorEnv): pass\nclass Mine(Own): pass\nclass Same(gymnasium.Wrapper): pass\n"
     )
     yield made
     sys.modules.pop("own_env", None)
 
 
-def test_a_checkpoint_of_the_users_own(place, tmp_path, capsys):
+def test_a_checkpoint_that_an_own_run_wrote_is_trusted_until_it_is_changed(place, tmp_path, capsys):
+    folder = place.checkpoint(changed("env", "train", "env_type", value="own_env:Mine"), own=True)
+    words = ["eval", "--checkpoint", str(folder), "--episodes", "1", "--output", str(tmp_path / "result.json")]
+    assert main(words) == 0
+    capsys.readouterr()
+    (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace("own_env:Mine", "own_env:New"))
+    assert main(words) == 2
+    assert "env.train.env_type is 'own_env:New'" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_stranger(place, tmp_path, capsys):
     """The flag, or the user's configuration, lets it name what it needs; the message says so."""
     folder = place.checkpoint(changed("env", "train", "env_type", value="own_env:Own"))
     result = tmp_path / "result.json"

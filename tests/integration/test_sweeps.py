@@ -98,7 +98,7 @@ def test_the_page_compares_them(swept: Path) -> None:
     assert all(f'<a href="{name}/report/index.html">{name}</a>' in page for name in NAMES)
     elsewhere = swept / "elsewhere.html"
     rlhpc(swept, "compare", "runs/lr", "--output", str(elsewhere), "--metric", "train/none")
-    assert "No run has train/none; there are: eval/" in elsewhere.read_text()
+    assert "do not have train/none at a step in common; there are: eval/" in elsewhere.read_text()
 
 
 def jobs_of(said: str) -> set[str]:
@@ -119,7 +119,8 @@ def test_a_run_that_fails_stops_no_other_and_is_named(swept: Path) -> None:
     broken = "{name: broken, env.train.kwargs: {no_such: 1}}"
     sweep = f"sweep={{list: [{broken}, {{actor.optim.lr: 1e-3}}, {{actor.optim.lr: 2e-3}}], seeds: [1]}}"
     said = rlhpc(swept, "run", "lr.yaml", sweep, "--", "--config", "retries=0", code=1)
-    assert "lr: 2 of 3 runs finished" in said and "broken-s1: failed: train_segment" in said
+    assert "lr: 2 of 3 runs finished" in said and "broken-s1: failed: prepare" in said
+    assert "broken-s1: failed, refused before its start: env_id 'CartPole-v1' refuses kwargs" in said
     assert "no_such" in said.rpartition("runs finished")[2] and "rlhpc run lr.yaml" in said
     page = (swept / "runs/lr/compare.html").read_text()
     assert '<td class="t bad">' in page and "2 of 3" in page and "lr_0.002-s1" in page

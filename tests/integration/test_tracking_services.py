@@ -13,8 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.extras import find_python, needs_python
+
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = os.environ.get("RLHPC_LOGGERS_PYTHON")
+PYTHON = find_python("loggers")
 SCRIPT = str(Path(__file__).with_name("tracking_services.py"))
 
 
@@ -24,7 +26,7 @@ def start(folder: Path, *arguments: str, kill: bool = False) -> str:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(secrets)}
     environment |= {"PYTHONPATH": str(ROOT), "HOME": str(folder)}
     process = subprocess.Popen(
-        [str(PYTHON), SCRIPT, str(folder), *arguments], env=environment, cwd=folder, start_new_session=True,
+        [PYTHON, SCRIPT, str(folder), *arguments], env=environment, cwd=folder, start_new_session=True,
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     out, _ = process.communicate(timeout=280)
@@ -43,12 +45,9 @@ def session(pid: int) -> int:
         return 0
 
 
-needs_services = pytest.mark.skipif(not PYTHON, reason="RLHPC_LOGGERS_PYTHON names no Python (envs/loggers.txt)")
-
-
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(120)
-@needs_services
+@needs_python("loggers")
 def test_the_pages_commands_are_the_services_own() -> None:
     """Each has the command and the options that docs/how-to/loggers.md says how to look at a run with."""
     rows = re.findall(r"^\| `(\w+)` \|.*\|(.*)\|$", (ROOT / "docs/how-to/loggers.md").read_text(), re.M)
@@ -56,7 +55,7 @@ def test_the_pages_commands_are_the_services_own() -> None:
     for service, shown in rows:
         for command in re.findall(rf"(?<!/){service} (\w+)", shown):
             seen.append(service)
-            argv = [str(Path(str(PYTHON)).parent / service), command, "--help"]
+            argv = [str(Path(PYTHON).parent / service), command, "--help"]
             said = subprocess.run(argv, capture_output=True, text=True, timeout=60)
             assert said.returncode == 0, said.stderr
             for option in re.findall(r"--[a-z-]+", shown):
@@ -64,9 +63,9 @@ def test_the_pages_commands_are_the_services_own() -> None:
     assert sorted(seen) == ["mlflow", "swanlab", "trackio", "wandb"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
-@needs_services
+@needs_python("loggers")
 def test_a_killed_run_goes_on_in_the_same_one_with_each_row_once(tmp_path: Path) -> None:
     start(tmp_path, "write", "1", "5", "-", "kill", kill=True)  # as if the last checkpoint were that of step 3
     before = json.loads((tmp_path / "run/loggers.json").read_text())

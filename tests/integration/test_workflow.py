@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import pytest
 from safetensors import safe_open
 
 from tests import warm
+from tests.extras import need_extra
 from tests.warm.commands import Commands
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,7 +151,48 @@ def test_a_mistake_is_one_message_and_writes_nothing(tmp_path: Path) -> None:
     assert "executer" in said and "Traceback" not in said
     said = snakemake(tmp_path, overrides="runner.name='half", code=1)
     assert "rlhpc: error: overrides" in said and "No closing quotation" in said and "ValueError" not in said
+    run = [sys.executable, "-m", "rlhpc.cli", "run", QUICKSTART, f"runner.run_dir={tmp_path}", "--"]
+    refused = warm.run(
+        [*run, "--config", "sweep=nope.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert refused.returncode == 2 and "\nrlhpc: error: " in refused.stderr and "nope.yaml" in refused.stderr
+    assert "failed; log" not in refused.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [
+        ({"overrides": "runner.name=007"}, "runs/007/"),
+        ({"overrides": '["runner.name=1e5"]'}, "runs/1e5/"),
+        ({"overrides": "runner.run_dir='a #b'"}, "a #b/quickstart/"),
+        ({"overrides": "007"}, "override '007'"),
+        ({"overrides": "true"}, "override 'true'"),
+        ({"overrides": "runner={name: second}"}, "'{name:' is not valid YAML"),
+        ({"run": "1e5"}, "1e5"),
+        ({"run": "0x10"}, "0x10"),
+        ({"site": "017"}, "017"),
+        ({"checkpoint": "1_0"}, "1_0"),
+    ],
+)
+def test_what_is_typed_is_what_is_used(config: dict[str, str], shown: str, tmp_path: Path) -> None:
+    """Snakemake takes what looks like a number, a truth value or a mapping for one."""
+    words = [f"{name}={value}" for name, value in {"run": QUICKSTART, **config}.items()]
+    argv = [
+        "snakemake",
+        "--snakefile",
+        str(ROOT / "workflow/Snakefile"),
+        "-n",
+        "--cores",
+        "1",
+        "--directory",
+        str(tmp_path),
+    ]
+    done = warm.run(
+        [sys.executable, "-m", *argv, "--config", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert shown in done.stdout and "Traceback" not in done.stdout, done.stdout
 
 
 def test_a_whole_run(whole: Path) -> None:
@@ -187,6 +230,7 @@ def jobs_of(said: str) -> set[str]:
     return set(re.findall(r"^(?:local)?(?:rule|checkpoint) (\w+):", said, re.MULTILINE)) - {"all"}
 
 
+@pytest.mark.long
 def test_what_a_changed_configuration_runs_again(whole: Path) -> None:
     run = whole / "runs" / "quickstart"
     assert jobs_of(snakemake(whole, "--dry-run", overrides=f"{SMALL} cluster.time=10:00")) == set()
@@ -263,6 +307,30 @@ def test_a_checkpoint_of_a_run_elsewhere(whole: Path, tmp_path: Path) -> None:
     assert "gone/global_step_9" in said and "Traceback" not in said
 
 
+def test_the_best_checkpoint_is_evaluated_exported_and_taken_by_the_commands(tmp_path: Path) -> None:
+    """Of equal values the first stays: here nothing is learned, so the best step is the first that was evaluated."""
+    still = "actor.optim.lr=1e-30 runner.segments=1 runner.val_check_interval=1 runner.keep_best=eval/return_mean"
+    said = warm.run(
+        [sys.executable, "-m", "rlhpc.cli", "run", QUICKSTART, *SMALL.split(), *still.split()],
+        cwd=tmp_path, env={**os.environ, **RULES}, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    run = tmp_path / "runs" / "quickstart"
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert (run / "checkpoints/best").readlink() == Path("global_step_1")
+    assert {path.name for path in (run / "export").iterdir()} == {"global_step_1"}
+    assert {path.name for path in (run / "eval").iterdir()} == {"global_step_1", "global_step_4"}
+    assert "policy  runs/quickstart/export/global_step_1" in said.stdout
+    assert "Nothing to be done" in snakemake(tmp_path, overrides=f"{SMALL} {still}")
+    for options, step in (((), 1), (("--step", "latest"), 4)):
+        words = ["convert", "--run", str(run), *options, "--output", str(tmp_path / f"export{step}")]
+        done = warm.run(
+            [sys.executable, "-m", "rlhpc.cli", *words], capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads((tmp_path / f"export{step}/config.json").read_text())["global_step"] == step
+
+
+@pytest.mark.long
 def test_early_stop_decides_which_steps_are_evaluated(tmp_path: Path) -> None:
     overrides = f"{SMALL} runner.max_steps=200 runner.stop_return=1.0"  # after a hundred episodes, about step 36
     snakemake(tmp_path, overrides=overrides)
@@ -272,6 +340,47 @@ def test_early_stop_decides_which_steps_are_evaluated(tmp_path: Path) -> None:
     evaluated = {int(p.parent.name.removeprefix("global_step_")) for p in (run / "eval").glob("*/default.json")}
     assert evaluated == reached
     assert "Nothing to be done" in snakemake(tmp_path, overrides=overrides)
+
+
+SFT_FILE = f"""
+defaults: [{ROOT}/configs/reasoning/demo_sft.yaml]
+runner:
+  {{name: first, max_steps: 6, save_interval: -1, val_check_interval: 1, keep_best: eval/loss, patience: 2,
+   logger: {{logger_backends: [jsonl]}}}}
+data: {{prompts_per_step: 4, train: {{size: 40}}}}
+actor: {{optim: {{lr: 1.0e-30, lr_warmup_steps: 0}}}}
+"""
+RL_FILE = f"""
+defaults: [{ROOT}/configs/reasoning/demo.yaml]
+runner: {{name: second, max_steps: 1, segments: 1, save_interval: -1, logger: {{logger_backends: [jsonl]}}}}
+data: {{prompts_per_step: 2, train: {{size: 40}}}}
+algorithm: {{group_size: 2}}
+rollout: {{max_new_tokens: 2}}
+workflow: {{sft: first.yaml, sft_overrides: []}}
+actor: {{global_batch_size: 4, model: {{model_path: runs/first/export/EXPORT}}}}
+"""
+
+
+@pytest.mark.parametrize("name", ["chosen", "global_step_6"])
+def test_a_run_starts_from_the_step_that_was_chosen_of_the_run_before(name: str, tmp_path: Path) -> None:
+    """The run on demonstrations learns nothing, so its best step is the first, and patience ends it after the third."""
+    need_extra("llm")
+    (tmp_path / "first.yaml").write_text(SFT_FILE)
+    (tmp_path / "second.yaml").write_text(RL_FILE.replace("EXPORT", name))
+    run = (f"run={tmp_path / 'second.yaml'}",)
+    if name != "chosen":
+        refused = snakemake(tmp_path, overrides="", config=run, code=1)
+        assert "its runner.keep_best and runner.patience may choose another step; name" in refused
+        assert "runs/first/export/chosen" in refused and not (tmp_path / "runs").exists()
+        return
+    snakemake(tmp_path, "--", "train", overrides="", config=run)
+    export, first = tmp_path / "runs/first/export", tmp_path / "runs/first"
+    assert [path.name for path in export.iterdir()] == ["chosen"]
+    assert json.loads((export / "chosen/conversion.json").read_text())["global_step"] == 1
+    assert json.loads((first / "segments/0.json").read_text())["global_step"] == 3
+    assert (first / "checkpoints/best").readlink() == Path("global_step_1")
+    trained = json.loads((tmp_path / "runs/second/segments/0.json").read_text())
+    assert trained["global_step"] == 1
 
 
 def start_and_kill(folder: Path, overrides: str, until: Path, rows: int) -> None:
@@ -305,6 +414,7 @@ def wait_for(condition: Any, process: subprocess.Popen[bytes] | None = None, sec
         time.sleep(0.02)
 
 
+@pytest.mark.long
 @pytest.mark.chaos
 def test_a_killed_snakemake_finds_the_run_again(tmp_path: Path) -> None:
     overrides = f"{SMALL} runner.max_steps=240"
@@ -325,6 +435,7 @@ def test_a_killed_snakemake_finds_the_run_again(tmp_path: Path) -> None:
     assert "Nothing to be done" in snakemake(tmp_path, overrides=overrides)
 
 
+@pytest.mark.long
 @pytest.mark.chaos
 def test_a_cancelled_run_stays_ended(tmp_path: Path) -> None:
     """Until a person starts it again; the retries of the Snakemake that waited do not."""
@@ -345,9 +456,10 @@ def test_a_cancelled_run_stays_ended(tmp_path: Path) -> None:
     assert steps == list(range(1, 241))
 
 
+@pytest.mark.long
 def test_a_robot_from_demonstrations_to_a_recording_of_its_own(tmp_path: Path) -> None:
     """An expert's demonstrations, behaviour cloning, evaluation with success, a recording of the clone, and the report."""
-    pytest.importorskip("mani_skill")
+    need_extra("embodied")
     overrides = (
         "workflow.demos_episodes=4 workflow.record_episodes=2 workflow.record_only_success=false runner.max_steps=2 "
         "env.eval.num_envs=2 env.eval.num_episodes=4 env.eval.max_episode_steps=12 demos.path=demos.h5"
@@ -363,5 +475,24 @@ def test_a_robot_from_demonstrations_to_a_recording_of_its_own(tmp_path: Path) -
     assert len(list(read_trajectories(tmp_path / "demos.h5"))) == 4
     assert len(list(read_trajectories(root / "demos/global_step_2.h5", require=("obs", "env_states")))) == 2
     page = (root / "report/index.html").read_text()
-    assert "Imitation loss" in page and "Success once by checkpoint" in page
+    assert "Imitation loss" in page and "Success (once) in evaluations" in page
     assert "Nothing to be done" in snakemake(tmp_path, overrides=overrides, config=run)
+
+
+@pytest.mark.chaos
+def test_a_snakemake_that_was_killed_while_it_planned(tmp_path: Path) -> None:
+    """The next one makes the plan, and all that follows from it; a half plan would be all that it makes."""
+    planning = {**os.environ, "BASH_FUNC_rlhpc%%": "() { echo half; sleep 100; }"}
+    process = subprocess.Popen(
+        command(tmp_path), cwd=ROOT, env=planning, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    end, files = time.monotonic() + 240, list[Path]()
+    while not files and time.monotonic() < end:
+        files = [path for path in tmp_path.glob("runs/quickstart/workflow/plan.txt*") if path.read_text()]
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert files and files[0].read_text() == "half\n"
+    said = snakemake(tmp_path, "--dry-run")
+    assert "rule prepare" in said and "train_segment" in said and "rule report" in said

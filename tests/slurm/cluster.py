@@ -141,8 +141,11 @@ class SlurmCluster:
             raise ClusterError(f"{self.root} is not empty and holds no cluster: pass another root")
         try:
             self._bring_up()
-        except BaseException:
-            self.down()
+        except BaseException as error:
+            try:
+                self.down()
+            except (ClusterError, OSError) as second:
+                error.add_note(f"and it could not be taken down again: {second}")
             raise
 
     def is_up(self) -> bool:
@@ -483,9 +486,10 @@ class SlurmCluster:
         if not self.nodes_are_hosts:
             return processes.of_steps(self.root / "log" / f"slurmd-{node}.log", self.slurm_conf, node)
         holder = self._processes.get(f"node-{node}")
-        if holder is None or not holder.alive():
+        namespace = hosts.namespace(holder) if holder is not None and holder.alive() else ""
+        if holder is None or not namespace:
             return []
-        return [p for p in processes.in_network_namespace(hosts.namespace(holder)) if p.pid != holder.pid and p.alive()]
+        return [p for p in processes.in_network_namespace(namespace) if p.pid != holder.pid and p.alive()]
 
     # Details
 

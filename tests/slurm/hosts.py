@@ -138,4 +138,8 @@ def files(holder: Process) -> Path:
 
 
 def namespace(holder: Process) -> str:
-    return os.readlink(f"/proc/{holder.pid}/ns/net")
+    """What /proc/PID/ns/net of the node's processes reads; "" where the node is gone, or is just going."""
+    try:
+        return os.readlink(f"/proc/{holder.pid}/ns/net")
+    except FileNotFoundError:
+        return ""

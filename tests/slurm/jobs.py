@@ -65,7 +65,7 @@ def in_queue(cluster: SlurmCluster, job: str = "") -> list[Job]:
         row.split("|") for row in cluster.run("squeue", "--noheader", which, "--format=%i|%j|%T|%r|%N").splitlines()
     ]
     return [
-        Job(*row[:4], tuple(cluster.run("scontrol", "show", "hostnames", row[4]).split() if row[4] else ()))
+        Job(*row[:4], tuple(cluster.run("scontrol", "show", "hostnames", row[4]).split() if row[4] else ()))  # type: ignore[call-arg]
         for row in rows
     ]
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytest.importorskip("transformers", reason="needs the extra llm")
-pytest.importorskip("aiohttp", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 from .cluster import SlurmCluster
 from .jobs import end_jobs

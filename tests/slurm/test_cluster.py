@@ -7,6 +7,7 @@ import pwd
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm import jobs, processes
+from tests.slurm import hosts, jobs, processes
 from tests.slurm.cluster import ClusterError, SlurmCluster, Variant, main
 from tests.slurm.processes import wait_until
 from tests.slurm.slurm_conf import REQUEUE_DELAY_S
@@ -342,6 +343,31 @@ def test_down_leaves_nothing(slurm: SlurmCluster, new_cluster: NewCluster) -> No
     if slurm.nodes_are_hosts:
         assert not any(processes.in_network_namespace(namespace) for namespace in namespaces)
     slurm.wait_for_nodes()
+
+
+@pytest.mark.parametrize("second", ["", "rm: not permitted"])
+def test_a_node_that_cannot_be_made(slurm_hosts: SlurmCluster, monkeypatch: pytest.MonkeyPatch, second: str) -> None:
+    """Its own error is the one that is raised, whatever happens while the rest is taken down, which leaves nothing."""
+    root = Path(tempfile.mkdtemp(prefix="rlhpc-broken-", dir="/tmp"))
+    cluster = SlurmCluster(root, "noaccounting")
+    monkeypatch.setattr(hosts, "_SETUP", "echo no mount here >&2; exit 127")
+    if second:
+        monkeypatch.setattr(SlurmCluster, "_end_nodes", lambda self: (_ for _ in ()).throw(ClusterError(second)))
+    with pytest.raises(ClusterError, match="no mount here") as caught:
+        cluster.up()
+    assert second in "".join(getattr(caught.value, "__notes__", []))
+    monkeypatch.undo()
+    cluster.down()
+    assert not root.exists() and not _links(root) and not _mentioning(str(root))
+
+
+def test_a_node_that_is_going_has_no_processes() -> None:
+    """Its holder may have lost its namespaces and not its number."""
+    child = subprocess.Popen(["true"])
+    process = processes.Process.of(child.pid)
+    assert process is not None
+    child.wait()
+    assert hosts.namespace(process) == ""
 
 
 def test_a_small_cluster_needs_no_root(tmp_path: Path) -> None:

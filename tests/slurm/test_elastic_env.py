@@ -16,6 +16,9 @@ import psutil
 import pytest
 
 from rlhpc.embodied.data.replay_files import StoredReplay
+from tests.extras import need_extra
+
+need_extra("llm")  # as `test_elastic`
 
 from .cluster import SlurmCluster
 from .runs import SlurmRun, kill, until
@@ -44,7 +47,7 @@ env:
   eval: {num_envs: 2}
 actor: {global_batch_size: 16, model: {model_type: sac, hidden_sizes: [8, 8]}}
 """
-JOBS = "partition: preempt, time: '00:20:00', cpus_per_node: 1, mem: 3G, look_s: 1, react_s: 1, max_gpu_hours: {hours}"
+JOBS = "partition: preempt, time: '00:20:00', cpus_per_node: 1, mem: 3G, look_s: 5, react_s: 1, max_gpu_hours: {hours}"
 ELASTIC = f"cluster.elastic=[{{{{group: env, max: 3, {JOBS}}}}}, {{{{group: rollout, max: 2, {JOBS}}}}}]"
 #: What is shown names process, episode and decision, and takes its time for as long as there is a file.
 COUNTING = """
@@ -142,7 +145,7 @@ def test_ranks_come_and_go_at_random(slurm: SlurmCluster, tmp_path: Path) -> Non
     run = EnvRun(slurm, tmp_path, f"runner.max_steps={steps}", hours="1000")
     process = run.submit()
     until(lambda: run.step() >= 1, f"it trains\n{run.account()}", 120)
-    disturber = EnvDisturber(run, slurm, draw)
+    disturber = EnvDisturber(run, slurm, draw, steps)
     run.scale(disturber.wanted)
     run.scale(1, group="rollout")
     for kind in kinds:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs the extra vllm")
+from tests.extras import need_extra
+
+need_extra("vllm")
 
 from tests.classifiers import save_classifier
 

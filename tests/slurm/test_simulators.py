@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.extras import need_extra
+
 from .cluster import SlurmCluster
 from .jobs import end_jobs
 from .runs import SlurmRun, kill, until
@@ -32,7 +34,7 @@ def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
 
 def test_a_maniskill_rank_dies_and_starts_again_alone(slurm: SlurmCluster, tmp_path: Path) -> None:
     """No other process ends, every step is trained once, and the metrics say what was lost."""
-    pytest.importorskip("mani_skill")
+    need_extra("embodied")
     run = SlurmRun(slurm, tmp_path, *TASK)
     process = run.submit()
     run.training(deadline_s=240)

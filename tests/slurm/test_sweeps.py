@@ -5,8 +5,10 @@ Of two runs; with RLHPC_SWEEP_SEEDS=3 of two by two values at three seeds.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import yaml
 
 from .cluster import SlurmCluster
+from .jobs import end_jobs
 from .runs import LIGHT, ROOT, SlurmRun, kill, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -40,6 +43,28 @@ def under_way(sweep: Path) -> int:
     """Runs that have a job which has not ended yet."""
     submitted = {path.parents[1] for path in sweep.glob("*/submit/segment_0.json")}
     return sum(not (run / "segments/0.json").exists() for run in submitted)
+
+
+def test_all_runs_of_a_sweep_stand_in_the_queue(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """More of them than Snakemake has threads by itself, while the partition takes no job."""
+    config, seeds = tmp_path / "lr.yaml", 12
+    config.write_text(yaml.safe_dump({**SWEEP, "sweep": {"grid": {}, "seeds": [*range(seeds)]}}))
+    run = SlurmRun(slurm, tmp_path, name="lr", light=True)
+    profile = ROOT / "profiles" / ("slurm" if slurm.has_accounting else "slurm-no-accounting")
+    command = [sys.executable, "-P", "-m", "rlhpc.cli", "run", str(config), *LIGHT, "--profile", str(profile)]
+    slurm.run("scontrol", "update", "PartitionName=cpu", "State=DOWN")
+    process = subprocess.Popen(
+        [*command, "--site", str(run.site)], env=run.environment, cwd=tmp_path, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        until(lambda: len(slurm.run("squeue", "--noheader").splitlines()) == seeds, f"{seeds} runs wait", 300)
+    finally:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        end_jobs(slurm)
+        slurm.run("scontrol", "update", "PartitionName=cpu", "State=UP")
 
 
 def test_a_sweep_with_a_run_that_is_killed(slurm: SlurmCluster, tmp_path: Path) -> None:

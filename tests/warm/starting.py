@@ -66,10 +66,12 @@ PRELOAD_WITH = {
         "rlhpc.language.roles.critic",
         "rlhpc.language.roles.reward_model",
         "rlhpc.language.roles.sft",
+        "rlhpc.language.roles.dpo",
         "rlhpc.language.roles.scoring",
         "rlhpc.language.roles.reference",
         "rlhpc.language.runners.grpo",
         "rlhpc.language.runners.sft",
+        "rlhpc.language.runners.dpo",
         "rlhpc.language.runners.reward_model",
         "rlhpc.language.engines.hf",
         "rlhpc.language.evaluate",
@@ -102,7 +104,7 @@ TESTING = ("pytest", "xdist.remote", "hypothesis", "scipy.stats")
 #: Of kinds of runs whose keys a server reads, with what they need.
 CONFIGS = {
     "rlhpc.cli": ("quickstart", "base/sac"),
-    "rlhpc.language.kinds": ("reasoning/demo", "reasoning/demo_sft", "reasoning/reward_model"),
+    "rlhpc.language.kinds": ("reasoning/demo", "reasoning/demo_sft", "reasoning/reward_model", "reasoning/dpo"),
 }
 #: Python ignores these itself, and restores them (`restore_signals`) for what it starts.
 PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)

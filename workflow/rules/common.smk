@@ -2,15 +2,17 @@
 from rlhpc.config import segment_ends
 from rlhpc.config.files import read_content
 from rlhpc.config.merge import parse_override
+from rlhpc.config.yaml_loader import WrittenScalars
 from rlhpc.runs.changes import evaluation_fingerprint, training_fingerprint
 from rlhpc.runs.configuration import load_config
 from rlhpc.metrics.results import last_result
 from rlhpc.runs.kinds import kind_of
-from rlhpc.runs.sweeps import check_begun, load_sweep, override
+from rlhpc.runs.sweeps import check_begun, load_sweep, override, sft_export
 from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.files import expand_home
 from rlhpc.jobs.plan import job_options
 from rlhpc.jobs.walltime import minutes_of
-from rlhpc.jobs.paths import COMPLETE, MODEL, RunPaths, segment_name
+from rlhpc.jobs.paths import COMPLETE, MODEL, RunPaths, refuse_braces, segment_name
 
 
 wildcard_constraints:
@@ -54,7 +56,7 @@ def near(path):
 
 def find_config(name):
     """A run's configuration: below the working directory, else one that comes with rlhpc."""
-    here = Path(name).expanduser()
+    here = checked(expand_home, name)
     return str(here if here.exists() or here.is_absolute() else part_of_rlhpc(*here.parts))
 
 
@@ -92,7 +94,7 @@ def sweep_words():
     """What `--config sweep=…` says, as an override."""
     found = config["sweep"]
     if isinstance(found, str) and found:
-        content = checked(read_content, Path(find_config(found)))
+        content = checked(read_content, Path(find_config(found)), loader=WrittenScalars)
         found = content.get("sweep") if isinstance(content, dict) else None
         if not isinstance(found, dict):
             raise WorkflowError(f"rlhpc: error: {config['sweep']}: it has no section `sweep`")
@@ -174,7 +176,7 @@ def step_before(wildcards):
 
 def end_of(segment):
     """The step that a segment ends at: planned, or with `stop_return` known once it has finished."""
-    if KIND.goal(CFG) is None:
+    if not ENDS_EARLY:
         return ENDS[segment]
     with checkpoints.train_segment.get(segment=segment).output.done.open() as file:
         return json.load(file)["global_step"]
@@ -183,7 +185,7 @@ def end_of(segment):
 def segment_of(wildcards):
     """The segment that made a checkpoint, so that its evaluation need not wait for later ones."""
     step = int(wildcards.step)
-    if KIND.goal(CFG) is None:
+    if not ENDS_EARLY:
         return [segment_file(next(k for k, end in enumerate(ENDS) if step <= end))] if step <= ENDS[-1] else []
     return [segment_file(next(k for k in range(len(ENDS)) if step <= end_of(k)))]
 
@@ -197,14 +199,27 @@ def evaluations_of(segment):
     return evaluations
 
 
+def chosen_step():
+    """The step whose policy stands for the run: the best one, known once training has ended, or the last segment's."""
+    if CFG.runner.keep_best is None:
+        return end_of(len(ENDS) - 1)
+    checkpoints.train_segment.get(segment=len(ENDS) - 1)
+    return RUN.chosen_step()
+
+
+def final_evaluations(wildcards):
+    """Those of the policy that stands for the run; the other checkpoints' are `evaluations_of` each segment."""
+    return expand(EVALUATION, step=chosen_step(), suite=SUITES)
+
+
 def final_recording(wildcards):
-    """Episodes of the last segment's policy."""
-    return expand(RECORDING, step=end_of(len(ENDS) - 1)) if RECORDED else []
+    """Episodes of the policy that stands for the run."""
+    return expand(RECORDING, step=chosen_step()) if RECORDED else []
 
 
 def final_export(wildcards):
-    """The last segment's policy."""
-    return expand(EXPORT, step=end_of(len(ENDS) - 1))
+    """The policy that stands for the run."""
+    return expand(EXPORT, step=chosen_step())
 
 
 #: The configuration as given, and whether it is that of a sweep.

@@ -1,5 +1,5 @@
 # Evaluation and conversion of one checkpoint, of any run, anywhere: `--config checkpoint=…/global_step_3 [suite=…] [output=…]`.
-CHECKPOINT = Path(config["checkpoint"]).expanduser().absolute()
+CHECKPOINT = checked(expand_home, config["checkpoint"]).absolute()
 # by default into the run that the checkpoint belongs to
 AT_HOME = (RunPaths.around(CHECKPOINT) or RunPaths(Path("offline"))).root
 HOME = near(config["output"] or AT_HOME)

@@ -7,7 +7,9 @@ RECORDED, ONLY_SUCCEEDED = KIND.recording(CFG)
 EVAL_RESOURCES = job_resources(CFG.workflow.eval_job)
 CONVERT_RESOURCES = job_resources(CFG.workflow.convert_job)
 RUN = RunPaths.of(CFG.runner.run_dir, CFG.runner.name)
+checked(refuse_braces, RUN_CONFIG, RUN.root)
 ENDS = segment_ends(CFG)
+ENDS_EARLY = KIND.goal(CFG) is not None
 SUITES = list(config["suites"] or CFG.workflow.eval_suites)
 
 ROOT = near(RUN.root)
@@ -40,4 +42,7 @@ rule prepare:
         site=SITE_OPTION,
         overrides=Untracked(*OVERRIDES),
     shell:
-        "rlhpc plan {input.config:q} {params.site} {params.overrides} > {output.plan:q} 2> {log:q}"
+        # The plan is there when it is complete: of a job that is under way, or was killed, Snakemake takes an output that
+        # is there for incomplete, makes it again, and leaves out all that follows, which is to ignore its time (`ancient`).
+        "rlhpc plan {input.config:q} {params.site} {params.overrides} > {output.plan:q}.part 2> {log:q}"
+        " && mv {output.plan:q}.part {output.plan:q}"

@@ -4,6 +4,7 @@
 rule report:
     input:
         *[evaluations_of(segment) for segment in range(len(ENDS))],
+        final=final_evaluations,
         start=expand(EVALUATION, step=0, suite=SUITES) if BEFORE.evaluates_start else [],
         export=final_export,
         recording=final_recording,

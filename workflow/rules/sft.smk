@@ -2,11 +2,9 @@
 SFT_CONFIG, SFT_CFG = SFT
 SFT_RUN = RunPaths.of(SFT_CFG.runner.run_dir, SFT_CFG.runner.name)
 SFT_ROOT = near(SFT_RUN.root)
-SFT_STEP = segment_ends(SFT_CFG)[-1]
-SFT_EXPORT = near(SFT_RUN.export(SFT_STEP) / MODEL)
+SFT_FOLDER = checked(sft_export, RUN_CONFIG, CFG, SFT)
+SFT_EXPORT = near(SFT_FOLDER / MODEL)
 SFT_OVERRIDES = BEFORE.sft[1]
-if len(segment_ends(SFT_CFG)) > 1:
-    raise WorkflowError(f"rlhpc: error: {SFT_CONFIG}: runner.segments must be 1 for a run that another one starts from")
 
 
 if makes("sft"):
@@ -53,7 +51,8 @@ if makes("sft"):
         resources:
             **CONVERT_RESOURCES,
         params:
-            checkpoint=near(SFT_RUN.checkpoint(SFT_STEP)),
-            folder=near(SFT_RUN.export(SFT_STEP)),
+            run=SFT_ROOT,
+            folder=near(SFT_FOLDER),
         shell:
-            "rlhpc convert --checkpoint {params.checkpoint:q} --output {params.folder:q} > {log:q} 2>&1"
+            # Which step is chosen (`runner.keep_best`, or an early end) is known once the run has ended.
+            "rlhpc convert --run {params.run:q} --output {params.folder:q} > {log:q} 2>&1"

@@ -19,7 +19,7 @@ TRAIN_COMMAND = (
     " && cp --preserve=timestamps {params.marker:q} {output.done:q}"
 )
 
-if KIND.goal(CFG) is None:
+if not ENDS_EARLY and CFG.runner.keep_best is None:
 
     rule train_segment:
         input:
@@ -44,7 +44,7 @@ if KIND.goal(CFG) is None:
 
 else:
 
-    # The same, but only its end tells which checkpoint there is to evaluate.
+    # The same, but only its end tells which checkpoint there is to evaluate, or which one is the best.
     checkpoint train_segment:
         input:
             config=ancient(RUN_CONFIG),

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc.config.files import read_content
+from rlhpc.config.yaml_loader import Scalar, WrittenScalars, scalar_values
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.shown import cut, shown
 
@@ -46,12 +47,14 @@ class Composed:
         files: What was read, in the order of precedence, the last one winning.
         unresolved: Keys whose references could not be followed, with the reason; their values are as written.
         skipped: Entries of `defaults:` that concern Hydra alone.
+        texts: Dotted key → how its number or boolean is written.
     """
 
     leaves: dict[str, Any] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
     unresolved: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
 
 
 def compose(path: Path) -> Composed:
@@ -76,7 +79,7 @@ def _read(path: Path, found: Composed, chain: tuple[Path, ...], search: list[Pat
     content = _content(path)
     if not chain:
         search += _search_path(content)
-    entries = content.pop("defaults", None) or []
+    entries = scalar_values(content.pop("defaults", None)) or []
     if not isinstance(entries, list):
         raise ConfigError(f"{path}: defaults is {shown(entries)}; Hydra has a list there")
     merged: dict[str, Any] = {}
@@ -97,7 +100,7 @@ def _read(path: Path, found: Composed, chain: tuple[Path, ...], search: list[Pat
 
 
 def _content(path: Path) -> dict[str, Any]:
-    content = read_content(path)
+    content = read_content(path, loader=WrittenScalars)
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: found {shown(content)} at the top; a configuration is a mapping of sections")
     return content
@@ -158,8 +161,10 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _resolve(tree: dict[str, Any], found: Composed) -> None:
-    own = tree.pop("hydra", None)  # its references are Hydra's own
+    hydra = tree.pop("hydra", None)  # its references are Hydra's own
     texts: list[str] = []
+    found.texts = {".".join(map(str, names)): raw.text for names, raw in _paths(tree) if isinstance(raw, Scalar)}
+    tree, hydra = scalar_values(tree), scalar_values(hydra)
     cfg = OmegaConf.create(_hidden(tree, texts))
     ours = [name for name in _RESOLVERS if not OmegaConf.has_resolver(name)]
     register = getattr(OmegaConf, _REGISTER)
@@ -180,7 +185,7 @@ def _resolve(tree: dict[str, Any], found: Composed) -> None:
     finally:
         for name in ours:
             OmegaConf.clear_resolver(name)
-    for names, raw in _paths(own if isinstance(own, dict) else {}):
+    for names, raw in _paths(hydra if isinstance(hydra, dict) else {}):
         found.leaves[".".join(("hydra", *map(str, names)))] = raw
 
 

@@ -10,10 +10,11 @@ import math
 import re
 from typing import Any
 
+from rlhpc.cli.foreign import rlinf_defaults as defaults
 from rlhpc.cli.foreign import rlinf_embodied as embodied
+from rlhpc.cli.foreign import rlinf_language as language
 from rlhpc.cli.foreign.hydra import Composed
-from rlhpc.cli.foreign.rlinf_language import ROWS as LANGUAGE_ROWS
-from rlhpc.cli.foreign.rlinf_left import EMBODIED, EVERYWHERE, LANGUAGE
+from rlhpc.cli.foreign.rlinf_left import CRITIC, EMBODIED, EVERYWHERE, LANGUAGE
 from rlhpc.cli.foreign.rlinf_names import LOSSES
 from rlhpc.cli.foreign.rules import NOTHING, Reading, Rows, Translation, translated
 from rlhpc.runtime.errors import ConfigError
@@ -35,22 +36,29 @@ def translate(found: Composed, source: str) -> Translation:
         )
     if task == "embodied" and loss in LOSSES:
         kind = f"embodied ({leaves.get('algorithm.adv_type')}, {loss})"
-        rows, left = [*RUN, *embodied.PLAYED, *embodied.PPO, *embodied.POLICY, *embodied.SEEING], EMBODIED
+        rows, unmatched = [*RUN, *embodied.PLAYED, *embodied.PPO, *embodied.POLICY, *embodied.SEEING], EMBODIED
+        absent = defaults.EMBODIED
     elif task == "embodied" and loss == "embodied_sac":
         kind = "off_policy (SAC)"
-        rows, left = [*RUN, *embodied.PLAYED, *embodied.SAC, *embodied.POLICY], EMBODIED
+        rows, unmatched = [*RUN, *embodied.PLAYED, *embodied.SAC, *embodied.POLICY], EMBODIED
+        absent = defaults.SAC
     elif task == "reasoning":
-        kind, rows, left = f"reasoning ({leaves.get('algorithm.adv_type')})", [*RUN, *LANGUAGE_ROWS], LANGUAGE
+        kind, rows, unmatched = f"reasoning ({leaves.get('algorithm.adv_type')})", [*RUN, *language.ROWS], LANGUAGE
+        if defaults.has_critic(leaves):
+            rows, unmatched = [*rows, *language.CRITIC], [*unmatched, *CRITIC]
+        absent = defaults.language_defaults(leaves)
     else:
         raise ConfigError(
             f"{source}: runner.task_type {task} with algorithm.loss_type {loss} has no counterpart in rlhpc; imported are "
             f"task_type embodied with loss_type {', '.join(LOSSES)} or embodied_sac, and task_type reasoning"
         )
     rest = {key: value for key, value in leaves.items() if key not in found.unresolved}
-    made = translated(kind, rest, rows, [*left, *EVERYWHERE])
-    made.theirs = dict(leaves)
-    made.left |= {key: (f"its reference cannot be followed: {why}", True) for key, why in found.unresolved.items()}
-    return made
+    translation = translated(kind, rest, rows, [*unmatched, *EVERYWHERE], absent)
+    translation.theirs = dict(leaves)
+    translation.left |= {
+        key: (f"its reference cannot be followed: {why}", True) for key, why in found.unresolved.items()
+    }
+    return translation
 
 
 def _name(read: Reading) -> Any:
@@ -86,20 +94,23 @@ def _resume(read: Reading) -> Any:
 
 def _placement(read: Reading) -> Any:
     """Components by the names that the kind of run has here."""
-    wanted = ("actor", "rollout") if read.leaves["runner.task_type"] == "reasoning" else ("actor", "rollout", "env")
+    if read.leaves["runner.task_type"] == "reasoning":
+        known = ("actor", "rollout", "critic") if defaults.has_critic(read.leaves) else ("actor", "rollout")
+    else:
+        known = ("actor", "rollout", "env")
     placement: dict[str, Any] = {}
     for names, place in read.below("cluster.component_placement").items():
         components, _, part = names.partition(".")
-        kept = [name.strip() for name in components.split(",") if name.strip() in wanted]
+        placed = [name.strip() for name in components.split(",") if name.strip() in known]
         for name in components.split(","):
-            if name.strip() not in wanted:
+            if name.strip() not in known:
                 key = f"cluster.component_placement.{names}"
                 elsewhere = _ELSEWHERE.get(name.strip())
                 read.leave(key, elsewhere or f"rlhpc has no component {name.strip()} in such a run", elsewhere is None)
-        if kept and part:
-            placement.setdefault(",".join(kept), {})[part] = place
-        elif kept:
-            placement[",".join(kept)] = place
+        if placed and part:
+            placement.setdefault(",".join(placed), {})[part] = place
+        elif placed:
+            placement[",".join(placed)] = place
     return placement or NOTHING
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhpc.cli.foreign.rlinf_names import ADVANTAGES, DTYPES, LOSSES, OPTIM, choice
+from rlhpc.cli.foreign.rlinf_names import ADVANTAGES, DTYPES, LOSSES, adapter_rows, choice, optimizer_rows
 from rlhpc.cli.foreign.rules import NOTHING, Reading, Rows, Rule
 
 #: Policies that start from random weights.
@@ -192,7 +192,7 @@ def _embodied_normalization(read: Reading) -> str:
     if _is_grpo(read):
         read.leave("algorithm.normalize_advantages", "group estimators divide by the group's spread in both", False)
         return "none"
-    return "batch" if read("algorithm.normalize_advantages", True) else "none"
+    return "batch" if read("algorithm.normalize_advantages") else "none"
 
 
 def _decoupled(key: str) -> Rule:
@@ -230,22 +230,22 @@ PPO: Rows = [
     ("", _without_use),
     ("algorithm.adv_type", choice("algorithm.adv_type", ADVANTAGES)),
     ("algorithm.loss_type", choice("algorithm.loss_type", LOSSES)),
-    ("algorithm.gae_lambda", lambda read: NOTHING if _is_grpo(read) else read("algorithm.gae_lambda", 1.0)),
+    ("algorithm.gae_lambda", lambda read: NOTHING if _is_grpo(read) else read("algorithm.gae_lambda")),
     ("algorithm.normalize_advantages", _embodied_normalization),
     ("algorithm.clip_ratio_low", "algorithm.clip_ratio_low"),
     ("algorithm.clip_ratio_high", "algorithm.clip_ratio_high"),
     ("algorithm.value_clip", _value_clip),
     ("algorithm.value_coef", lambda read: 0.0 if read("algorithm.loss_type") == "actor" else 1.0),
     ("algorithm.entropy_coef", "algorithm.entropy_bonus"),
-    ("algorithm.update_epochs", lambda read: int(read("algorithm.update_epoch", 1))),
+    ("algorithm.update_epochs", lambda read: int(read("algorithm.update_epoch"))),
     ("algorithm.logprob_type", "algorithm.logprob_type"),
     ("algorithm.reward_type", "algorithm.reward_type"),
     ("algorithm.max_staleness", _decoupled("algorithm.staleness_threshold")),
     ("algorithm.rollout_parts", lambda read: _rounds(read) if _in_parts(read) else NOTHING),
     ("env.train.group_size", lambda read: int(read("env.train.group_size", 0) or read("algorithm.group_size", 1))),
     ("actor.micro_batch_size", _micro),
-    ("actor.optim.name", lambda read: "adamw" if read("actor.optim.weight_decay", 0) else "adam"),
-    *OPTIM,
+    ("actor.optim.name", lambda read: "adamw" if read("actor.optim.weight_decay") else "adam"),
+    *optimizer_rows("actor"),
     ("actor.optim.weight_decay", "actor.optim.weight_decay"),
 ]
 
@@ -256,13 +256,13 @@ PPO: Rows = [
 def _ratio(read: Reading) -> float:
     """Updates per transition; RLinf counts them per step of the runner."""
     transitions = int(read("env.train.total_num_envs", 8)) * _decisions(read) * _rounds(read)
-    return round(int(read("algorithm.update_epoch", 1)) / transitions, 6)
+    return int(read("algorithm.update_epoch")) / transitions
 
 
 SAC: Rows = [
     ("algorithm.tau", "algorithm.tau"),
     ("algorithm.update_to_data", _ratio),
-    ("algorithm.auto_entropy_tuning", lambda r: r("algorithm.entropy_tuning.alpha_type", "softplus") != "fixed_alpha"),
+    ("algorithm.auto_entropy_tuning", lambda r: r("algorithm.entropy_tuning.alpha_type") != "fixed_alpha"),
     ("algorithm.initial_alpha", "algorithm.entropy_tuning.initial_alpha"),
     ("algorithm.target_entropy", "algorithm.entropy_tuning.target_entropy"),
     ("algorithm.alpha_lr", "algorithm.entropy_tuning.optim.lr"),
@@ -272,7 +272,7 @@ SAC: Rows = [
     ("algorithm.random_steps", lambda read: 0),  # RLinf's policy acts from the first step on
     ("actor.optim.name", lambda read: "adam"),
     ("actor.optim.value_lr", "actor.critic_optim.lr"),
-    *OPTIM,
+    *optimizer_rows("actor"),
 ]
 
 
@@ -380,8 +380,5 @@ SEEING: Rows = [
     ("actor.model.dtype", _seeing(_policy_dtype)),
     ("actor.model.gradient_checkpointing", _seeing("actor.fsdp_config.gradient_checkpointing")),
     ("actor.model.attn_implementation", _seeing(_attention)),
-    (
-        "actor.lora.rank",
-        _seeing(lambda read: int(read("actor.model.lora_rank", 32)) if read("actor.model.is_lora", False) else NOTHING),
-    ),
+    *((key, _seeing(rule)) for key, rule in adapter_rows()),
 ]

@@ -5,13 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.foreign.rlinf_names import ADVANTAGES, DTYPES, LOSSES, OPTIM, choice
+from rlhpc.cli.foreign.rlinf_names import ADVANTAGES, DTYPES, LOSSES, adapter_rows, choice, optimizer_rows
 from rlhpc.cli.foreign.rules import NOTHING, Reading, Rows, Rule
-
-
-def _unless(key: str, usual: Any) -> Rule:
-    """Taken where it is not the usual value."""
-    return lambda read: NOTHING if read(key, usual) == usual else read(key)
 
 
 def _backend(read: Reading) -> str:
@@ -20,10 +15,14 @@ def _backend(read: Reading) -> str:
     return "vllm"
 
 
-def _trainer(read: Reading) -> str:
-    if (name := read("actor.training_backend", "fsdp")) != "fsdp":
-        read.leave("actor.training_backend", f"rlhpc has no {name}: local, fsdp and deepspeed; fsdp is written", False)
-    return "fsdp"
+def _trainer(group: str) -> Rule:
+    def rule(read: Reading) -> str:
+        if (name := read(f"{group}.training_backend", "fsdp")) != "fsdp":
+            why = f"rlhpc has no {name}: local, fsdp and deepspeed; fsdp is written"
+            read.leave(f"{group}.training_backend", why, False)
+        return "fsdp"
+
+    return rule
 
 
 def _clip(side: str) -> Rule:
@@ -64,12 +63,12 @@ def _pass_tokens(read: Reading) -> Any:
     if read("runner.enable_dynamic_batch_size", False):
         return read("runner.max_tokens_per_mbs", NOTHING)
     length = read("runner.seq_length")
-    return int(length) * int(read("algorithm.training_batch_size_per_gpu", 1)) if length else NOTHING
+    return int(length) * int(read("algorithm.training_batch_size_per_gpu")) if length else NOTHING
 
 
 def _responses(read: Reading) -> int:
     prompts, group = int(read("data.rollout_batch_size", 32)), int(read("algorithm.group_size", 8))
-    return max(1, prompts * group // int(read("algorithm.n_minibatches", 1)))
+    return max(1, prompts * group // int(read("algorithm.n_minibatches")))
 
 
 def _file(read: Reading, key: str) -> str | None:
@@ -107,15 +106,18 @@ def _terms(read: Reading) -> Any:
     name = str(read("reward.reward_type", "math"))
     if name != "math":
         read.leave("reward.reward_type", f"rlhpc has no reward {name}: register yours (docs/how-to/add-reward.md)")
-    return [{"name": name}]
+        return [{"name": name}]
+    worth = [float(read(f"reward.reward_{key}")) for key in ("max_val", "min_val")]
+    weight = (worth[0] - worth[1]) * float(read("reward.reward_scale"))
+    return [{"name": name, "weight": weight}]  # an answer is worth 0 or 1 before its weight
 
 
 def _kl(read: Reading) -> float:
-    return float(read("algorithm.reinpp_kl_beta", 0.0) or read("algorithm.kl_beta", 0.0))
+    return float(read("algorithm.reinpp_kl_beta") or read("algorithm.kl_beta", 0.0))
 
 
 def _advantage(read: Reading) -> Any:
-    if read("algorithm.use_reinpp_baseline", False):
+    if read("algorithm.use_reinpp_baseline"):
         return "reinforce++_baseline"
     return choice("algorithm.adv_type", ADVANTAGES)(read)
 
@@ -126,13 +128,39 @@ def _language_normalization(read: Reading) -> str:
     return "batch" if read("algorithm.normalize_advantages", False) else "none"
 
 
-def _schedule(key: str, usual: Any) -> Rule:
+def _by_trainer(group: str, megatron: str, fsdp: str) -> Rule:
+    """The key that the group's trainer in RLinf reads."""
+    megatron, fsdp = f"{group}.{megatron}", f"{group}.{fsdp}"
+
     def rule(read: Reading) -> Any:
-        if read.leaves.get("actor.training_backend") == "megatron":
-            return read(key, usual)
-        return read.leave(key, "RLinf's FSDP trainer does not read it", False)
+        if read.leaves.get(f"{group}.training_backend") == "megatron":
+            read.leave(fsdp, "RLinf's Megatron trainer does not read it", False)
+            return read(megatron)
+        read.leave(megatron, "RLinf's FSDP trainer does not read it", False)
+        return read(fsdp)
 
     return rule
+
+
+def _schedule(group: str) -> Rule:
+    course = _by_trainer(group, "lr_sched.lr_decay_style", "optim.lr_scheduler")
+
+    def rule(read: Reading) -> Any:
+        name = str(course(read)).removeprefix("torch_")
+        if name not in ("constant", "linear", "cosine"):
+            for key in ("lr_sched.lr_decay_style", "optim.lr_scheduler"):
+                read.leave(
+                    f"{group}.{key}", f"rlhpc has no course {name}: constant, linear and cosine; constant is written"
+                )
+            return "constant"
+        return name
+
+    return rule
+
+
+def _warmup(group: str) -> Rule:
+    steps = _by_trainer(group, "lr_sched.lr_warmup_iters", "optim.lr_warmup_steps")
+    return lambda read: max(0, int(steps(read) or 0))  # a negative number is none
 
 
 def _offloaded(read: Reading) -> Any:
@@ -144,6 +172,37 @@ def _offloaded(read: Reading) -> Any:
     )
 
 
+def _checkpointed(group: str) -> Rule:
+    keys = (f"{group}.fsdp_config.gradient_checkpointing", f"{group}.model.recompute_granularity")
+    return lambda read: any(read(key, False) for key in keys)
+
+
+def _optimizer(group: str) -> Rule:
+    def rule(read: Reading) -> str:
+        name = str(read(f"{group}.optim.optimizer", "adam"))
+        return "adamw" if name == "adam" else name
+
+    return rule
+
+
+def _trained(group: str) -> Rows:
+    """Rows of a group that trains."""
+    return [
+        (f"{group}.training_backend", _trainer(group)),
+        (f"{group}.max_tokens_per_micro_batch", _pass_tokens),
+        (f"{group}.enable_dp_load_balance", f"{group}.enable_dp_load_balance"),
+        (f"{group}.model.dtype", _dtype(f"{group}.model.precision", "bfloat16")),
+        (f"{group}.model.gradient_checkpointing", _checkpointed(group)),
+        (f"{group}.fsdp.cpu_offload", f"{group}.fsdp_config.cpu_offload"),
+        (f"{group}.fsdp.reshard_after_forward", f"{group}.fsdp_config.reshard_after_forward"),
+        (f"{group}.optim.name", _optimizer(group)),
+        *optimizer_rows(group),
+        (f"{group}.optim.weight_decay", f"{group}.optim.weight_decay"),
+        (f"{group}.optim.lr_scheduler", _schedule(group)),
+        (f"{group}.optim.lr_warmup_steps", _warmup(group)),
+    ]
+
+
 ROWS: Rows = [
     ("algorithm.adv_type", _advantage),
     ("algorithm.loss_type", choice("algorithm.loss_type", LOSSES)),
@@ -152,7 +211,7 @@ ROWS: Rows = [
     ("algorithm.normalize_advantages", _language_normalization),
     ("algorithm.clip_ratio_low", _clip("low")),
     ("algorithm.clip_ratio_high", _clip("high")),
-    ("algorithm.clip_ratio_c", _unless("algorithm.clip_ratio_c", None)),
+    ("algorithm.clip_ratio_c", "algorithm.clip_ratio_c"),
     ("algorithm.entropy_coef", "algorithm.entropy_bonus"),
     ("algorithm.kl_coef", _kl),
     (
@@ -162,22 +221,20 @@ ROWS: Rows = [
             {"low_var_kl": "k3", "kl": "k1", "mse": "k2", "k1": "k1", "k2": "k2", "k3": "k3", "abs": "abs"},
         ),
     ),
-    ("algorithm.kl_in", lambda read: "reward" if read("algorithm.reinpp_kl_beta", 0.0) else NOTHING),
+    ("algorithm.kl_in", lambda read: "reward" if read("algorithm.reinpp_kl_beta") else NOTHING),
     ("algorithm.update_epochs", lambda read: 1),
     (
         "algorithm.recompute_logprobs",
-        lambda r: bool(r("algorithm.recompute_logprobs", False) or r("algorithm.importance_sampling_fix", False)),
+        lambda r: bool(r("algorithm.recompute_logprobs", False) or r("algorithm.importance_sampling_fix")),
     ),
     (
         "algorithm.tis_cap",
         lambda r: (
-            float(r("algorithm.importance_sampling_clip", 2.0))
-            if r("algorithm.importance_sampling_fix", False)
-            else NOTHING
+            float(r("algorithm.importance_sampling_clip", 2.0)) if r("algorithm.importance_sampling_fix") else NOTHING
         ),
     ),
     ("data.max_prompt_tokens", "data.max_prompt_length"),
-    ("data.overlong_prompts", lambda read: "drop" if read("data.filter_prompt_by_length", False) else "error"),
+    ("data.overlong_prompts", lambda read: "drop" if read("data.filter_prompt_by_length") else "error"),
     ("data.prompts_per_step", "data.rollout_batch_size"),
     ("data.train.source", lambda read: _source(path) if (path := _file(read, "data.train_data_paths")) else NOTHING),
     ("data.train.path", lambda read: _file(read, "data.train_data_paths") or NOTHING),
@@ -201,32 +258,19 @@ ROWS: Rows = [
         "rollout.engine_kwargs",
         lambda read: {"enforce_eager": True} if read("rollout.enforce_eager", False) else NOTHING,
     ),
-    ("actor.training_backend", _trainer),
     ("actor.global_batch_size", _responses),
-    ("actor.max_tokens_per_micro_batch", _pass_tokens),
-    ("actor.enable_dp_load_balance", "actor.enable_dp_load_balance"),
     ("actor.offload_in_rollout", _offloaded),
     (
         "actor.model.model_path",
         lambda read: read("actor.model.model_path") or read("rollout.model.model_path", NOTHING),
     ),
-    ("actor.model.dtype", _dtype("actor.model.precision", "bfloat16")),
-    (
-        "actor.model.gradient_checkpointing",
-        lambda r: bool(r("actor.fsdp_config.gradient_checkpointing", False) or r("actor.model.recompute_granularity")),
-    ),
-    (
-        "actor.lora.rank",
-        lambda read: int(read("actor.model.lora_rank", 32)) if read("actor.model.is_lora", False) else NOTHING,
-    ),
-    ("actor.fsdp.cpu_offload", "actor.fsdp_config.cpu_offload"),
-    ("actor.fsdp.reshard_after_forward", "actor.fsdp_config.reshard_after_forward"),
-    (
-        "actor.optim.name",
-        lambda read: "adamw" if read("actor.optim.optimizer", "adam") == "adam" else str(read("actor.optim.optimizer")),
-    ),
-    *OPTIM,
-    ("actor.optim.weight_decay", "actor.optim.weight_decay"),
-    ("actor.optim.lr_scheduler", _schedule("actor.lr_sched.lr_decay_style", "constant")),
-    ("actor.optim.lr_warmup_steps", _schedule("actor.lr_sched.lr_warmup_iters", 0)),
+    *adapter_rows(),
+    *_trained("actor"),
+]
+#: Further keys of runs with a value model.
+CRITIC: Rows = [
+    ("algorithm.gae_lambda", "algorithm.gae_lambda"),
+    ("algorithm.value_clip", "algorithm.value_cliprange"),
+    ("critic.warmup_steps", "algorithm.critic_warmup_steps"),
+    *_trained("critic"),
 ]

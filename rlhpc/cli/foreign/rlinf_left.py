@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlhpc.cli.foreign.rules import Left
 
 #: Of embodied runs.
@@ -195,8 +197,9 @@ LANGUAGE = [
     Left("algorithm.sampling_params.repetition_penalty", "engines sample without", (1.0,)),
     Left("algorithm.max_num_gen_batches", "groups are refilled as algorithm.filter_groups says", (1,)),
     Left(
-        "algorithm.gamma algorithm.gae_lambda algorithm.value_* algorithm.critic_warmup_steps",
-        "for a critic, which language models do not have here",
+        "algorithm.gae_lambda algorithm.value_* algorithm.critic_warmup_steps",
+        "for a critic, which this run does not have",
+        True,
     ),
     Left(
         "algorithm.n_minibatches algorithm.training_batch_size_per_gpu",
@@ -247,7 +250,13 @@ LANGUAGE = [
     Left(
         "actor.lr_sched.lr_warmup_fraction", "rlhpc counts warm-up in steps: set actor.optim.lr_warmup_steps", (0, 0.0)
     ),
-    Left("actor.lr_sched.*", "a schedule ends with the run", True),
+    Left("actor.lr_sched.lr_decay_iters", "a schedule ends with the run", (None,)),
+    Left("actor.lr_sched.*", "the schedule has no such part", True),
+    Left(
+        "actor.optim.total_training_steps actor.optim.num_cycles actor.optim.min_lr_rate actor.optim.lr_warmup_steps_ratio",
+        "a schedule ends with the run, at 0, and rlhpc counts warm-up in steps (actor.optim.lr_warmup_steps)",
+        (None, 0, 0.0, 0.5),
+    ),
     Left("actor.optim.*", "of Megatron's or FSDP's optimizer; only speed and memory", True),
     Left(
         "actor.tokenizer.trust_remote_code",
@@ -278,8 +287,8 @@ LANGUAGE = [
     Left("reward.use_reward_model", "there is no reward model: register a reward of your own", (False,)),
     Left(
         "reward.reward_scale reward.reward_min_val reward.reward_max_val",
-        "an answer is worth 1 or 0 here: estimators by group, and those that normalise, see no difference",
-        True,
+        "of RLinf's reward: set the weight in reward.terms",
+        (1.0,),
     ),
     Left("reward.reward_weights.*", "rewards are terms with weights: add them to reward.terms"),
     Left("inference.*", "the actor computes these log-probs itself", True),
@@ -287,6 +296,17 @@ LANGUAGE = [
         "runner.seq_length runner.max_tokens_per_mbs runner.enable_dynamic_batch_size",
         "in rollout.max_model_len and actor.max_tokens_per_micro_batch",
         True,
+    ),
+]
+
+#: Of language models' runs with a value model: what is left out of the actor's section is left out of the critic's, too.
+CRITIC = [
+    Left("critic.use_critic_model", "its place in cluster.component_placement says it", True),
+    Left("critic.seed", "runner.seed is for all groups", True),
+    *(
+        replace(entry, keys=entry.keys.replace("actor.", "critic."), why=entry.why.replace("actor.", "critic."))
+        for entry in LANGUAGE
+        if entry.keys.startswith("actor.")
     ),
 ]
 

@@ -15,21 +15,25 @@ class Reading:
     """A foreign configuration while it is translated: it remembers which keys were looked at, and what was said of them.
 
     Attributes:
-        leaves: Dotted key → value.
+        leaves: Dotted key → value; for a key that the configuration leaves out, the foreign project's default, if it has one.
+        defaults: Dotted key → the foreign project's default.
+        written: The keys that the configuration has.
         said: Key → (why it is left out, whether training differs for it).
     """
 
-    def __init__(self, leaves: Mapping[str, Any]) -> None:
-        self.leaves = dict(leaves)
+    def __init__(self, leaves: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+        self.defaults = dict(defaults or {})
+        self.leaves = {**self.defaults, **leaves}
+        self.written = set(leaves)
         self.said: dict[str, tuple[str, bool]] = {}
         self.looked: set[str] = set()
 
     def __call__(self, key: str, default: Any = None) -> Any:
-        """A value; `default` where the key is missing or null."""
+        """A value; where the key is missing or null, the foreign project's default, or else `default`."""
         if key in self.leaves:
             self.looked.add(key)
         value = self.leaves.get(key)
-        return default if value is None or value == "None" else value
+        return self.defaults.get(key, default) if value is None or value == "None" else value
 
     def below(self, prefix: str) -> dict[str, Any]:
         """All below a key, by the rest of their names."""
@@ -39,7 +43,7 @@ class Reading:
 
     def leave(self, key: str, why: str, differs: bool = True) -> Any:
         """Says why a key is left out; returns `NOTHING`, so that a rule can end with it."""
-        if key in self.leaves:
+        if key in self.written:
             self.said[key] = (why, differs)
         return NOTHING
 
@@ -74,6 +78,7 @@ class Translation:
         kind: What kind of run it is, in words.
         ours: Our key → value, in the order in which they are written.
         origin: Our key → the foreign keys it was made of.
+        defaults: Our key → the foreign keys that it was made of, too, by their default: the configuration leaves them out.
         left: Foreign key → (why it, or a part of it, is left out; whether training differs for it).
         theirs: Foreign key → value, all of them.
     """
@@ -81,6 +86,7 @@ class Translation:
     kind: str
     ours: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, list[str]] = field(default_factory=dict)
+    defaults: dict[str, list[str]] = field(default_factory=dict)
     left: dict[str, tuple[str, bool]] = field(default_factory=dict)
     theirs: dict[str, Any] = field(default_factory=dict)
 
@@ -91,7 +97,13 @@ class Translation:
         return [key for key in self.theirs if key in made]
 
 
-def translated(kind: str, leaves: Mapping[str, Any], rules: Rows, left: Sequence[Left]) -> Translation:
+def translated(
+    kind: str,
+    leaves: Mapping[str, Any],
+    rules: Rows,
+    unmatched: Sequence[Left],
+    defaults: Mapping[str, Any] | None = None,
+) -> Translation:
     """Translates by a table.
 
     Args:
@@ -99,29 +111,31 @@ def translated(kind: str, leaves: Mapping[str, Any], rules: Rows, left: Sequence
         leaves: The foreign configuration.
         rules: (our key, their key whose value is taken as it is, or a rule). A row without a key of ours only says
             why theirs are left out.
-        left: What has no counterpart; the first pattern that fits says why.
+        unmatched: What has no counterpart; the first pattern that fits says why.
+        defaults: Values that the foreign project computes with where a key is left out.
     """
-    read, made = Reading(leaves), Translation(kind, theirs=dict(leaves))
+    read, translation = Reading(leaves, defaults), Translation(kind, theirs=dict(leaves))
     idle: set[str] = set()
     for ours, rule in rules:
         read.looked = set()
         value = read.leaves.get(rule, NOTHING) if isinstance(rule, str) else rule(read)
-        looked = [rule] if isinstance(rule, str) else [key for key in leaves if key in read.looked]
+        looked = [rule] if isinstance(rule, str) else [key for key in read.leaves if key in read.looked]
         if value is NOTHING or (value is None and isinstance(rule, str)):
             for key in looked:
                 idle.add(key)
             continue
-        made.ours[ours] = value
-        made.origin[ours] = [key for key in looked if key in leaves]
-    used = set(made.used)
+        translation.ours[ours] = value
+        translation.origin[ours] = [key for key in looked if key in leaves]
+        translation.defaults[ours] = [key for key in looked if key in read.leaves and key not in leaves]
+    used = set(translation.used)
     for key, value in leaves.items():
         if key in read.said:
-            made.left[key] = read.said[key]
+            translation.left[key] = read.said[key]
         elif key in idle and key not in used:
-            made.left[key] = ("with this value, what rlhpc does anyway", False)
+            translation.left[key] = ("with this value, what rlhpc does anyway", False)
         elif key not in used:
-            made.left[key] = _reason(key, value, left)
-    return made
+            translation.left[key] = _reason(key, value, unmatched)
+    return translation
 
 
 def _reason(key: str, value: Any, left: Sequence[Left]) -> tuple[str, bool]:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from rlhpc.cli.foreign.rules import Translation
+from rlhpc.config.yaml_loader import ConfigDumper
 from rlhpc.runtime.shown import cut
 
 _WIDTH = 110
@@ -42,7 +43,8 @@ def written(made: Translation, source: str, project: str) -> str:
         at = tree
         for section in sections:
             at = at.setdefault(section, {})
-        at[last] = _Leaf(value, _origin([name for name in made.origin[key] if name != key]))
+        comment = _origin([name for name in made.origin[key] if name != key])
+        at[last] = _Leaf(value, comment or _default(made, key, project))
     for name, section in tree.items():
         lines += ["", f"{name}:", *_lines(section, 2)]
     return "\n".join(lines) + "\n"
@@ -68,8 +70,8 @@ def report(made: Translation, source: str, project: str, files: Sequence[Path], 
     lines += ["", f"translated: {len(made.used)} of {len(made.theirs)} keys"]
     width = min(48, max((len(key) for key in made.ours), default=0))
     for key, value in made.ours.items():
-        origin = ", ".join(made.origin[key])
-        lines.append(f"  {key:<{width}} {_value(value)}{f'   from {origin}' if origin else ''}")
+        origin = f"from {', '.join(made.origin[key])}" if made.origin[key] else _default(made, key, project)
+        lines.append(f"  {key:<{width}} {_value(value)}{f'   {origin}' if origin else ''}")
     for title, reasons in (
         ("left out; training will differ", differs),
         ("left out; training is the same", same),
@@ -82,6 +84,12 @@ def report(made: Translation, source: str, project: str, files: Sequence[Path], 
                 text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False
             )
     return "\n".join([*lines, "", verdict]) + "\n"
+
+
+def _default(translation: Translation, key: str, project: str) -> str:
+    """Returns the comment at a value that comes from the foreign project's defaults alone."""
+    keys = translation.defaults.get(key, ())
+    return f"{project}'s default of {', '.join(keys)}" if keys and not translation.origin[key] else ""
 
 
 def _origin(names: Sequence[str]) -> str:
@@ -99,7 +107,7 @@ class _Leaf:
 def _lines(section: Mapping[str, Any], indent: int) -> Iterable[str]:
     for name, below in section.items():
         if isinstance(below, _Leaf):
-            text = yaml.safe_dump(below.value, default_flow_style=True, width=10**6, sort_keys=False)
+            text = yaml.dump(below.value, Dumper=ConfigDumper, default_flow_style=True, width=10**6, sort_keys=False)
             text = text.removesuffix("...\n").strip()
             yield f"{' ' * indent}{name}: {text}{f'  # {below.comment}' if below.comment else ''}"
         else:

@@ -17,7 +17,7 @@ from rlhpc.embodied.config.off_policy import (
     SacOptimConfig,
 )
 from rlhpc.embodied.config.policy import EmbodiedActorConfig, ModelConfig, NetworkConfig
-from rlhpc.embodied.config.ppo import PpoActorConfig, PpoAlgorithmConfig, PpoConfig, PpoRolloutConfig
+from rlhpc.embodied.config.ppo import PpoActorConfig, PpoAlgorithmConfig, PpoConfig, PpoRolloutConfig, minibatch_size
 from rlhpc.embodied.config.ranges import RANGES
 from rlhpc.embodied.config.sections import (
     ClonedEnvConfig,
@@ -78,6 +78,7 @@ __all__ = [
     "SacModelConfig",
     "SacOptimConfig",
     "TaskConfig",
+    "minibatch_size",
     "plays",
 ]  # fmt: skip
 

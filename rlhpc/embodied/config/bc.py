@@ -71,6 +71,8 @@ class BcModelConfig(ModelConfig):
 class BcActorConfig(EmbodiedActorConfig):
     """The actor group: training."""
 
+    global_batch_size: int = 256
+    """Demonstrated steps of one optimizer step, over all ranks; all of them, where there are fewer."""
     model: BcModelConfig = field(default_factory=BcModelConfig)
     """The policy."""
 

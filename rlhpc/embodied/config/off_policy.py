@@ -91,6 +91,12 @@ class SacAlgorithmConfig:
 class SacModelConfig(NetworkConfig):
     """The policy network and its critics."""
 
+    hidden_sizes: list[int] = field(default_factory=lambda: [256, 256])
+    """Widths of the hidden layers; cnn and resnet take the last for what comes after the convolutions."""
+    activation: str = "relu"
+    """tanh, relu, elu, silu or gelu."""
+    ortho_init: bool = False
+    """Orthogonal initial weights."""
     model_type: str = "sac"
     """`sac` (numbers; a stochastic actor and twin critics), `crossq` (the same, with batch renormalisation), `td3` (numbers; a
     deterministic actor and twin critics), `iql` (numbers; a Gaussian actor, twin critics and a value network), `dsrl`
@@ -108,6 +114,10 @@ class SacModelConfig(NetworkConfig):
 class SacOptimConfig(OptimConfig):
     """The optimizer."""
 
+    adam_eps: float = 1.0e-8
+    """Added to the denominator, for numerical stability."""
+    clip_grad: float | None = None
+    """Largest gradient norm; null does not clip."""
     value_lr: float | None = None
     """Learning rate of the critics; null takes `lr`."""
 

@@ -29,7 +29,8 @@ class NetworkConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the model: `mlp` has `actor_gain` (0.01) and `critic_gain` (1), of the last layers' orthogonal weights;
     `resnet` has `channels` (default `[16, 32, 32]`), `flow` has `num_steps` (4), `noise_level` (0.5) and `encoder` (of
-    images: cnn or resnet); `pi0` has these two; `vla`, `pi0` and `openvla` have `prompt`, with `{instruction}`; `openvla`
+    images: cnn or resnet); `pi0` has these two, `statistics` (norm_stats.json, or `bounds`) and `normalisation`
+    (`mean_std`, `quantiles`); `vla`, `pi0` and `openvla` have `prompt`, with `{instruction}`; `openvla`
     has `head` (`tokens`, `parallel`, `l1`), `proprio`, `unnorm_key`, `statistics`, `normalisation` (`q99`, `bounds`),
     `gripper` (`rlds`) and `center_crop`; `lerobot` has `statistics`, of all but act `num_steps` and `noise_level`,
     of smolvla, pi0 and pi05 `vlm` and `task`; `dsrl` has `base` (the flow policy's folder) and `noise_bound` (1.5);
@@ -45,14 +46,18 @@ class ModelConfig(NetworkConfig):
     """Initial log standard deviation of continuous actions."""
     value_per_action: bool = False
     """A value for each action of a chunk, for `algorithm.reward_type: action_level`."""
+    normalize_observations: bool = False
+    """`mlp`, and `flow` over numbers: observations are normalised by the running mean and variance of those that training has
+    seen. The policy keeps them: they are saved, exported and used by evaluations and recordings."""
     add_value_head: bool = True
     """`vla`, `pi0`, `openvla`, `lerobot`: adds a value head, which GRPO does without."""
     model_path: str | None = None
     """Language models, `vla`, `pi0`, `openvla`: a Hugging Face folder or hub name, with its tokenizer, or `builtin:tiny`.
     `lerobot`: a folder that its `save_pretrained` wrote."""
-    dtype: str = "float32"
+    dtype: str = "auto"
     """`vla`, `pi0`, `openvla`: precision of the weights; with `fsdp` and `deepspeed`, of the computation (mixed precision:
-    fp32 master weights)."""
+    fp32 master weights). `auto` is bfloat16 on accelerators that compute in it, and float32 elsewhere and where `local` trains
+    all weights, without adapters."""
     gradient_checkpointing: bool = False
     """`vla`, `openvla`: recomputes activations in the backward pass, which saves memory."""
     attn_implementation: str = "sdpa"
@@ -68,8 +73,6 @@ class EmbodiedActorConfig:
     training_backend: str = "local"
     """`local`: all weights on each rank, gradients summed over the ranks. `fsdp`, `deepspeed`: weights and optimizer spread
     over the ranks. Or `module:Class`."""
-    global_batch_size: int = 256
-    """Transitions of one optimizer step, over all ranks."""
     micro_batch_size: int | None = None
     """Transitions of one forward and backward pass on a rank; null takes a rank's whole share."""
     model: ModelConfig = field(default_factory=ModelConfig)

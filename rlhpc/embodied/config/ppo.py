@@ -14,6 +14,9 @@ from rlhpc.runtime.cluster_config import ElasticClusterConfig
 class PpoActorConfig(EmbodiedActorConfig):
     """The actor group: training."""
 
+    global_batch_size: int | None = None
+    """Transitions of one optimizer step, over all ranks; null takes a quarter of a rollout's, or a third, half or all of them
+    where that does not divide."""
     enable_offload: bool = False
     """Collocated: weights and optimizer are on the host while the rollout ranks play, so that these have the accelerator."""
 
@@ -98,3 +101,13 @@ class PpoConfig(RunConfig):
     rollout: PpoRolloutConfig = field(default_factory=PpoRolloutConfig)
     actor: PpoActorConfig = field(default_factory=PpoActorConfig)
     workflow: EmbodiedWorkflowConfig = field(default_factory=EmbodiedWorkflowConfig)
+
+
+def minibatch_size(cfg: PpoConfig) -> int:
+    """Returns the transitions of one optimizer step: `actor.global_batch_size`, or at most four equal minibatches of a rollout
+    (CleanRL's `num_minibatches`). With `runner.use_training_pipeline` each part of a rollout has whole minibatches."""
+    if cfg.actor.global_batch_size is not None:
+        return cfg.actor.global_batch_size
+    parts = cfg.algorithm.rollout_parts if cfg.runner.use_training_pipeline else 1
+    size = cfg.env.train.num_envs * cfg.algorithm.rollout_steps // parts
+    return next(size // n for n in range(max(1, 4 // parts), 0, -1) if size % n == 0)

@@ -96,8 +96,8 @@ class EnvSideConfig(TaskConfig):
     rewards."""
     simulators: int | None = None
     """Processes in which a rank keeps its slots, each with a share; 0 keeps them in the rank's own process. null is one
-    for each of the rank's cores if the simulator gains by it (maniskill, metaworld, libero; none with one core), else
-    0."""
+    for each of the rank's cores if the simulator gains by it (maniskill, metaworld, libero; none with one core), 1 for a
+    robot, which is so stopped however the rank's process ends, else 0."""
     simulator_timeout_s: float = 120.0
     """Seconds after which a simulator process that does not answer is taken for hung and started again."""
 
@@ -166,6 +166,9 @@ class EvalEnvConfig(EnvSideConfig):
     """As `env.train.ignore_terminations`."""
     num_episodes: int = 100
     """Episodes of an evaluation; each slot contributes a fixed share."""
+    noise: str = "seeded"
+    """What policies that act from noise (flows, diffusion) begin with in evaluations: `seeded`, noise that follows from seed,
+    slot, episode and decision; or `zero`, where no training sample begins."""
     video_episodes: int = 0
     """Episodes shown side by side in an mp4 file beside the result of `rlhpc eval`; 0 makes none."""
     video_fps: int = 20

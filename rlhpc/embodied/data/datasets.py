@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.embodied.data.facts import DEFAULT_FPS, DatasetFacts, merge_facts, source_facts, whole_rate
 from rlhpc.embodied.data.lerobot_writer import LeRobotWriter
-from rlhpc.embodied.data.minari import MinariWriter
+from rlhpc.embodied.data.minari import MinariWriter, minari_spaces
 from rlhpc.embodied.data.trajectories import SUFFIXES, TrajectoryWriter, metadata, read_trajectories
 from rlhpc.embodied.data.trajectory import Trajectory, shapes
 from rlhpc.embodied.data.writing import EpisodeWriter
+from rlhpc.runs.folder import note
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import find_files
+from rlhpc.runtime.files import expand_home, find_files
 
 FORMATS = ("hdf5", "lerobot", "minari")
 _KEY = "rlhpc data"
@@ -28,19 +30,26 @@ class Options:
 
     Attributes:
         to: One of `FORMATS`.
-        fps: LeRobot: frames a second.
+        fps: LeRobot: frames a second; None takes those of the sources, or of the environment.
         task: LeRobot: what is done, in words; by default the name of the environment.
         videos: LeRobot: pictures go into mp4 files.
     """
 
     to: str = "hdf5"
-    fps: int = 20
+    fps: int | None = None
     task: str | None = None
     videos: bool = False
 
-    def lerobot_writer(self, folder: Path, env_id: str) -> LeRobotWriter:
-        """Writes episodes of an environment into a LeRobot dataset."""
-        return LeRobotWriter(folder, fps=self.fps, task=self.task or env_id, videos=self.videos, robot=env_id)
+    def lerobot_writer(self, folder: Path, env_id: str, facts: DatasetFacts) -> LeRobotWriter:
+        """Writes episodes of an environment, or of sources with these facts, into a LeRobot dataset."""
+        fps = self.fps if self.fps is not None else facts.fps
+        if fps is None:
+            fps = DEFAULT_FPS
+            note(f"{folder}: nothing says the frame rate; {fps} frames a second are written (--fps)")
+        return LeRobotWriter(
+            folder, fps=whole_rate(fps), task=self.task or facts.task or env_id, videos=self.videos,
+            robot=facts.robot_type or env_id, names=facts.names, cameras=facts.cameras,
+        )  # fmt: skip
 
 
 def read(paths: Sequence[str]) -> Iterator[Trajectory]:
@@ -113,13 +122,14 @@ def _writer(paths: Sequence[str], output: str, options: Options) -> EpisodeWrite
     env_id = str(info.get("env_id") or "unknown")
     if options.to == "hdf5" and target.exists():
         raise ConfigError(f"{target} is there already; name another file")
+    facts = merge_facts(source_facts(paths, _KEY), options.fps)
     makers: dict[str, Callable[[], EpisodeWriter]] = {
         "hdf5": lambda: TrajectoryWriter(
             target, env_id=env_id, env_kwargs=info.get("env_kwargs"), max_episode_steps=info.get("max_episode_steps"),
-            source_type="converted", source_desc=", ".join(paths),
+            source_type="converted", source_desc=", ".join(paths), facts=facts.known(),
         ),
-        "lerobot": lambda: options.lerobot_writer(target, env_id),
-        "minari": lambda: MinariWriter(target, env_id=env_id),
+        "lerobot": lambda: options.lerobot_writer(target, env_id, facts),
+        "minari": lambda: MinariWriter(target, env_id=env_id, spaces=minari_spaces(paths)),
     }  # fmt: skip
     return makers[options.to]()
 
@@ -133,7 +143,7 @@ def _env_info(paths: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     source: Path | None = None
     for path in paths:
-        folder = Path(path).expanduser()
+        folder = expand_home(path)
         if folder.is_dir() and any((folder / name).exists() for name in ("meta", "data")):
             continue
         for file in find_files(path, SUFFIXES, _KEY):

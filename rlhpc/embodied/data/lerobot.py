@@ -21,10 +21,10 @@ import numpy as np
 from rlhpc.checkpoint.manifest import is_plain_name
 from rlhpc.embodied.data.lerobot_columns import arrow_package, pillow
 from rlhpc.embodied.data.trajectory import check
-from rlhpc.embodied.envs.observations import TEXT_BYTES, encode_text
-from rlhpc.embodied.video import pyav
+from rlhpc.embodied.envs.observations import encode_text, text_bytes
+from rlhpc.embodied.video import VideoReader
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.plain import is_count, read_json
 from rlhpc.runtime.shown import first_line
 
 _FIELD = re.compile(r"\{(\w+)(?::0?(\d{1,9})d)?\}")
@@ -47,14 +47,40 @@ def read_lerobot(folder: Path) -> Iterator[dict[str, Any]]:
     features = info["features"]
     videos = [name for name, feature in features.items() if feature.get("dtype") == "video"]
     table = _Frames(folder, info)
-    tasks = table.tasks()
-    for number, columns in table.episodes():
-        pictures = {name: table.frames(name, number, len(columns["action"])) for name in videos}
-        yield _trajectory({**columns, **pictures}, f"{folder}, episode {number}", features, tasks)
+    tasks = table.instructions()
+    try:
+        for number, columns in table.episodes():
+            pictures = {name: table.frames(name, number, len(columns["action"])) for name in videos}
+            yield _trajectory({**columns, **pictures}, f"{folder}, episode {number}", features, tasks)
+    finally:
+        table.close()
+
+
+def lerobot_facts(folder: Path) -> dict[str, Any]:
+    """Returns what a dataset's `info.json` says besides its columns, as `rlhpc.embodied.data.facts` has it.
+
+    Raises:
+        ConfigError: A file is not what `info.json` says.
+    """
+    info = _info(folder)
+    features = info["features"]
+    cameras = camera_columns(features)
+    names = {name: each["names"] for name, each in features.items() if each.get("names") and name not in cameras}
+    tasks = set(_Frames(folder, info).tasks().values())
+    return {
+        "fps": info.get("fps"), "robot_type": info.get("robot_type"), "names": names, "cameras": cameras,
+        "task": tasks.pop() if len(tasks) == 1 else None,
+    }  # fmt: skip
+
+
+def camera_columns(features: dict[str, Any]) -> list[str]:
+    """Returns the columns of pictures, in the order in which they lie side by side in `rgb`: those in the table first."""
+    cameras = [name for name in features if name.startswith(_IMAGE)]
+    return sorted(cameras, key=lambda name: features[name].get("dtype") == "video")
 
 
 def _info(folder: Path) -> dict[str, Any]:
-    path = folder / "meta" / "info.json"
+    path = _inside(folder, folder / "meta" / "info.json")
     try:
         info = read_json(path.read_bytes())
         version, features = str(info["codebase_version"]), info["features"]
@@ -82,17 +108,18 @@ class _Frames:
         if str(info["codebase_version"]).startswith("v3"):
             for file in sorted((folder / "meta" / "episodes").glob("chunk-*/*.parquet")):
                 for row in self._read(file).to_pylist():
-                    self._places[int(row["episode_index"])] = row
-        self._decoded: tuple[Path, np.ndarray] | None = None
+                    place = {name: value for name, value in row.items() if name.startswith("videos/")}
+                    self._places[int(row["episode_index"])] = place
+        self._readers: dict[str, VideoReader] = {}
 
     def _read(self, file: Path) -> Any:
         try:
-            return self._parquet.read_table(file, partitioning=None)
+            return self._parquet.read_table(_inside(self._folder, file), partitioning=None)
         except self._errors as error:
             raise ConfigError(f"{file} cannot be read as Parquet: {first_line(error)}") from None
 
     def tasks(self) -> dict[int, str]:
-        """Tasks by their numbers; {} where they are not in words."""
+        """Returns the tasks by their numbers; {} where there is no table of them."""
         meta = self._folder / "meta"
         try:
             if (meta / "tasks.parquet").is_file():
@@ -101,7 +128,7 @@ class _Frames:
                 numbers = table["task_index"].to_pylist() if words else []
                 rows = list(zip(numbers, table[words].to_pylist(), strict=True)) if words else []
             elif (meta / "tasks.jsonl").is_file():
-                lines = (meta / "tasks.jsonl").read_text().splitlines()
+                lines = _inside(self._folder, meta / "tasks.jsonl").read_text().splitlines()
                 said = [read_json(line) for line in lines if line.strip()]
                 rows = [(row["task_index"], row["task"]) for row in said]
             else:
@@ -109,7 +136,12 @@ class _Frames:
             found = {int(number): str(task) for number, task in rows}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{meta}/tasks.* cannot be read: {first_line(error)}") from None
-        return {} if set(found.values()) <= {"", str(self._info.get("robot_type"))} else found
+        return found
+
+    def instructions(self) -> dict[int, str]:
+        """Returns the tasks by their numbers; {} where none says more than the robot's name."""
+        tasks = self.tasks()
+        return {} if set(tasks.values()) <= {"", str(self._info.get("robot_type"))} else tasks
 
     def episodes(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for file in self._files:
@@ -133,13 +165,49 @@ class _Frames:
             str(pattern), f"{self._folder}/meta/info.json", video_key=camera, episode_chunk=chunk, episode_index=episode,
             chunk_index=place.get(f"videos/{camera}/chunk_index", 0), file_index=place.get(f"videos/{camera}/file_index", 0),
         )  # fmt: skip
-        if self._decoded is None or self._decoded[0] != path:
-            self._decoded = (path, decode(path))
+        reader = self._readers.get(camera)
+        if reader is None or reader.path != path:
+            if reader is not None:
+                reader.close()
+            size = _picture_size(self._info["features"][camera])
+            reader = self._readers[camera] = VideoReader(_inside(self._folder, path), size)
         start = round(float(place.get(f"videos/{camera}/from_timestamp", 0.0)) * float(self._info["fps"]))
-        found = self._decoded[1][start : start + length]
-        if len(found) < length:
-            raise ConfigError(f"{path} ends {length - len(found)} frames before episode {episode} does")
-        return found
+        pictures = reader.read(start, length)
+        if len(pictures) < length:
+            raise ConfigError(f"{path} ends {length - len(pictures)} frames before episode {episode} does")
+        return pictures
+
+    def close(self) -> None:
+        """Closes the videos that are open."""
+        for reader in self._readers.values():
+            reader.close()
+
+
+def _picture_size(feature: dict[str, Any]) -> tuple[int, int] | None:
+    """Returns height and width of a camera's pictures by `info.json`, channels first or last; None if it does not say."""
+    shape, names = feature.get("shape"), feature.get("names")
+    if not isinstance(shape, list) or len(shape) != 3 or not all(is_count(size) and size for size in shape):
+        return None
+    words = [str(name).rstrip("s") for name in names] if isinstance(names, list) else []
+    if set(words) == {"height", "width", "channel"}:
+        return shape[words.index("height")], shape[words.index("width")]
+    return (shape[1], shape[2]) if shape[0] in (1, 3, 4) and shape[2] not in (1, 3, 4) else (shape[0], shape[1])
+
+
+def _inside(folder: Path, file: Path) -> Path:
+    """Returns a file of the dataset.
+
+    Raises:
+        ConfigError: It is a link that leads out of the dataset. The cache of the Hugging Face hub has its files in `blobs`
+            beside its `snapshots`.
+    """
+    root = folder.resolve()
+    cached = root.parent.name == "snapshots" and file.resolve().is_relative_to(root.parent.parent / "blobs")
+    if not file.resolve().is_relative_to(root) and not cached:
+        raise ConfigError(
+            f"{file} is a link to {file.resolve()}; a dataset holds all its files itself: copy the file there"
+        )
+    return file
 
 
 def video_name(pattern: str, origin: str, **fields: Any) -> str:
@@ -169,16 +237,6 @@ def video_name(pattern: str, origin: str, **fields: Any) -> str:
     return name
 
 
-def decode(path: Path) -> np.ndarray:
-    """All pictures of a video, `[T, H, W, 3]` uint8."""
-    av = pyav()
-    try:
-        with av.open(str(path)) as video:
-            return np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)])
-    except (OSError, ValueError, av.error.FFmpegError) as error:
-        raise ConfigError(f"{path} cannot be read as a video: {error}") from None
-
-
 def _trajectory(
     columns: dict[str, Any], source: str, features: dict[str, Any], tasks: dict[int, str]
 ) -> dict[str, Any]:
@@ -195,7 +253,8 @@ def _trajectory(
         obs["rgb"] = np.concatenate(pictures, -1)
     if tasks and "task_index" in columns and (set(obs) != {"state"} or len(tasks) > 1):
         words = [tasks.get(int(number), "") for number in columns["task_index"]]
-        obs["instruction"] = np.stack([encode_text(text, TEXT_BYTES) for text in words])
+        size = text_bytes(tasks.values())
+        obs["instruction"] = np.stack([encode_text(text, size) for text in words])
     final = {name: np.concatenate([value, value[-1:]]) for name, value in obs.items()}
     done, success = columns.get("next.done"), columns.get("next.success")
     terminations, truncations = np.zeros(T, bool), np.zeros(T, bool)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,29 +43,29 @@ def pillow() -> Any:
     return required("PIL.Image", "pictures in LeRobot datasets need Pillow", "embodied")
 
 
-def columns_of(trajectory: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The columns `[T, ...]` of an episode, but for those that say where a frame is."""
+def columns_of(trajectory: Mapping[str, Any], cameras: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    """The columns `[T, ...]` of an episode, but for those that say where a frame is; `cameras` names those of `rgb`."""
     obs = trajectory["obs"]
-    found: dict[str, np.ndarray] = {}
+    columns: dict[str, np.ndarray] = {}
     for name, value in obs.items() if isinstance(obs, Mapping) else [("state", obs)]:
         column = np.asarray(value)[:-1]
         if is_instruction(name, column):
             continue
         if name in ("rgb", "image") or (column.ndim == 4 and column.dtype == np.uint8):
-            found |= _cameras(name, column, str(trajectory["source"]))
+            columns |= _cameras(name, column, str(trajectory["source"]), cameras if name == "rgb" else ())
         else:
-            found[f"observation.{name}"] = column.reshape(len(column), -1).astype(np.float32)
+            columns[f"observation.{name}"] = column.reshape(len(column), -1).astype(np.float32)
     actions = np.asarray(trajectory["actions"])
-    found["action"] = actions.astype(np.int64 if actions.dtype.kind in "iu" else np.float32)
+    columns["action"] = actions.astype(np.int64 if actions.dtype.kind in "iu" else np.float32)
     terminations, truncations = (np.asarray(trajectory[name], bool) for name in ("terminations", "truncations"))
     if trajectory.get("rewards") is not None:
-        found["next.reward"] = np.asarray(trajectory["rewards"], np.float32)
-    found["next.done"], found["next.truncated"] = terminations | truncations, truncations
+        columns["next.reward"] = np.asarray(trajectory["rewards"], np.float32)
+    columns["next.done"], columns["next.truncated"] = terminations | truncations, truncations
     if trajectory.get("success") is not None:
-        found["next.success"] = np.asarray(trajectory["success"], bool)
+        columns["next.success"] = np.asarray(trajectory["success"], bool)
     if trajectory.get("taken") is not None:
-        found[TAKEN] = np.asarray(trajectory["taken"], bool)
-    return found
+        columns[TAKEN] = np.asarray(trajectory["taken"], bool)
+    return columns
 
 
 def is_instruction(name: str, column: np.ndarray) -> bool:
@@ -82,7 +82,7 @@ def tasks_of(trajectory: Mapping[str, Any], task: str) -> list[str]:
     return [decode_text(row) or task for row in np.asarray(texts)[:length]]
 
 
-def _cameras(name: str, pictures: np.ndarray, source: str) -> dict[str, np.ndarray]:
+def _cameras(name: str, pictures: np.ndarray, source: str, names: Sequence[str]) -> dict[str, np.ndarray]:
     """Pictures `[T, H, W, 3]` by camera, of those that stand side by side in the last axis."""
     count, rest = divmod(pictures.shape[-1], 3)
     if pictures.dtype != np.uint8 or rest or pictures.ndim != 4:
@@ -91,19 +91,21 @@ def _cameras(name: str, pictures: np.ndarray, source: str) -> dict[str, np.ndarr
         )
     key = f"observation.images.{name}"
     parts = np.split(pictures, count, -1)
+    if len(names) == count:
+        return dict(zip(names, parts, strict=True))
     return {key: pictures} if count == 1 else {f"{key}_{i}": part for i, part in enumerate(parts)}
 
 
-def features_of(columns: Mapping[str, np.ndarray], fps: int, videos: bool) -> dict[str, Any]:
-    """`features` of `info.json`. Pictures of odd sizes stay in the table: H.264 has none."""
+def features_of(columns: Mapping[str, np.ndarray], names: Mapping[str, Any], videos: bool) -> dict[str, Any]:
+    """`features` of `info.json`, with the names of components. Pictures of odd sizes stay in the table: H.264 has none."""
     found: dict[str, Any] = {}
     for name, column in columns.items():
-        if name.startswith("observation.images."):
+        if name.startswith("observation.image"):
             height, width = column.shape[1:3]
             kind = "video" if videos and height % 2 == 0 and width % 2 == 0 else "image"
             found[name] = {"dtype": kind, "shape": [height, width, 3], "names": ["height", "width", "channels"]}
         else:
-            found[name] = {"dtype": str(column.dtype), "shape": list(column.shape[1:]) or [1], "names": None}
+            found[name] = {"dtype": str(column.dtype), "shape": list(column.shape[1:]) or [1], "names": names.get(name)}
     own = {name: {"dtype": "float32" if name == "timestamp" else "int64", "shape": [1], "names": None} for name in _OWN}
     return {**found, **own}
 

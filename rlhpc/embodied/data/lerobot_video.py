@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class CameraFiles:
         ConfigError: PyAV is not installed.
     """
 
-    def __init__(self, root: Path, camera: str, fps: int) -> None:
+    def __init__(self, root: Path, camera: str, fps: float) -> None:
         self._av, self._root, self._camera, self._fps = pyav(), root, camera, fps
         self._number, self._frames, self._size = 0, 0, (0, 0)
         self._file: Any = None
@@ -57,7 +58,9 @@ class CameraFiles:
     def _open(self, pictures: np.ndarray) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._av.open(str(self._path), "w")
-        self._stream = self._file.add_stream("libx264", rate=self._fps, options=_OPTIONS)
+        self._stream = self._file.add_stream(
+            "libx264", rate=Fraction(self._fps).limit_denominator(1000), options=_OPTIONS
+        )
         self._size = pictures.shape[1:3]
         self._stream.height, self._stream.width = self._size
         self._stream.pix_fmt = "yuv420p"

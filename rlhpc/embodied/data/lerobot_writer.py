@@ -10,7 +10,7 @@ A LeRobot episode has as many observations as actions: the one after the last ac
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,19 @@ class LeRobotWriter(FolderWriter):
         task: What is done in the episodes, in words, where their observations have no `instruction`.
         videos: Pictures go into mp4 files, rather than into the table.
         robot: `robot_type`.
+        names: Of components, by column (`DatasetFacts.names`).
+        cameras: Columns of the pictures that lie side by side in `rgb`; where there are as many.
     """
 
-    def __init__(self, folder: Path, *, fps: int, task: str, videos: bool = False, robot: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, fps: float, task: str, videos: bool = False, robot: str | None = None,
+        names: Mapping[str, Any] | None = None, cameras: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self._arrow = arrow_package()
         super().__init__(folder)
         self._parquet = self._arrow.parquet
         self._fps, self._task, self._videos, self._robot = fps, task, videos, robot
+        self._names, self._camera_names = dict(names or {}), tuple(cameras)
         self._features: dict[str, Any] = {}
         self._cameras: dict[str, CameraFiles] = {}
         self._rows: list[dict[str, Any]] = []
@@ -76,8 +82,8 @@ class LeRobotWriter(FolderWriter):
             raise ConfigError(f"{trajectory['source']} has no obs, which a LeRobot dataset needs")
         if fault := not_finite(dict(trajectory), ("obs", "actions")):
             raise ConfigError(fault)
-        columns = columns_of(trajectory)
-        features = features_of(columns, self._fps, self._videos)
+        columns = columns_of(trajectory, self._camera_names)
+        features = features_of(columns, self._names, self._videos)
         if not self._features:
             self._features = features
             self._cameras = {

@@ -6,7 +6,7 @@ https://minari.farama.org/content/dataset_standards
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from rlhpc.checkpoint.hdf5 import checked, member, members, open_hdf5
 from rlhpc.embodied.data.trajectory import Trajectory, check
 from rlhpc.embodied.data.writing import FolderWriter
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.shown import first_line
 
 #: The file of a dataset's folder.
@@ -101,11 +103,12 @@ class MinariWriter(FolderWriter):
     Args:
         folder: Of the dataset.
         env_id: The task's name.
+        spaces: `minari_spaces` of the sources; kept where the episodes fit them.
     """
 
-    def __init__(self, folder: Path, *, env_id: str) -> None:
+    def __init__(self, folder: Path, *, env_id: str, spaces: Mapping[str, Any] | None = None) -> None:
         super().__init__(folder)
-        self._env_id, self._spaces = env_id, dict[str, Any]()
+        self._env_id, self._spaces, self._source_spaces = env_id, dict[str, Any](), dict(spaces or {})
         (self.root / MAIN).parent.mkdir()
         self._file = h5py.File(self.root / MAIN, "w", track_order=True)
         self._steps, self._count = 0, 0
@@ -124,10 +127,16 @@ class MinariWriter(FolderWriter):
         actions = np.asarray(trajectory["actions"])
         actions = actions.reshape(-1) if actions.dtype.kind in "iu" and actions.shape[1] == 1 else actions
         spaces = {"observation_space": _space(trajectory["obs"]), "action_space": _space(actions)}
-        if self._spaces and spaces["observation_space"] != self._spaces["observation_space"]:
-            raise ConfigError(f"{trajectory['source']} has other observations than the episodes before it")
-        if most := self._spaces.get("action_space", {}).get("n"):
-            spaces["action_space"]["n"] = max(most, spaces["action_space"]["n"])
+        for name, space in spaces.items():
+            if (source := joined_spaces(self._source_spaces.get(name), space)) is not None:
+                space = source
+            if name in self._spaces:
+                joined = joined_spaces(self._spaces[name], space)
+                if joined is None:
+                    kind = "observations" if name == "observation_space" else "actions"
+                    raise ConfigError(f"{trajectory['source']} has other {kind} than the episodes before it")
+                space = joined
+            spaces[name] = space
         self._spaces = spaces
         group = self._file.create_group(f"{_GROUP}{self._count}")
         group.attrs.update({"id": self._count, "total_steps": len(actions)})
@@ -163,13 +172,44 @@ class MinariWriter(FolderWriter):
         super().discard()
 
 
+def minari_spaces(paths: Sequence[str]) -> dict[str, Any]:
+    """Returns the observation and action spaces that all sources declare alike; {} unless all are Minari's."""
+    spaces: list[dict[str, Any]] = []
+    for path in paths:
+        file = expand_home(path) / MAIN.parent / "metadata.json"
+        try:
+            declared = read_json(file.read_bytes())
+            spaces.append({name: read_json(declared[name]) for name in ("observation_space", "action_space")})
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+    return {name: space for name, space in (spaces or [{}])[0].items() if all(each[name] == space for each in spaces)}
+
+
+def joined_spaces(one: Any, other: Any) -> dict[str, Any] | None:
+    """Returns the space that has the values of both, in Minari's JSON, with the bounds of the first; None where they differ
+    in kind or shape. The number of values of a discrete one is that of the larger."""
+    if not isinstance(one, dict) or not isinstance(other, dict) or one.get("type") != other.get("type"):
+        return None
+    if one["type"] == "Discrete":
+        first = min(start := int(one.get("start", 0)), begin := int(other.get("start", 0)))
+        return {**one, "start": first, "n": max(start + int(one["n"]), begin + int(other["n"])) - first}
+    if one["type"] == "Dict":
+        parts = {name: joined_spaces(part, other["subspaces"].get(name)) for name, part in one["subspaces"].items()}
+        same = set(parts) == set(other["subspaces"]) and None not in parts.values()
+        return {**one, "subspaces": parts} if same else None
+    return dict(one) if all(one.get(name) == other.get(name) for name in ("dtype", "shape")) else None
+
+
 def _space(value: Any) -> dict[str, Any]:
-    """As Minari describes what holds one step of this; bounds of numbers are not known."""
+    """As Minari describes what holds one step of this; bounds of floats are not known."""
     if isinstance(value, dict):
         return {"type": "Dict", "subspaces": {name: _space(part) for name, part in value.items()}}
     if value.dtype.kind in "iu" and value.ndim == 1:
-        return {"type": "Discrete", "dtype": "int64", "start": 0, "n": int(value.max(initial=0)) + 1}
-    low, high = (0, 255) if value.dtype == np.uint8 else (-np.inf, np.inf)
+        first = min(0, int(value.min(initial=0)))
+        return {"type": "Discrete", "dtype": "int64", "start": first, "n": int(value.max(initial=0)) + 1 - first}
     shape, kind = value.shape[1:], value.dtype
+    limits = {"b": lambda: (0, 1), "i": lambda: np.iinfo(kind), "u": lambda: np.iinfo(kind)}
+    limit: Any = limits.get(kind.kind, lambda: (-np.inf, np.inf))()
+    low, high = limit if isinstance(limit, tuple) else (limit.min, limit.max)
     bounds = {"low": np.full(shape, low, kind).tolist(), "high": np.full(shape, high, kind).tolist()}
     return {"type": "Box", "dtype": str(kind), "shape": list(shape), **bounds}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from gymnasium import spaces
 from rlhpc.embodied.data.replay import ReplayBuffer, gather, row_type
 from rlhpc.embodied.data.replay_files import StoredReplay, describe
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 
 
 @dataclass
@@ -116,7 +116,7 @@ def load_demos(path: str, *, reward_scale: float, ignore_terminations: bool, ski
         ConfigError: There is nothing to read, or it lacks rewards.
     """
     key = "algorithm.demo_buffer.load_path"
-    folder = Path(path).expanduser()
+    folder = expand_home(path)
     if any(folder.glob("index-*.json")) or any(folder.glob("replay/index-*.json")):
         stored = StoredReplay(folder)
         if stored.dtype is None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.embodied.data.trajectory import Trajectory
+from rlhpc.embodied.envs.observations import is_channel_last
 
 #: Pictures of an episode, their width in pixels, and lines of a plot.
 _PICTURES, _WIDTH, _LINES = 8, 128, 8
@@ -68,11 +69,20 @@ def _film(name: str, pictures: np.ndarray) -> str:
 def _png(picture: np.ndarray) -> str:
     from PIL import Image
 
-    image = Image.fromarray(picture[..., :3] if picture.dtype == np.uint8 else _grey(picture[..., 0]))
+    image = Image.fromarray(_drawable(picture))
     image.thumbnail((2 * _WIDTH, 2 * _WIDTH))
     out = io.BytesIO()
     image.save(out, "PNG")
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def _drawable(picture: np.ndarray) -> np.ndarray:
+    """Returns uint8 `[H, W]` or `[H, W, 3]`: of several cameras the first, of stacked grey frames the newest, the last."""
+    if not is_channel_last(picture.shape):
+        picture = np.moveaxis(picture, 0, -1)
+    if picture.dtype != np.uint8:
+        return _grey(picture[..., 0])
+    return picture[..., :3] if picture.shape[-1] % 3 == 0 else picture[..., -1]
 
 
 def _grey(depth: np.ndarray) -> np.ndarray:

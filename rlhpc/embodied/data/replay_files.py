@@ -21,6 +21,7 @@ import numpy as np
 from rlhpc.checkpoint.folders import filled_folder
 from rlhpc.checkpoint.manifest import is_plain_name
 from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.plain import read_json
 
 FOLDER = "replay"
@@ -105,7 +106,7 @@ class StoredReplay:
     """
 
     def __init__(self, folder: Path) -> None:
-        folder = Path(folder).expanduser()
+        folder = expand_home(folder)
         self.folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
         files = sorted(self.folder.glob("index-*.json"))
         if not files:

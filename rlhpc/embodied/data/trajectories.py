@@ -21,7 +21,7 @@ from rlhpc.embodied.data.trajectory import Trajectory, check, not_finite, shapes
 from rlhpc.embodied.data.writing import EpisodeWriter
 from rlhpc.runtime.durable import fsync_folder, replace_durably
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import find_files
+from rlhpc.runtime.files import expand_home, find_files
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.shown import first_line
 
@@ -64,7 +64,7 @@ def read_trajectories(
 
 
 def _open(path: str, key: str) -> Iterator[Trajectory]:
-    folder = Path(path).expanduser()
+    folder = expand_home(path)
     if (folder / "meta" / "info.json").is_file():
         return read_lerobot(folder)
     files = [folder / MAIN] if (folder / MAIN).is_file() else find_files(path, SUFFIXES, key.removesuffix(".path"))
@@ -246,6 +246,7 @@ class TrajectoryWriter(EpisodeWriter):
         source_type: "rl", "motionplanning", "scripted", "human", …
         source_desc: More about it: the checkpoint, the expert.
         extra: Further entries of the JSON.
+        facts: `DatasetFacts.known`, which conversions keep.
     """
 
     def __init__(
@@ -258,6 +259,7 @@ class TrajectoryWriter(EpisodeWriter):
         source_type: str = "rl",
         source_desc: str = "",
         extra: Mapping[str, Any] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(path)
         if self.path.suffix != ".h5":
@@ -266,7 +268,9 @@ class TrajectoryWriter(EpisodeWriter):
         self._partial = self.path.with_name(f".{self.path.stem}.partial.h5")
         self._file = h5py.File(self._partial, "w")
         kwargs = dict(env_kwargs or {})
-        info = {"env_id": env_id, "env_kwargs": kwargs, "max_episode_steps": max_episode_steps}
+        info: dict[str, Any] = {"env_id": env_id, "env_kwargs": kwargs, "max_episode_steps": max_episode_steps}
+        if facts:
+            info["dataset"] = dict(facts)
         self._control_mode = kwargs.get("control_mode")
         self._described: dict[str, Any] = {
             "env_info": info, "commit_info": None, "source_type": source_type, "source_desc": source_desc,

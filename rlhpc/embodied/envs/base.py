@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhpc.embodied.envs.observations import Obs
+from rlhpc.embodied.envs.interface import InterfaceError, describe
+from rlhpc.embodied.envs.observations import Obs, boxes_of
 from rlhpc.embodied.envs.timing import Timing
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ class VectorEnv(ABC):
     `infos["final_obs"]` has the true last one in that slot's row. `infos["episode"]` then has `return`, `length` and `mask`,
     and where the simulator knows success `success_once` and `success_at_end`, each `[N]`; rows outside `mask` mean nothing.
 
+    Where a simulator or robot failed in a step, `infos["lost"]` (bool `[N]`) marks its slots: their episode ends as truncated,
+    the step's outcome is not known, and nothing learns from it, counts it or records it (`env_failed`).
+
     An observation is an array `[N, ...]`, or a dict of them (`observation_space` is then a `Dict` of `Box`): "state" float32
     `[N, D]`, "rgb" uint8 `[N, H, W, C]`, "depth" `[N, H, W, 1]`, "instruction" uint8 `[N, bytes]` (`encode_text`), and so on.
 
@@ -35,6 +40,7 @@ class VectorEnv(ABC):
         supports_state: Whether `state_dict` captures the simulators, so that a resumed run goes on mid-episode.
         gains_by_processes: Whether its slots go into processes of their own if a rank has cores for them, and the slots are
             not on an accelerator.
+        takes_stage: Whether its constructor takes `stage`, "train" or "eval": its evaluations enumerate episodes.
         restarts: Simulator processes that died or hung and were started again.
         can_stay_on_device: Whether its observations are made on an accelerator.
         on_device: Set by an env rank whose policies compute on the same accelerator: observations then stay there, as tensors.
@@ -43,7 +49,11 @@ class VectorEnv(ABC):
             resets, where the environment has any (`env_states`).
         timing: How well a robot keeps its time; None for simulators.
         max_episode_steps: The limit in force, 0 for none; None where the environment does not say.
+        control_hz: Actions a second of the robot's time, which a recording takes as its frame rate; None where the environment
+            does not say.
         record_kwargs: What a recording notes as the environment's arguments, instead of `kwargs`.
+        holds_hardware: Whether it moves hardware, which must be stopped before its process ends.
+        on_wait: Called again and again while it waits for a person; cancels the wait by raising.
     """
 
     num_envs: int
@@ -51,13 +61,28 @@ class VectorEnv(ABC):
     action_space: Any
     supports_state = False
     gains_by_processes = False
+    takes_stage = False
     restarts = 0
     keep_states = False
     can_stay_on_device = False
     on_device = False
     timing: Timing | None = None
     max_episode_steps: int | None = None
+    control_hz: float | None = None
     record_kwargs: Mapping[str, Any] | None = None
+    holds_hardware = False
+    on_wait: Callable[[str], None] | None = None
+
+    def __init_subclass__(cls) -> None:
+        """Checks what `reset`, `step` and `chunk_step` return where a user's class has written them.
+
+        What it inherits of ours may return what the class is still to change.
+        """
+        super().__init_subclass__()
+        if cls.__module__.partition(".")[0] != "rlhpc":
+            for name, check in (("reset", check_reset), ("step", check_step), ("chunk_step", check_step)):
+                if name in cls.__dict__:
+                    setattr(cls, name, _checked(cls.__dict__[name], check))
 
     @classmethod
     def uses_accelerator(cls, cfg: EnvSideConfig) -> bool:
@@ -113,6 +138,15 @@ class VectorEnv(ABC):
         infos["chunk"] = {"rewards": rewards, "mask": executed}
         return obs, rewards.sum(1), terminations, truncations, infos
 
+    def refresh(self) -> Obs | None:
+        """Returns observations as of now, for the first decision after a pause; None where the simulator has waited."""
+        return None
+
+    def continue_episodes(self, counts: np.ndarray) -> None:
+        """Begins each slot's series after `counts` `[N]` episodes: for environments that take `stage`, in an evaluation whose
+        simulator has been started again."""
+        raise NotImplementedError(f"{type(self).__name__} does not enumerate its episodes")
+
     def state_dict(self) -> Any:
         """Everything the next step depends on, as plain containers, arrays and bytes."""
         raise NotImplementedError(f"{type(self).__name__} cannot save its state")
@@ -151,6 +185,68 @@ class VectorEnv(ABC):
 
     def close(self) -> None:  # noqa: B027 (most simulators have nothing to free)
         """Frees the simulators."""
+
+
+def _checked(method: Any, check: Callable[[VectorEnv, str, Any], None]) -> Any:
+    @functools.wraps(method)
+    def call(env: VectorEnv, *args: Any, **options: Any) -> Any:
+        answer = method(env, *args, **options)
+        check(env, method.__name__, answer)
+        return answer
+
+    return call
+
+
+def check_reset(env: VectorEnv, name: str, answer: Any) -> None:
+    """Refuses what a user's vector environment returns from `reset`, unless it is (observations, infos).
+
+    Raises:
+        InterfaceError: Says what it returned.
+    """
+    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
+        raise _refusal(env, f"{name}() returned {describe(answer)}")
+    _check_observations(env, name, answer[0])
+
+
+def check_step(env: VectorEnv, name: str, answer: Any) -> None:
+    """Refuses what a user's vector environment returns from `step` or `chunk_step`, unless it is a `Step`.
+
+    Raises:
+        InterfaceError: Says what it returned.
+    """
+    if not isinstance(answer, tuple) or len(answer) != 5 or not isinstance(answer[4], dict):
+        raise _refusal(env, f"{name}() returned {describe(answer)}")
+    obs, rewards, terminations, truncations, infos = answer
+    _check_observations(env, name, obs)
+    for label, values, kinds in (
+        ("rewards", rewards, "fiu"), ("terminations", terminations, "b"), ("truncations", truncations, "b"),
+    ):  # fmt: skip
+        if not isinstance(values, np.ndarray) or values.shape != (env.num_envs,) or values.dtype.kind not in kinds:
+            raise _refusal(env, f"{name}() returned {describe(values)} as {label}")
+    if (terminations | truncations).any() and not ("final_obs" in infos or "lost" in infos):
+        raise _refusal(env, f"{name}() ended episodes, and its infos have no final_obs")
+
+
+def _check_observations(env: VectorEnv, name: str, obs: Any) -> None:
+    for key, box in boxes_of(env.observation_space).items():
+        part = obs.get(key) if key and isinstance(obs, dict) else obs
+        if tuple(getattr(part, "shape", ())) != (env.num_envs, *box.shape):
+            label = f"observation {key}" if key else "observations"
+            raise _refusal(env, f"{name}() returned {describe(part)} as {label}; the space is {box}")
+
+
+def _refusal(env: VectorEnv, problem: str) -> InterfaceError:
+    return InterfaceError(
+        f"{type(env).__module__}:{type(env).__name__}: {problem}; a vector environment of N = {env.num_envs} slots returns "
+        "(observations [N, …], infos) from reset(), and (observations [N, …], rewards [N], terminations bool [N], "
+        "truncations bool [N], infos) from step(), where infos have final_obs if an episode ended (rlhpc.VectorEnv)"
+    )
+
+
+def env_failed(infos: Mapping[str, Any], num_envs: int) -> np.ndarray:
+    """Returns the slots (bool `[N]`) whose simulator or robot failed in this step, so that its outcome is not known."""
+    failed = infos.get("lost")
+    return np.zeros(num_envs, bool) if failed is None else np.array(failed, bool)
 
 
 def merge_infos(into: dict[str, Any], info: dict[str, Any], mask: np.ndarray) -> None:

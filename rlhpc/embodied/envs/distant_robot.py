@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhpc.embodied.envs.base import Step, VectorEnv
-from rlhpc.embodied.envs.robot import Pace, above_0
+from rlhpc.embodied.envs.base import Step
+from rlhpc.embodied.envs.robot import OneRobotEnv, Pace, above_0
 from rlhpc.embodied.envs.timing import TIMED, Timing
 from rlhpc.embodied.robots.line import Line, LineLost, Message, give
 from rlhpc.embodied.robots.meeting import Meeting
 from rlhpc.embodied.robots.shapes import misfit, observed, taken, told
+from rlhpc.runtime.context import check_run
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.network import address_of
 from rlhpc.runtime.registry import ROBOTS
 
@@ -30,13 +31,13 @@ _EPISODE = ("return", "length", "success_once", "success_at_end")
 _LOOK_S = 0.2
 
 
-class DistantRobotVectorEnv(VectorEnv):
+class DistantRobotVectorEnv(OneRobotEnv):
     """One robot that comes from outside (`rlhpc robot serve`); `env_id` is its name in messages. Its episodes cannot be
     resumed.
 
-    Rate, limits and safety are kept on the robot's machine, by `RobotVectorEnv`; here its steps are asked for and waited
-    for. When the line to it is lost, its episode ends as truncated, without an entry in the statistics (`infos["lost"]`),
-    and the run waits.
+    Rate, limits and safety are kept on the robot's machine, by its safety core; here its steps are asked for and waited
+    for, without a deadline while the robot waits for a person. When the line to it is lost, its episode ends as truncated,
+    without an entry in the statistics (`infos["lost"]`), and the run waits.
 
     `kwargs`: `observes` and `acts`, what it shows and takes (see `shapes`); `hz`, `stale_s`, `max_change`, `late`, see
     `RobotVectorEnv`; `wait_s` (600), how long the robot is waited for; `interface` (null), the network interface on which
@@ -54,7 +55,13 @@ class DistantRobotVectorEnv(VectorEnv):
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
         kwargs = {str(name): value for name, value in (cfg.kwargs or {}).items()}
         self._name, self._slot, self._seed = cfg.env_id, slot_offset, seed
+        if "resume" in kwargs:
+            raise ConfigError(
+                "env.train.kwargs.resume: who ends a stop for safety is said at the robot: rlhpc robot serve --resume"
+            )
         pace = Pace.of(num_envs, kwargs)
+        self._max_change = pace.max_change
+        self.control_hz = pace.hz
         self._wait_s = above_0("wait_s", kwargs.pop("wait_s", 600.0))
         self._folder, self._interface = kwargs.pop("folder", None), kwargs.pop("interface", None)
         self.observation_space, self.action_space = (
@@ -64,7 +71,7 @@ class DistantRobotVectorEnv(VectorEnv):
         if kwargs:
             known = "observes, acts, hz, stale_s, max_change, late, wait_s, interface, folder"
             raise ConfigError(f"env.train.kwargs of a distant_robot has {', '.join(kwargs)}; there are {known}")
-        self.num_envs, self.max_episode_steps = 1, cfg.max_episode_steps or 0
+        self.max_episode_steps = cfg.max_episode_steps or 0
         settings = {name: getattr(cfg, name) for name in SETTINGS}
         self._settings = settings | {"max_episode_steps": self.max_episode_steps, "slot": slot_offset, **pace._asdict()}
         self.timing = Timing()
@@ -72,6 +79,7 @@ class DistantRobotVectorEnv(VectorEnv):
         self._line: Line | None = None
         self._asked = self._came = self._trips = 0
         self._why, self._owes_begin = "", False
+        self._waits_because = ""
 
     # -- who is there ---------------------------------------------------------------------------------------------
 
@@ -86,12 +94,9 @@ class DistantRobotVectorEnv(VectorEnv):
                     "a distant_robot joins a run; for commands name the folder in which it is met: "
                     "env.eval.kwargs.folder=robots"
                 )
-            own = Path(self._folder).expanduser().absolute() if self._folder else run.registry.root / ROBOTS  # type: ignore[union-attr]
+            folder = expand_home(self._folder).absolute() if self._folder else run.registry.root / ROBOTS  # type: ignore[union-attr]
             name = self._folder or run.registry.root.parent.parent.name  # type: ignore[union-attr]
-            wanted = told(self.observation_space, self.action_space)
-            self._meeting = Meeting(
-                own, self._name, self._slot, self._address(), str(name), lambda found: misfit(wanted, found)
-            )
+            self._meeting = Meeting(folder, self._name, self._slot, self._address(), str(name), self._misfit)
         return self._meeting
 
     def _address(self) -> str:
@@ -103,27 +108,31 @@ class DistantRobotVectorEnv(VectorEnv):
         far = str(run.service.endpoint["tcp"]) if run is not None else ""
         return far.removeprefix("tcp://").rpartition(":")[0].strip("[]") or "127.0.0.1"
 
-    def _check(self) -> None:
-        from rlhpc.runtime.context import installed
-
-        if (run := installed()) is not None:
-            run.check()
+    def _misfit(self, about: Any) -> str:
+        """Returns why a robot cannot be this one; empty if it can."""
+        spaces = told(self.observation_space, self.action_space)
+        if why := misfit(spaces, about):
+            return why
+        no_max_change = str(about.get("no_max_change", ""))
+        return (
+            f"kwargs.max_change is {self._max_change:g}; {no_max_change}" if self._max_change and no_max_change else ""
+        )
 
     def _until_there(self, deadline: float) -> tuple[Line, bool]:
         meeting, place = self._met(), self._met().place
-        if (found := meeting.wait(0.0, self._check)) is None:
+        if (arrival := meeting.wait(0.0, check_run)) is None:
             log.warning(
                 "%s waits for %s, at %s port %d of %s: rlhpc robot invite makes a key for it", place.run, self._name,
                 place.address, place.port, place.node,
             )  # fmt: skip
-            found = meeting.wait(max(0.0, deadline - time.monotonic()), self._check)
-        if found is None:
+            arrival = meeting.wait(max(0.0, deadline - time.monotonic()), check_run)
+        if arrival is None:
             since = f"it was lost ({self._why}) and has not come back" if self._why else "it has not come"
             raise DeadlineExceeded(
                 f"waited {self._wait_s:g} s (kwargs.wait_s) for the robot {self._name} of slot {self._slot}: {since}; "
                 f"rlhpc robot invite {place.run} --output FILE makes its key, rlhpc robot serve FILE brings it"
             )
-        return found
+        return arrival
 
     # -- episodes -------------------------------------------------------------------------------------------------
 
@@ -152,6 +161,14 @@ class DistantRobotVectorEnv(VectorEnv):
                 return self._obs
             except LineLost as lost:
                 self._lose(lost)
+
+    def refresh(self) -> Any:
+        """Returns an observation as of now (`VectorEnv.refresh`); a robot that is lost says so in the next step."""
+        try:
+            self._obs = self._seen(self._ask({"do": "refresh"}, {}, time.monotonic() + self._wait_s), "obs")
+        except LineLost as lost:
+            self._lose(lost)
+        return self._obs
 
     def step(self, actions: np.ndarray) -> Step:
         """One step of the robot in its own time (`VectorEnv.step`)."""
@@ -199,14 +216,27 @@ class DistantRobotVectorEnv(VectorEnv):
             self._trips += len(trips)
             self.timing.link_s += trips
             if found is not None and found.words.get("number") == self._asked:
+                if "waits" in found.words:  # for a person, who may take as long as it takes
+                    deadline = time.monotonic() + self._wait_s
+                    self._note_wait(str(found.words["waits"]))
+                    continue
+                self._waits_because = ""
                 if why := found.words.get("broken"):
                     raise LineLost(f"it said: {why}")
                 return found
             if found is not None:  # an answer of before
                 continue
-            self._check()
+            check_run()
             if time.monotonic() > deadline:
                 raise LineLost(f"it is there, and has not finished its {words['do']} in {self._wait_s:g} s")
+
+    def _note_wait(self, reason: str) -> None:
+        if reason != self._waits_because:
+            self._waits_because = reason
+            log.warning(
+                "%s of slot %d is stopped (%s), and the run waits for a person at the robot: rlhpc robot resume, there",
+                self._name, self._slot, reason,
+            )  # fmt: skip
 
     def _lose(self, lost: LineLost) -> None:
         self._why = str(lost)

@@ -8,19 +8,26 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import difflib
-import operator
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, RecordEpisodeStatistics, TimeLimit
+from gymnasium.wrappers import (
+    AtariPreprocessing,
+    MaxAndSkipObservation,
+    OrderEnforcing,
+    PassiveEnvChecker,
+    RecordEpisodeStatistics,
+    TimeLimit,
+)
 
 from rlhpc.embodied.envs import gymnasium_state
 from rlhpc.embodied.envs.base import Step, VectorEnv, merge_infos
+from rlhpc.embodied.envs.interface import reset_env, step_env, success_of
 from rlhpc.embodied.envs.observations import Obs, boxes_of, encode_text, is_text, text_space
 from rlhpc.embodied.envs.wrapping import wrap
 from rlhpc.runtime.errors import ConfigError
@@ -75,6 +82,8 @@ def make_one(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
         limit = env.spec.max_episode_steps if env.spec is not None else None
     while isinstance(env, _STRIPPED):
         env = env.env
+    if env.unwrapped.spec is not None:
+        env.unwrapped.spec.max_episode_steps = limit or None  # wrappers such as `time` ask for it
     return wrap(env, cfg.wrappers), int(limit or 0)
 
 
@@ -87,11 +96,43 @@ def _statistics(env: Any) -> RecordEpisodeStatistics[Any, Any] | None:
     return None
 
 
+def _control_hz(env: Any) -> float | None:
+    """Returns the actions a second of an environment: by its time step `dt`, or by the rate at which it is shown."""
+    skipped = 1
+    while isinstance(env, gymnasium.Wrapper):
+        if isinstance(env, MaxAndSkipObservation):
+            skipped *= env._skip
+        elif isinstance(env, AtariPreprocessing):
+            skipped *= env.frame_skip
+        env = env.env
+    step, rate = getattr(env, "dt", None), (env.metadata or {}).get("render_fps")
+    if isinstance(step, int | float) and step > 0:
+        rate = 1.0 / step
+    return float(rate) / skipped if isinstance(rate, int | float) and rate > 0 else None
+
+
 def _unsupported(env_id: str, space: Any) -> ConfigError:
     return ConfigError(
         f"env_id {env_id!r} has observations {space}; supported is Box, or a Dict of Box and Text: add "
         f"gymnasium.wrappers:FlattenObservation to env.train.wrappers"
     )
+
+
+def write_row(rows: np.ndarray, i: int, observed: Any) -> None:
+    """Writes an observation into its row.
+
+    Raises:
+        ValueError, TypeError: It has another shape, or numbers that the row's type cannot represent.
+    """
+    if observed.__class__ is not np.ndarray or observed.dtype != rows.dtype or observed.shape != rows.shape[1:]:
+        observed = np.asarray(observed)
+        if observed.dtype.kind not in "biuf":
+            raise TypeError(f"no numbers: {observed.dtype}")
+        if observed.size != rows[i].size:
+            raise ValueError(f"{observed.size} numbers in place of {rows[i].size}")
+        if rows.dtype.kind != "f" and (observed.astype(rows.dtype) != observed).any():
+            raise ValueError(f"numbers that {rows.dtype} cannot represent")
+    rows[i] = observed
 
 
 def _form(box: Any, count: int) -> tuple[tuple[int, ...], Any]:
@@ -116,6 +157,7 @@ class GymnasiumVectorEnv(VectorEnv):
         self._statistics = [_statistics(env) for env in self.envs]
         self._limit = self.max_episode_steps = made[0][1]
         self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
+        self.control_hz = _control_hz(self.envs[0])
         self._several = isinstance(self.observation_space, spaces.Dict)
         self._texts: dict[str, int] = {}
         if self._several:
@@ -123,7 +165,7 @@ class GymnasiumVectorEnv(VectorEnv):
         elif not isinstance(self.observation_space, spaces.Box):
             raise _unsupported(cfg.env_id, self.observation_space)
         self._forms = {key: _form(box, num_envs) for key, box in boxes_of(self.observation_space).items()}
-        self._write: Callable[[Any, int, Any], None] = self._write_parts if self._several else operator.setitem
+        self._write: Callable[[Any, int, Any], None] = self._write_parts if self._several else write_row
         self._discrete = isinstance(self.action_space, spaces.Discrete)
         # Policies count actions from 0.
         self._start: Any = getattr(self.action_space, "start", 0)
@@ -168,7 +210,7 @@ class GymnasiumVectorEnv(VectorEnv):
 
     def _write_parts(self, rows: dict[str, np.ndarray], i: int, observed: Any) -> None:
         for key, room in rows.items():
-            room[i] = encode_text(observed[key], self._texts[key]) if key in self._texts else observed[key]
+            write_row(room, i, encode_text(observed[key], self._texts[key]) if key in self._texts else observed[key])
 
     def _misfit(self, observed: Any, i: int) -> ConfigError:
         """An observation that is not of the environment's own observation space."""
@@ -176,10 +218,12 @@ class GymnasiumVectorEnv(VectorEnv):
         def form(value: Any) -> str:
             if isinstance(value, dict):
                 return "{" + ", ".join(f"{key}: {form(part)}" for key, part in value.items()) + "}"
-            return str(getattr(value, "shape", None) or type(value).__name__)
+            if hasattr(value, "shape") and hasattr(value, "dtype"):
+                return f"shape {tuple(value.shape)}, type {value.dtype}"
+            return f"type {type(value).__name__}"
 
         return ConfigError(
-            f"{self._env_id}: slot {i} gave an observation of shape {form(observed)}, and its observation_space is "
+            f"{self._env_id}: slot {i} gave an observation of {form(observed)}, and its observation_space is "
             f"{self.envs[i].observation_space}; mend the environment, or wrap it (env.train.wrappers)"
         )
 
@@ -206,7 +250,7 @@ class GymnasiumVectorEnv(VectorEnv):
         seed = self._slot_seed(i) if fresh or self._fixed else None
         if self._played is not None:
             self._played[i] = (seed if seed is not None else gymnasium_state.generator_state(self.envs[i]), [])
-        return self.envs[i].reset(seed=seed)[0]
+        return reset_env(self.envs[i], self._env_id, seed=seed)[0]
 
     def step(self, actions: np.ndarray) -> Step:
         """Steps every slot by one action (`VectorEnv.step`). Box actions are clipped to the space's bounds."""
@@ -253,17 +297,17 @@ class GymnasiumVectorEnv(VectorEnv):
         played = self._played
         for i in slots:
             env = self.envs[i]
-            observed, reward, terminated, truncated, info = env.step(chosen[i])
+            observed, reward, terminated, truncated, info = step_env(env, self._env_id, chosen[i])
             if played is not None:
                 played[i][1].append(chosen[i])
             elapsed[i] += 1
-            returns[i] += float(reward)
+            returns[i] += reward
             rewards[i] = reward
             if self._relative:
-                rewards[i], self._before[i] = float(reward) - self._before[i], float(reward)
-            if info and (said := info.get("success", info.get("is_success"))) is not None:
-                infos.setdefault("success", np.zeros(n, bool))[i] = bool(said)
-                self._once[i] |= bool(said)
+                rewards[i], self._before[i] = reward - self._before[i], reward
+            if info and (success := success_of(self._env_id, info)) is not None:
+                infos.setdefault("success", np.zeros(n, bool))[i] = success
+                self._once[i] |= success
             if terminated and self._ignore_terminations:
                 terminated = False
             if limit and elapsed[i] >= limit:
@@ -284,7 +328,7 @@ class GymnasiumVectorEnv(VectorEnv):
             rewards *= self._scale
         return obs, rewards, terminations, truncations, infos
 
-    def _end(self, i: int, final: Any, info: dict[str, Any], infos: dict[str, Any], counts: bool) -> None:
+    def _end(self, i: int, final: Any, info: Mapping[str, Any], infos: dict[str, Any], counts: bool) -> None:
         if "final_obs" not in infos:
             n = self.num_envs
             infos["final_obs"] = self._rows()
@@ -293,12 +337,12 @@ class GymnasiumVectorEnv(VectorEnv):
             }  # fmt: skip
         self._write(infos["final_obs"], i, final)
         episode, counted = infos["episode"], self._statistics[i]
-        episode["return"][i] = self._returns[i] if counted is None else counted.episode_returns
+        total = self._returns[i] if counted is None else counted.episode_returns
+        episode["return"][i] = np.asarray(total).item()  # some environments' rewards are arrays of one number
         episode["length"][i], episode["mask"][i] = self._elapsed[i], counts
-        for name in ("success", "is_success"):
-            if name in info:
-                for key, value in (("success_once", self._once[i]), ("success_at_end", info[name])):
-                    episode.setdefault(key, np.zeros(self.num_envs, np.float64))[i] = float(value)
+        if (success := success_of(self._env_id, info)) is not None:
+            for key, value in (("success_once", self._once[i]), ("success_at_end", success)):
+                episode.setdefault(key, np.zeros(self.num_envs, np.float64))[i] = float(value)
         self._episodes[i] += 1
 
     def _begun(self, i: int) -> tuple[Any, list[Any]] | None:

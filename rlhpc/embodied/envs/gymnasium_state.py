@@ -10,6 +10,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from rlhpc.embodied.envs.interface import reset_env, step_env
+
 _MUJOCO = ("model", "data", "mujoco_renderer")
 _NOT_STATE = ("screen", "surf", "clock", "viewer", "window", "spec", "observation_space", "action_space")
 #: Simulators whose state cannot be read, or is large, but whose resets leave nothing behind: classes, and packages.
@@ -64,9 +66,10 @@ def restore(env: Any, saved: bytes) -> tuple[Any, list[Any]] | None:
             random.set_state(start)
         else:
             random.bit_generator.state = start
-    env.reset(seed=seed)
+    name = str(getattr(env.unwrapped.spec, "id", env.unwrapped))
+    reset_env(env, name, seed=seed)
     for action in actions:
-        env.step(action)
+        step_env(env, name, action)
     _take_over(env, wrappers[0] if wrappers else [])
     return start, actions
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rlhpc.checkpoint.start import find_weights
-from rlhpc.embodied.envs.base import Step, VectorEnv
+from rlhpc.embodied.envs.base import Step, VectorEnv, env_failed
 from rlhpc.embodied.envs.observations import Obs, as_arrays
 from rlhpc.embodied.envs.spaces import space_to_json
 from rlhpc.embodied.models.saved import load_policy
@@ -73,6 +73,10 @@ class JudgedEnv(VectorEnv):
         self._before[:] = 0
         return self.env.reset(seed)
 
+    def refresh(self) -> Obs | None:
+        """See `VectorEnv.refresh`."""
+        return self.env.refresh()
+
     def step(self, actions: np.ndarray) -> Step:
         """See `VectorEnv.step`."""
         return self._judged(self.env.step(actions))
@@ -88,11 +92,12 @@ class JudgedEnv(VectorEnv):
         seen = _last(as_arrays(obs), as_arrays(infos["final_obs"]), done) if done.any() else as_arrays(obs)
         probable = self.model.value(to_tensors(seen, self.device)).cpu().numpy().astype(np.float32)
         rewards = self._scale * (probable - self._before if self._relative else probable)
+        rewards[env_failed(infos, self.num_envs)] = 0
         self._before = np.where(done, np.float32(0), probable)
         if "chunk" in infos:
             mask = infos["chunk"]["mask"]
-            last = np.zeros(mask.shape, np.float32)
-            last[np.arange(len(mask)), mask.sum(1) - 1] = rewards
+            last, executed = np.zeros(mask.shape, np.float32), mask.any(1)
+            last[executed, mask.sum(1)[executed] - 1] = rewards[executed]
             infos["chunk"]["rewards"] = last
         return obs, rewards, terminations, truncations, infos
 

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium import spaces
 
-from rlhpc.embodied.envs.observations import TEXT_BYTES, encode_text
+from rlhpc.embodied.envs.observations import check_orientation, encode_text, oriented, text_bytes
 from rlhpc.embodied.envs.slotwise import SlotStep, SlotwiseVectorEnv, only_known
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
-_DEFAULTS = {"task_ids": None, "cameras": ["agentview", "robot0_eye_in_hand"], "width": 128, "height": 128}
-#: Steps of the longest demonstration of a suite, rounded up, as OpenVLA's evaluation has them.
+_DEFAULTS = {
+    "task_ids": None,
+    "cameras": ["agentview", "robot0_eye_in_hand"],
+    "width": 256,
+    "height": 256,
+    "image_orientation": "rotate_180",
+}
+#: Steps of the longest demonstration of a suite, rounded up, as OpenVLA's evaluation has them. Settling does not count.
 _LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 #: Steps in which objects come to rest after a reset, with the gripper open and nothing else moving.
 _SETTLING = 10
@@ -26,41 +33,53 @@ _REST = np.array([0, 0, 0, 0, 0, 0, -1.0])
 
 
 class LiberoVectorEnv(SlotwiseVectorEnv):
-    """N slots of a suite such as `libero_spatial`; neighbouring slots (or groups of slots) have its tasks in turn.
+    """N slots of a suite such as `libero_spatial`.
 
-    An episode starts from one of the task's recorded initial states, drawn by its seed. Observations: `state` float32 `[8]`
-    (gripper position 3, axis-angle 3, fingers 2), `rgb` uint8 `[H, W, 3 x cameras]` upright, `instruction`. The reward is 1
-    at success. `kwargs`: task_ids (all), cameras, width, height.
+    An episode starts from one of the recorded initial states of one of the suite's tasks. In training both are drawn by the
+    episode's seed, so that slots of a group share them. In evaluation the suite's (task, state) pairs are enumerated over
+    slots and episodes, the first state of every task first: with as many episodes as pairs each is played once, with fewer
+    the tasks get equally many, with more the enumeration begins anew.
 
-    Episodes do not go on after a resume: robosuite's resets leave something behind unless they build the whole scene anew.
+    Each episode builds its simulator anew, as LIBERO's own hard resets do: nothing of an episode reaches the next.
+
+    Observations: `state` float32 `[8]` (gripper position 3, axis-angle 3, fingers 2), `rgb` uint8 `[H, W, 3 x cameras]`,
+    `instruction`. The reward is 1 at success. `kwargs`: task_ids (all), cameras, width, height, image_orientation
+    (`oriented`).
 
     Args:
         cfg: Section `env.train` or `env.eval`.
         num_envs: Slots here.
         slot_offset: Global number of the first.
         seed: Of the run.
+        stage: "train" or "eval".
     """
 
-    supports_state = False
+    takes_stage = True
+    control_hz = 20.0
 
-    def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
-        limit = cfg.max_episode_steps or _LIMITS.get(cfg.env_id, 520)
-        super().__init__(cfg, num_envs, slot_offset, seed, limit)
+    def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, stage: str = "train") -> None:
+        super().__init__(cfg, num_envs, slot_offset, seed, cfg.max_episode_steps or _limit(cfg.env_id))
         kwargs = only_known(cfg.kwargs, _DEFAULTS, "libero")
-        suite = _suite(cfg.env_id)
+        self._suite = suite = _suite(cfg.env_id)
         chosen = list(range(suite.n_tasks)) if kwargs["task_ids"] is None else [int(i) for i in kwargs["task_ids"]]
         if not chosen or not all(0 <= i < suite.n_tasks for i in chosen):
             raise ConfigError(f"env.train.kwargs.task_ids is {chosen}; {cfg.env_id} has tasks 0 to {suite.n_tasks - 1}")
         self._cameras = [str(name) for name in kwargs["cameras"]]
         self._size = (int(kwargs["height"]), int(kwargs["width"]))
-        groups = [(slot_offset + slot) // cfg.group_size for slot in range(num_envs)]
-        tasks = [chosen[group % len(chosen)] for group in groups]
-        self._starts = [np.asarray(suite.get_task_init_states(task)) for task in tasks]
-        self._texts = [encode_text(suite.get_task(task).language, TEXT_BYTES) for task in tasks]
-        self._envs = [self._build(suite.get_task(task)) for task in tasks]
+        self._orientation = check_orientation(kwargs["image_orientation"])
+        self._states = {task: np.asarray(suite.get_task_init_states(task)) for task in dict.fromkeys(chosen)}
+        self._pairs = task_state_pairs({task: len(states) for task, states in self._states.items()})
+        words = {task: str(suite.get_task(task).language) for task in self._states}
+        size = text_bytes(words.values())
+        self._texts = {task: encode_text(text, size) for task, text in words.items()}
+        self._enumerates = stage == "eval" and not cfg.use_fixed_reset_state_ids
+        self._stride, self._slot_offset = cfg.num_envs, slot_offset
+        #: Task of each slot's episode, and its simulator.
+        self._tasks = [chosen[0]] * num_envs
+        self._envs: list[Any] = [None] * num_envs
         rgb = spaces.Box(0, 255, (*self._size, 3 * len(self._cameras)), np.uint8)
         state = spaces.Box(-np.inf, np.inf, (8,), np.float32)
-        text = spaces.Box(0, 255, (TEXT_BYTES,), np.uint8)
+        text = spaces.Box(0, 255, (size,), np.uint8)
         self.observation_space = spaces.Dict({"state": state, "rgb": rgb, "instruction": text})
         self.action_space = spaces.Box(-1.0, 1.0, (7,), np.float32)
 
@@ -70,22 +89,37 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
 
         file = Path(get_libero_path("bddl_files")) / task.problem_folder / task.bddl_file
         height, width = self._size
+        np.random.seed(0)  # places what the recorded states do not contain
         env = OffScreenRenderEnv(
             bddl_file_name=str(file),
             camera_names=self._cameras,
             camera_heights=height,
             camera_widths=width,
-            hard_reset=False,
+            hard_reset=False,  # the simulator has just been built
         )
-        env.seed(0)  # it moves things that the recorded states do not contain; the same in every slot
+        env.seed(0)
+        env.reset()
         return env
+
+    def pair_of(self, slot: int, seed: int) -> tuple[int, int]:
+        """Task and initial state of the episode that a slot begins with `seed`."""
+        index = seed
+        if self._enumerates:
+            index = (int(self.episodes.begun[slot]) - 1) * self._stride + self._slot_offset + slot
+        return self._pairs[index % len(self._pairs)]
+
+    def continue_episodes(self, counts: np.ndarray) -> None:
+        """See `VectorEnv.continue_episodes`."""
+        self.episodes.begun[:] = counts
 
     def begin_slot(self, slot: int, seed: int) -> dict[str, np.ndarray]:
         """Starts an episode in a slot (`SlotwiseVectorEnv.begin_slot`)."""
-        env, starts = self._envs[slot], self._starts[slot]
-        env.seed(0)
-        env.reset()
-        env.set_init_state(starts[seed % len(starts)])
+        task, state = self.pair_of(slot, seed)
+        if self._envs[slot] is not None:
+            self._envs[slot].close()
+        self._tasks[slot] = task
+        env = self._envs[slot] = self._build(self._suite.get_task(task))
+        env.set_init_state(self._states[task][state])
         for _ in range(_SETTLING):
             obs = env.step(_REST)[0]
         return self._observe(slot, obs)
@@ -98,9 +132,13 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
 
     def _observe(self, slot: int, obs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         hand = [obs["robot0_eef_pos"], axis_angle(obs["robot0_eef_quat"]), obs["robot0_gripper_qpos"]]
-        views = [obs[f"{camera}_image"][::-1] for camera in self._cameras]  # OpenGL's rows go upwards
-        rgb = np.ascontiguousarray(np.concatenate(views, -1))
-        return {"state": np.concatenate(hand).astype(np.float32), "rgb": rgb, "instruction": self._texts[slot]}
+        views = [oriented(obs[f"{camera}_image"], self._orientation) for camera in self._cameras]
+        rgb = np.concatenate(views, -1)
+        return {
+            "state": np.concatenate(hand).astype(np.float32),
+            "rgb": rgb,
+            "instruction": self._texts[self._tasks[slot]],
+        }
 
     def picture(self, slot: int) -> np.ndarray:
         """A picture of a slot (`SlotwiseVectorEnv.picture`): the first camera."""
@@ -110,7 +148,20 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
     def close(self) -> None:
         """Closes the simulators."""
         for env in self._envs:
-            env.close()
+            if env is not None:
+                env.close()
+
+
+def task_state_pairs(counts: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Returns the (task, initial state) pairs of a suite, from the number of states of each task: state 0 of every task,
+    then state 1, and so on."""
+    return [(task, i) for i in range(max(counts.values())) for task, count in counts.items() if i < count]
+
+
+def _limit(suite: str) -> int:
+    """Step limit of a suite; LIBERO-PRO's variants, such as `libero_goal_swap`, have that of their suite."""
+    names = [name for name in _LIMITS if suite == name or suite.startswith(f"{name}_")]
+    return _LIMITS[names[0]] if names else max(_LIMITS.values())
 
 
 def axis_angle(quaternion: np.ndarray) -> np.ndarray:

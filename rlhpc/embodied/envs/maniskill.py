@@ -153,6 +153,7 @@ class ManiSkillVectorEnv(VectorEnv):
         self.record_kwargs = {**self._kwargs, "sim_backend": "physx_cuda" if self._gpu else "physx_cpu"}
         self.max_episode_steps = int(limit or 0)
         first = self._parts[0]
+        self.control_hz = float(first.control_freq)
         self.action_space, self._split = joint_action_space(first.single_action_space)
         row = convert(first.get_obs())
         self.can_stay_on_device = self._gpu and len(self._parts) == 1

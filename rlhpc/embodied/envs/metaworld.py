@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from gymnasium import spaces
 
+from rlhpc.embodied.envs.observations import check_orientation, oriented
 from rlhpc.embodied.envs.slotwise import SlotStep, SlotwiseVectorEnv, only_known
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
-_DEFAULTS = {"reward_mode": "dense", "camera_name": "corner2", "width": 480, "height": 480}
+_DEFAULTS = {
+    "reward_mode": "dense",
+    "camera_name": "corner2",
+    "width": 480,
+    "height": 480,
+    "image_orientation": "rotate_180",
+}
 #: MetaWorld's own limit; its environments refuse more.
 _LONGEST = 500
 
@@ -24,7 +31,8 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
     """N slots of a task such as `reach-v3`, goal visible, objects and goal drawn for every episode.
 
     Observations are MetaWorld's 39 numbers. `kwargs`: reward_mode `dense` (0 to 10) or `sparse` (1 at success),
-    camera_name, width and height of pictures. An episode ends with success, unless `ignore_terminations`.
+    camera_name, width, height and image_orientation (`oriented`) of pictures: MetaWorld's cameras are mounted upside down, so
+    that pictures rotated by 180 degrees show the scene as it is. An episode ends with success, unless `ignore_terminations`.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
@@ -37,6 +45,7 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
         limit = min(cfg.max_episode_steps or _LONGEST, _LONGEST)
         super().__init__(cfg, num_envs, slot_offset, seed, limit)
         kwargs = only_known(cfg.kwargs, _DEFAULTS, "metaworld")
+        self._orientation = check_orientation(kwargs.pop("image_orientation"))
         self._sparse = kwargs.pop("reward_mode") == "sparse"
         os.environ.setdefault("MUJOCO_GL", "egl")
         tasks = _tasks()
@@ -48,6 +57,7 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
                 f"{'did you mean ' + ', '.join(near) if near else 'tasks are named as reach-v3'}"
             )
         self._envs = [_build(tasks[name], kwargs) for _ in range(num_envs)]
+        self.control_hz = 1.0 / float(self._envs[0].dt)
         space = self._envs[0].sawyer_observation_space
         self.observation_space = spaces.Box(np.float32(space.low), np.float32(space.high), dtype=np.float32)
         self.action_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
@@ -67,7 +77,7 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
     def picture(self, slot: int) -> np.ndarray:
         """A picture of a slot (`SlotwiseVectorEnv.picture`)."""
         frame: np.ndarray = self._envs[slot].render()
-        return frame[::-1]  # its cameras hang upside down
+        return oriented(frame, self._orientation)
 
     def close(self) -> None:
         """Closes the simulators."""

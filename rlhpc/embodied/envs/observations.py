@@ -9,13 +9,14 @@ A text is zero-padded UTF-8, uint8 `[N, bytes]`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
 from rlhpc.embodied.envs.finite import is_tensor
+from rlhpc.runtime.errors import ConfigError
 
 Obs = np.ndarray | dict[str, np.ndarray]
 
@@ -95,9 +96,43 @@ def blank(space: Any, count: int) -> Obs:
     return found
 
 
+#: Orders of a rendered picture's rows and columns, by `kwargs.image_orientation`.
+ORIENTATIONS: dict[str, tuple[slice, ...]] = {
+    "rotate_180": (slice(None, None, -1), slice(None, None, -1)),
+    "flip_rows": (slice(None, None, -1),),
+    "raw": (),
+}
+
+
+def check_orientation(value: Any) -> str:
+    """Returns `kwargs.image_orientation`.
+
+    Raises:
+        ConfigError: It is none of `ORIENTATIONS`.
+    """
+    if value not in ORIENTATIONS:
+        raise ConfigError(f"env.train.kwargs.image_orientation is {value!r}, not one of: {', '.join(ORIENTATIONS)}")
+    return str(value)
+
+
+def oriented(picture: np.ndarray, orientation: str) -> np.ndarray:
+    """Returns a picture `[H, W, C]` of a MuJoCo renderer as policies see it.
+
+    `rotate_180` is what the policies released for LIBERO and MetaWorld were trained on (OpenVLA, openpi, LeRobot and RLinf all
+    rotate); `flip_rows` turns the picture upright, and `raw` leaves it as it was rendered.
+    """
+    return np.ascontiguousarray(picture[ORIENTATIONS[orientation]])
+
+
 def encode_text(text: str, size: int) -> np.ndarray:
-    """A text as zero-padded UTF-8, uint8 `[size]`; what is longer is cut at a character."""
-    data = text.encode()[:size].decode(errors="ignore").encode()
+    """Returns a text as zero-padded UTF-8, uint8 `[size]`.
+
+    Raises:
+        ConfigError: It takes more bytes: a part of an instruction is another instruction.
+    """
+    data = text.encode()
+    if len(data) > size:
+        raise ConfigError(f"the text {text[:80]!r} has {len(data)} bytes, and the observation has room for {size}")
     row = np.zeros(size, np.uint8)
     row[: len(data)] = np.frombuffer(data, np.uint8)
     return row
@@ -113,6 +148,22 @@ def is_text(space: Any) -> bool:
     return space.dtype is not None and np.dtype(space.dtype).kind == "U"
 
 
+def text_bytes(texts: Iterable[str]) -> int:
+    """Returns the bytes of the longest text as UTF-8, and at least `TEXT_BYTES`."""
+    return max([TEXT_BYTES, *(len(text.encode()) for text in texts)])
+
+
 def text_space(space: Any) -> spaces.Box:
-    """The space of an encoded text."""
-    return spaces.Box(0, 255, (int(getattr(space, "max_length", TEXT_BYTES)),), np.uint8)
+    """Returns the space of an encoded text. A text space counts characters, of which each takes up to four bytes."""
+    length = getattr(space, "max_length", None)
+    widest = max((len(character.encode()) for character in getattr(space, "character_set", ())), default=4)
+    return spaces.Box(0, 255, (TEXT_BYTES if length is None else int(length) * widest,), np.uint8)
+
+
+def is_channel_last(shape: Sequence[int]) -> bool:
+    """Returns true where a picture's channels are its last axis: of a square picture they are the side that differs, of
+    another the shortest."""
+    first, second, last = shape
+    if (first == second) != (second == last):
+        return first == second
+    return last <= first

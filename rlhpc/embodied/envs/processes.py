@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -16,7 +19,9 @@ import numpy as np
 
 from rlhpc.embodied.envs.base import EnvFactory, Step, VectorEnv
 from rlhpc.embodied.envs.observations import join
-from rlhpc.embodied.envs.simulator import receive, send
+from rlhpc.embodied.envs.simulator import CLOSE_S, receive, send
+from rlhpc.embodied.envs.timing import Timing
+from rlhpc.runtime.context import check_run
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.import_paths import python_path, run_module
 
@@ -26,6 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 #: Seconds in which a simulator must be ready: importing one may take a minute on a cold filesystem.
 _START_S = 600.0
+#: Seconds in which a process must have ended, once its hardware is closed.
+_EXIT_S = 3.0
 #: Times in a row that a simulator may fail without a step in between.
 _FAILURES = 3
 
@@ -37,9 +44,11 @@ class SimulatorFailed(Exception):
 class _Simulator:
     """One process and the slots that it has."""
 
-    def __init__(self, share: range) -> None:
-        self.share = share
+    def __init__(self, share: range, on_wait: Callable[[str], None]) -> None:
+        self.share, self._on_wait = share, on_wait
         self.failures = 0
+        self.holds_hardware = False
+        self._timeout_s = _START_S
 
     def start(self, python: str | None, factory: EnvFactory, cfg: EnvSideConfig, kwargs: dict[str, Any]) -> None:
         """Starts the process, by default with this Python; `answer` then has what the environment is like."""
@@ -55,9 +64,7 @@ class _Simulator:
         except OSError as error:
             mine.close()
             os.close(self._lifeline)
-            raise ConfigError(
-                f"env.train.simulator_python is {python!r}, which cannot be started: {error.strerror}"
-            ) from None
+            raise _no_start(python, error.strerror) from None
         finally:
             its.close()
             os.close(life)
@@ -67,17 +74,21 @@ class _Simulator:
 
     def call(self, name: str, *args: Any, timeout_s: float) -> None:
         """Asks for something; `answer` waits for it."""
-        self._deadline = time.monotonic() + timeout_s
+        self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
         self._exchange(send, self._sock, (name, args), self._deadline)
 
     def answer(self) -> Any:
-        """Returns the result of the last call.
+        """Returns the result of the last call. The deadline does not run while a robot waits for a person.
 
         Raises:
             SimulatorFailed: It died, hung or raised.
             ConfigError: The environment cannot be built as configured.
         """
         kind, value = self._exchange(receive, self._sock, self._deadline)
+        while kind == "waits":
+            self._deadline = time.monotonic() + self._timeout_s
+            self._on_wait(value)
+            kind, value = self._exchange(receive, self._sock, self._deadline)
         if kind == "config":
             raise ConfigError(value)
         if kind == "raised":
@@ -98,12 +109,19 @@ class _Simulator:
             raise SimulatorFailed(f"died ({ending})") from None
 
     def stop(self) -> None:
-        """Ends the process, whatever its state."""
+        """Ends the process, whatever its state. Hardware is stopped and closed first."""
         if hasattr(self, "process"):
+            os.close(self._lifeline)
+            if self.holds_hardware:
+                try:
+                    self.process.wait(CLOSE_S + _EXIT_S)
+                except subprocess.TimeoutExpired:
+                    log.error(
+                        "the process of a robot did not end in time; it is killed, and its robot may not be stopped"
+                    )
             self.process.kill()
             self.process.wait()
             self._sock.close()
-            os.close(self._lifeline)
             del self.process
 
 
@@ -118,19 +136,24 @@ class ProcessVectorEnv(VectorEnv):
         cfg: Section `env.train` or `env.eval`.
         num_envs, slot_offset, seed: As for any environment.
         processes: How many.
+        stage: For factories that take it (`VectorEnv.takes_stage`).
     """
 
     def __init__(
-        self, factory: EnvFactory, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, processes: int
-    ) -> None:
+        self, factory: EnvFactory, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, processes: int,
+        stage: str | None = None,
+    ) -> None:  # fmt: skip
+        self._stage = {} if stage is None else {"stage": stage}
+        #: Episodes of each slot that were reported.
+        self._reported = np.zeros(num_envs, np.int64)
         self.num_envs, self._offset, self._seed = num_envs, slot_offset, seed
         from rlhpc.config.typed import alone
 
         cfg = alone(cfg)  # values that refer to other sections are looked up here, where those are
         self._factory, self._cfg = factory, cfg
-        self._timeout_s = cfg.simulator_timeout_s
+        self._timeout_s, self._waits_because = cfg.simulator_timeout_s, ""
         bounds = np.linspace(0, num_envs, min(processes, num_envs) + 1).astype(int).tolist()
-        self._simulators = [_Simulator(range(a, b)) for a, b in pairwise(bounds)]
+        self._simulators = [_Simulator(range(a, b), self._wait) for a, b in pairwise(bounds)]
         self._lost: dict[int, Any] = {}  # simulators that were lost between steps, with the observation they begin at
         try:
             for simulator in self._simulators:
@@ -140,7 +163,11 @@ class ProcessVectorEnv(VectorEnv):
             self.close()
             raise
         self.observation_space, self.action_space = facts[0]["observation_space"], facts[0]["action_space"]
-        self.supports_state = facts[0]["supports_state"]
+        self.supports_state, self.holds_hardware = facts[0]["supports_state"], facts[0]["holds_hardware"]
+        self.max_episode_steps, self.record_kwargs = facts[0]["max_episode_steps"], facts[0]["record_kwargs"]
+        self.control_hz = facts[0]["control_hz"]
+        if facts[0]["timed"]:
+            self.timing = Timing()
 
     def _start(self, simulator: _Simulator) -> None:
         # A restarted simulator gets episodes that it has not had, lest it die of the same one again.
@@ -148,14 +175,22 @@ class ProcessVectorEnv(VectorEnv):
         if self.restarts:
             seed = int(np.random.SeedSequence([seed, simulator.share.start, self.restarts]).generate_state(1)[0])
         share = {"num_envs": len(simulator.share), "slot_offset": self._offset + simulator.share.start, "seed": seed}
-        simulator.start(self._cfg.simulator_python, self._factory, self._cfg, share)
+        simulator.start(self._cfg.simulator_python, self._factory, self._cfg, share | self._stage)
 
     def _first_answer(self, simulator: _Simulator) -> dict[str, Any]:
         try:
             facts: dict[str, Any] = simulator.answer()
+            simulator.holds_hardware = facts["holds_hardware"]
             return facts
         except SimulatorFailed as failure:
             raise RlhpcError(f"a simulator of env_id {self._cfg.env_id!r} {failure} while it started") from None
+
+    def _wait(self, reason: str) -> None:
+        """Is told again and again that a robot waits for a person."""
+        if reason != self._waits_because:
+            self._waits_because = reason
+            log.warning("%s is stopped (%s), and waits for a person: rlhpc robot resume", self._cfg.env_id, reason)
+        (self.on_wait or check_run)(reason)
 
     # -- episodes ---------------------------------------------------------------------------------------------------
 
@@ -184,6 +219,7 @@ class ProcessVectorEnv(VectorEnv):
         for i, simulator in enumerate(self._simulators):
             if isinstance(answers[i], tuple):
                 simulator.failures = 0
+                self._count_reported(simulator.share, answers[i][4])
                 continue
             n, share = len(simulator.share), simulator.share
             lost[share.start : share.stop] = True
@@ -193,6 +229,9 @@ class ProcessVectorEnv(VectorEnv):
                 infos["chunk"]["mask"] = np.zeros((n, actions.shape[1]), bool)
             answers[i] = (answers[i], np.zeros(n, np.float32), np.zeros(n, bool), np.ones(n, bool), infos)
         self._seen = [answer[0] for answer in answers]
+        for answer in answers:
+            if (news := answer[4].pop("timing", None)) is not None and self.timing is not None:
+                self.timing.add(news)
         infos = _merge([answer[4] for answer in answers], [len(s.share) for s in self._simulators])
         if lost.any():
             infos["lost"] = lost
@@ -200,6 +239,23 @@ class ProcessVectorEnv(VectorEnv):
             infos["episode"].setdefault("mask", np.zeros(self.num_envs, bool))
         obs, rewards, terminations, truncations = (join([answer[k] for answer in answers]) for k in range(4))
         return obs, rewards, terminations, truncations, infos
+
+    def refresh(self) -> Any:
+        """Returns observations as of now (`VectorEnv.refresh`)."""
+        if not self.holds_hardware:
+            return None
+        self._seen = self._ask("refresh", lambda share: (), recover=lambda obs: obs)
+        return join(self._seen)
+
+    @property
+    def _repeats_episodes(self) -> bool:
+        """True where a restarted simulator begins with the lost episodes: an evaluation that enumerates plays every one."""
+        return self._stage.get("stage") == "eval"
+
+    def _count_reported(self, share: range, infos: dict[str, Any]) -> None:
+        """Counts the episodes that a step reported of a share of the slots."""
+        if "mask" in infos.get("episode", {}):
+            self._reported[share.start : share.stop] += np.asarray(infos["episode"]["mask"], bool)
 
     def _ask(self, name: str, args: Any, recover: Any) -> list[Any]:
         """Calls all simulators at once.
@@ -243,6 +299,10 @@ class ProcessVectorEnv(VectorEnv):
             try:
                 self._start(simulator)
                 simulator.answer()
+                if self._repeats_episodes:
+                    counts = self._reported[share.start : share.stop]
+                    simulator.call("continue_episodes", counts, timeout_s=self._timeout_s)
+                    simulator.answer()
                 simulator.call("reset", timeout_s=self._timeout_s)
                 return simulator.answer()[0]
             except SimulatorFailed as again:
@@ -306,11 +366,32 @@ class ProcessVectorEnv(VectorEnv):
             simulator.stop()
 
 
+def _no_start(python: str | None, reason: str | None) -> ConfigError:
+    return ConfigError(f"env.train.simulator_python is {python!r}, which cannot be started: {reason}")
+
+
+def require_python(python: str) -> None:
+    """Refuses an interpreter of simulators that is not there; starts nothing.
+
+    Raises:
+        ConfigError: There is no such file, or it may not be run.
+    """
+    if shutil.which(python) is None:
+        is_file = Path(python).exists()
+        raise _no_start(python, os.strerror(errno.EACCES if is_file else errno.ENOENT))
+
+
+def moves_hardware(factory: Any) -> bool:
+    """Returns whether what a factory builds must be stopped before its process ends."""
+    return isinstance(factory, type) and issubclass(factory, VectorEnv) and factory.holds_hardware
+
+
 def process_count(cfg: EnvSideConfig, factory: Any, num_envs: int) -> int:
     """Processes for an environment's slots; 0 keeps them in this one. See `env.train.simulators`."""
     wanted = cfg.simulators
-    if wanted is None and cfg.simulator_python is not None:
-        wanted = 1
+    # A robot is stopped by its own process, however this one ends.
+    if wanted is None and (cfg.simulator_python is not None or moves_hardware(factory)):
+        return 1
     if wanted is None:
         if not (isinstance(factory, type) and issubclass(factory, VectorEnv) and factory.gains_by_processes):
             return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.runtime.lookup import Registry
@@ -39,11 +39,12 @@ def make_env(cfg: EnvSideConfig, num_envs: int, slot_offset: int = 0, seed: int 
     Raises:
         ConfigError: It cannot be built.
     """
-    del stage
     from rlhpc.embodied.envs.processes import ProcessVectorEnv, process_count
 
     factory = ENVS.find(cfg.env_type)
-    share = {"num_envs": num_envs, "slot_offset": slot_offset, "seed": seed}
+    share: dict[str, Any] = {"num_envs": num_envs, "slot_offset": slot_offset, "seed": seed}
+    if getattr(factory, "takes_stage", False):
+        share["stage"] = stage
     if processes := process_count(cfg, factory, num_envs):
         return ProcessVectorEnv(factory, cfg, **share, processes=processes)
     return factory(cfg, **share)

@@ -1,11 +1,10 @@
-"""A robot as an environment: one slot, in real time, with a safety stop. `env_id` is the `module:Class` of a `Robot`."""
+"""A robot as an environment: one slot, in real time. `env_id` is the `module:Class` of a `Robot`."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,159 +12,145 @@ import numpy as np
 from rlhpc.embodied.envs.base import Step, VectorEnv
 from rlhpc.embodied.envs.episodes import Episodes
 from rlhpc.embodied.envs.timing import Timing
-from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import load_attribute
+from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
+from rlhpc.embodied.robots.driver import Observation as Seen
+from rlhpc.embodied.robots.limits import RESUME_MODES, Limits, RobotStopped, StaleObservation
+from rlhpc.embodied.robots.safety import SafetyCore, safe_robot
+from rlhpc.runtime.context import check_run
+from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
+__all__ = ["Observation", "OneRobotEnv", "Pace", "Robot", "RobotVectorEnv", "Seen", "Verdict", "above_0"]
+
 log = logging.getLogger(__name__)
 
-
-class Seen(NamedTuple):
-    """An observation, and when it was taken (`time.monotonic`)."""
-
-    obs: Any
-    taken_at: float
+#: Commands in a row that may be refused because the policy takes too long.
+_REFUSALS = 20
+#: Stops in a row, each at a reset, after which a robot that needs no person's word is given up.
+_STOPS = 3
 
 
-class Verdict(NamedTuple):
-    """What a step was worth, and whether the task is done; None where nobody knows."""
+class OneRobotEnv(VectorEnv):
+    """Vector environment of one robot, whose chunks end with its episode, and where a command was refused."""
 
-    reward: float
-    success: bool | None = None
-    failed: bool = False
+    num_envs = 1
 
-
-class Robot(ABC):
-    """What a run needs of a robot. Calls come one at a time, `stop` from another thread, too.
-
-    Attributes:
-        observation_space: A `Box`, or a `Dict` of them.
-        action_space: A `Box`; no command leaves its bounds.
-    """
-
-    observation_space: Any
-    action_space: Any
-
-    @abstractmethod
-    def reset(self, seed: int) -> None:
-        """Brings it to the start of an episode; may take as long as it takes."""
-
-    @abstractmethod
-    def act(self, action: np.ndarray) -> None:
-        """Sends a command, and does not wait for what comes of it."""
-
-    @abstractmethod
-    def observe(self) -> Seen:
-        """The newest observation."""
-
-    @abstractmethod
-    def judge(self, obs: Any, action: np.ndarray) -> Verdict:
-        """What the step to `obs` was worth."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """Holds still, until the next `act` or `reset`. Safe at any time, also twice."""
-
-    def unsafe(self, obs: Any) -> str:
-        """Why it must stop now; empty if it need not."""
-        del obs
-        return ""
-
-    def close(self) -> None:  # noqa: B027 (not all have something to free)
-        """Lets go of the hardware."""
+    def chunk_step(self, actions: np.ndarray) -> Step:
+        """Executes an action chunk until its end, or that of the episode (`VectorEnv.chunk_step`). The rest is dropped:
+        it was chosen for a scene that is no more."""
+        length = actions.shape[1]
+        if length == 1:
+            return self.step(actions[:, 0])
+        rewards, executed = np.zeros((1, length), np.float32), np.zeros((1, length), bool)
+        for i in range(length):
+            obs, reward, terminations, truncations, infos = self.step(actions[:, i])
+            rewards[:, i], executed[:, i] = reward, "lost" not in infos
+            if not executed[0, i] or terminations[0] or truncations[0]:
+                break
+        infos["chunk"] = {"rewards": rewards, "mask": executed}
+        return obs, rewards.sum(1), terminations, truncations, infos
 
 
-class RobotVectorEnv(VectorEnv):
+class RobotVectorEnv(OneRobotEnv):
     """One robot. Its episodes cannot be resumed.
 
-    `kwargs`: `hz` (10), steps a second; `max_change` (null), by how much a number of the command may change in a step;
-    `stale_s` (0.5), age at which an observation is none any more, and time without a command after which the robot is
-    stopped; `late` (keep), whether it keeps to the last command or must `stop` when the step for the next one is over; the
-    others are the robot's own. A stop for safety ends the episode as truncated, without an entry in the
-    statistics.
+    `kwargs`: `hz` (10), steps a second; `max_change`, `stale_s` and `resume`, see `Limits`; `late` (keep), whether it keeps to
+    the last command or must `stop` when the step for the next one is over; the others are the robot's own. A stop for
+    safety ends the episode as truncated, without an entry in the statistics (`infos["lost"]`), and the next one begins when a
+    person has said so. So does a command that is refused, but that the next one begins at once.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
         num_envs: 1.
         slot_offset: Global number of the slot.
         seed: Of the run.
-        robot: The robot, where it is there already.
+        robot: The robot, if there is one already; its safety core, if something else closes it.
     """
 
+    holds_hardware = True
+    on_wait: Callable[[str], None]
     timing: Timing
 
     def __init__(
-        self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, robot: Robot | None = None
+        self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, robot: Robot | SafetyCore | None = None
     ) -> None:
         kwargs = {str(name): value for name, value in (cfg.kwargs or {}).items()}
         pace = Pace.of(num_envs, kwargs)
-        self._period, self._stale_s, self._stops_late = 1.0 / pace.hz, pace.stale_s, pace.late == "stop"
-        self._change = np.inf if pace.max_change is None else pace.max_change
-        self.robot = built(cfg.env_id, "env.env_id", kwargs) if robot is None else robot
-        self.num_envs = 1
-        self.observation_space, self.action_space = self.robot.observation_space, self.robot.action_space
+        self.control_hz = pace.hz
+        self._period, self._stops_late = 1.0 / pace.hz, pace.late == "stop"
+        if robot is None:
+            self._core = safe_robot(cfg.env_id, "env.env_id", kwargs, pace.limits)
+        elif isinstance(robot, SafetyCore):
+            self._core = robot
+        else:
+            self._core = SafetyCore(robot, pace.limits)
+        self.observation_space, self.action_space = self._core.observation_space, self._core.action_space
         self.max_episode_steps = cfg.max_episode_steps or 0
         self.episodes = Episodes(cfg, 1, slot_offset, seed, self.max_episode_steps)
-        self.timing = Timing()
-        self._lock = threading.Lock()
-        #: Until when the last command is one; None while the robot is stopped.
-        self._good_until: float | None = None
-        self._closed = threading.Event()
-        threading.Thread(target=self._watch, name="robot-watchdog", daemon=True).start()
-
-    def _watch(self) -> None:
-        """Stops the robot while no commands come: a run trains between its rollouts."""
-        look_s = min(self._stale_s, self._period if self._stops_late else self._stale_s) / 4
-        while not self._closed.wait(look_s):
-            with self._lock:
-                if self._good_until is not None and time.monotonic() > self._good_until:
-                    self._good_until = None
-                    self.timing.held += 1
-                    self.robot.stop()
+        self.timing = self._core.timing
+        self.on_wait = check_run
+        self._refusals = 0
+        self._tick = 0.0
 
     def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Starts an episode (`VectorEnv.reset`)."""
         if seed is not None:
             self.episodes.reseed(seed)
-        return _row(self._begin()), {}
+        return self._begin(), {}
 
     def _begin(self) -> Any:
+        """Begins an episode, once the robot may move; returns its first observation."""
         (seed,) = self.episodes.begin(np.array([0]))
-        with self._lock:
-            self._good_until = None
-            self.robot.stop()
-            self.robot.reset(seed)
-            self._seen = self.robot.observe()
-        middle = (self.action_space.low + self.action_space.high) / 2
-        self._last = np.where(np.isfinite(middle), middle, 0).astype(self.action_space.dtype)
+        for stops in range(1 << 62):
+            self._core.wait_for_person(self.on_wait)
+            try:
+                observation = self._core.begin(seed)
+                break
+            except RobotStopped:
+                if stops + 1 >= _STOPS and self._core.limits.resume == "auto":
+                    raise
         self._tick = time.monotonic()
-        return self._seen.obs
+        return _row(observation.obs)
+
+    def refresh(self) -> Any:
+        """Returns an observation as of now (`VectorEnv.refresh`). A robot that must be stopped says so in the next step."""
+        self._tick = time.monotonic()
+        try:
+            return _row(self._core.observe().obs)
+        except RobotStopped:
+            return self._newest()
 
     def step(self, actions: np.ndarray) -> Step:
-        """One step in its time (`VectorEnv.step`)."""
-        space = self.action_space
-        wanted = np.clip(actions.reshape(space.shape), self._last - self._change, self._last + self._change)
-        self._last = np.clip(wanted, space.low, space.high).astype(space.dtype)
+        """Takes one step in its time (`VectorEnv.step`)."""
         try:
-            stopped, verdict = self._move()
+            verdict = self._move(actions)
+        except (RobotStopped, StaleObservation) as refusal:
+            return self._lost(refusal)
         except BaseException:
-            self.robot.stop()
+            self._core.end()
             raise
-        if stopped:
-            log.warning("the robot was stopped: %s", stopped)
-        rewards, ends, cut = (
-            self._count(verdict) if not stopped else (np.zeros(1, np.float32), *np.array([[False], [True]]))
-        )
-        infos: dict[str, Any] = {}
-        obs = _row(self._seen.obs)
-        if ends[0] or cut[0]:
-            infos = {"final_obs": obs, "episode": self.episodes.report(np.array([not stopped]))}
-            infos |= {"lost": np.array([True])} if stopped else {}
+        self._refusals = 0
+        rewards, terminations, truncations = self._count(verdict)
+        obs, infos = self._newest(), {}
+        if terminations[0] or truncations[0]:
+            infos = {"final_obs": obs, "episode": self.episodes.report(np.array([True]))}
             log.info("an episode of the robot: %s", self.timing)
-            obs = _row(self._begin())
-        return obs, rewards, ends, cut, infos
+            obs = self._begin()
+        return obs, rewards, terminations, truncations, infos
+
+    def _lost(self, refusal: RlhpcError) -> Step:
+        """Ends the episode at a stop, or at a command that was refused."""
+        self._refusals = self._refusals + 1 if isinstance(refusal, StaleObservation) else 0
+        if self._refusals >= _REFUSALS:
+            raise RlhpcError(
+                f"{refusal}, {_REFUSALS} times in a row: the policy is slower than stale_s ({self._core.limits.stale_s:g})"
+            ) from None
+        log.info("an episode of the robot is lost: %s; %s", refusal, self.timing)
+        infos = {"final_obs": self._newest(), "episode": self.episodes.report(np.array([False]))}
+        infos["lost"] = np.array([True])
+        return self._begin(), np.zeros(1, np.float32), np.array([False]), np.array([True]), infos
 
     def _count(self, verdict: Verdict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         success = None if verdict.success is None else np.array([verdict.success])
@@ -173,59 +158,44 @@ class RobotVectorEnv(VectorEnv):
             np.array([verdict.reward], np.float32), np.array([verdict.failed]), success, np.array([True])
         )
 
-    def _move(self) -> tuple[str, Verdict]:
-        """Sends the command and waits for the end of the step; why it had to stop, and what the step was worth."""
-        with self._lock:
-            self.robot.act(self._last)
-            sent_at = time.monotonic()
-            self._tick += self._period
-            if (left := self._tick - sent_at) < 0:
-                self.timing.late += 1
-                self._tick -= left
-            self._good_until = sent_at + self._stale_s
-            if self._stops_late:
-                self._good_until = min(self._good_until, self._tick + self._period)
-        self.timing.latency_s.append(sent_at - self._seen.taken_at)
-        time.sleep(max(0.0, left))
-        with self._lock:
-            before, self._seen = self._seen, self.robot.observe()
-            self.timing.dropped += self._seen.taken_at == before.taken_at
-            age = time.monotonic() - self._seen.taken_at
-            why = (
-                f"its newest observation is {age:.2f} s old"
-                if age > self._stale_s
-                else self.robot.unsafe(self._seen.obs)
-            )
-            if why:
-                self._good_until = None
-                self.robot.stop()
-                return why, Verdict(0.0)
-            return "", self.robot.judge(self._seen.obs, self._last)
+    def _move(self, actions: np.ndarray) -> Verdict:
+        """Sends the command and waits for the end of the step; returns its reward."""
+        before = self._core.observation
+        ends_at = self._tick + self._period
+        within_s = max(ends_at - time.monotonic(), 0.0) + self._period if self._stops_late else None
+        sent_at = self._core.command(actions[0], within_s)
+        self._tick = max(ends_at, sent_at)
+        self.timing.late += sent_at > ends_at
+        assert before is not None
+        self.timing.latency_s.append(sent_at - before.taken_at)
+        if (pause_s := self._tick - time.monotonic()) > 0:
+            time.sleep(pause_s)
+        self.timing.dropped += self._core.observe().taken_at == before.taken_at
+        return self._core.judge()
 
-    def hold(self) -> None:
-        """Stops it until the next command."""
-        with self._lock:
-            self._good_until = None
-            self.robot.stop()
-
-    def retire(self) -> None:
-        """Stops it, and leaves it to another."""
-        self._closed.set()
-        self.hold()
+    def _newest(self) -> Any:
+        observation = self._core.observation
+        assert observation is not None
+        return _row(observation.obs)
 
     def close(self) -> None:
         """Stops it, and lets go of it."""
-        self.retire()
-        self.robot.close()
+        self._core.close()
 
 
 class Pace(NamedTuple):
-    """How fast a robot is moved: see `RobotVectorEnv`."""
+    """Rate and limits of a robot: see `RobotVectorEnv`."""
 
     hz: float
     stale_s: float
     max_change: float | None
     late: str
+    resume: str
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of its commands."""
+        return Limits(self.stale_s, self.max_change, self.resume)
 
     @classmethod
     def of(cls, num_envs: int, kwargs: dict[str, Any]) -> Pace:
@@ -243,29 +213,20 @@ class Pace(NamedTuple):
         change = kwargs.pop("max_change", None)
         if (late := kwargs.pop("late", "keep")) not in ("keep", "stop"):
             raise ConfigError(f"env.train.kwargs.late is {late!r}; a robot may keep to its last command, or stop")
-        return cls(hz, stale_s, None if change is None else above_0("max_change", change), late)
-
-
-def built(path: str, key: str, kwargs: dict[str, Any]) -> Robot:
-    """A robot by its class, as `module:Class`.
-
-    Raises:
-        ConfigError: It cannot be imported, or refuses its arguments.
-    """
-    try:
-        robot: Robot = load_attribute(path, key)(**kwargs)
-    except TypeError as error:
-        raise ConfigError(f"{key.split('.')[-1]} {path!r} refuses kwargs {kwargs}: {error}") from None
-    return robot
+        if (resume := kwargs.pop("resume", "person")) not in RESUME_MODES:
+            raise ConfigError(
+                f"env.train.kwargs.resume is {resume!r}; after a stop for safety a robot waits for a person, or goes on (auto)"
+            )
+        return cls(hz, stale_s, None if change is None else above_0("max_change", change), late, resume)
 
 
 def above_0(name: str, value: Any) -> float:
-    """A number of `kwargs`.
+    """Returns a number of `kwargs`.
 
     Raises:
-        ConfigError: It is not above 0.
+        ConfigError: It is not a finite number above 0.
     """
-    if not isinstance(value, (int, float)) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ConfigError(f"env.train.kwargs.{name} is {value!r}; it must be a number above 0")
     return float(value)
 

@@ -10,7 +10,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from rlhpc.embodied.envs.robot import Robot, Seen, Verdict
+from rlhpc.embodied.envs.interface import reset_env, step_env
+from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
 
 
 class SimulatedRobot(Robot):
@@ -23,9 +24,12 @@ class SimulatedRobot(Robot):
         simulator: Arguments of the environment.
     """
 
+    control_mode = "velocity"
+
     def __init__(
         self, simulates: str, moves_hz: float = 50.0, drop: float = 0.0, simulator: Mapping[str, Any] | None = None
     ) -> None:
+        self._simulates = simulates
         self._env = gymnasium.make(simulates, **(simulator or {})).unwrapped
         self.observation_space, self.action_space = self._env.observation_space, self._env.action_space
         self._period, self._drop, self._rng = 1.0 / moves_hz, drop, np.random.default_rng(0)
@@ -39,16 +43,16 @@ class SimulatedRobot(Robot):
         while not self._closed.wait(self._period):
             with self._lock:
                 if not self._ended:
-                    obs, reward, ended, _, _ = self._env.step(self._command)
-                    self._ended = bool(ended)
-                    self._reward += float(reward)
+                    obs, reward, ended, _, _ = step_env(self._env, self._simulates, self._command)
+                    self._ended = ended
+                    self._reward += reward
                     if self._rng.random() >= self._drop:
-                        self._seen = Seen(obs, time.monotonic())
+                        self._seen = Observation(obs, time.monotonic())
 
     def reset(self, seed: int) -> None:
         """See `Robot.reset`."""
         with self._lock:
-            self._seen = Seen(self._env.reset(seed=seed)[0], time.monotonic())
+            self._seen = Observation(reset_env(self._env, self._simulates, seed=seed)[0], time.monotonic())
             self._reward, self._ended = 0.0, False
         if self._thread is None:
             self._thread = threading.Thread(target=self._live, name="simulated-robot", daemon=True)
@@ -58,7 +62,7 @@ class SimulatedRobot(Robot):
         """See `Robot.act`."""
         self._command = np.array(action)
 
-    def observe(self) -> Seen:
+    def observe(self) -> Observation:
         """See `Robot.observe`."""
         with self._lock:
             return self._seen

@@ -13,6 +13,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import traceback
 from typing import Any
@@ -64,15 +65,61 @@ def die_with(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:
+    if _end_of(lifeline).poll(0):
         os._exit(1)
 
 
-class _Slots:
-    """The slots, with the calls that a parent makes."""
+def _end_of(lifeline: int) -> select.poll:
+    """Returns what waits for the other end of a pipe to close; `select.select` refuses descriptors beyond 1023."""
+    ended = select.poll()
+    ended.register(lifeline, select.POLLIN)
+    return ended
 
-    def __init__(self, env: Any) -> None:
+
+#: Seconds in which hardware must have been stopped and closed, once the parent is gone or says so.
+CLOSE_S = 5.0
+
+
+def close_with(lifeline: int, env: Any) -> None:
+    """Has hardware stopped and closed, and this process ended, once the other end of a pipe is closed: also while a call
+    hangs, since it is done by a thread of its own. Takes the place of `die_with`, which leaves no time for it."""
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) & ~os.O_ASYNC)
+
+    def watch() -> None:
+        _end_of(lifeline).poll()
+        closing = threading.Thread(target=env.close, name="close-hardware", daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="simulator-lifeline", daemon=True).start()
+
+
+class _Slots:
+    """The slots, with the calls that a parent makes.
+
+    Args:
+        env: The environment.
+        sock: Where the parent is.
+    """
+
+    def __init__(self, env: Any, sock: socket.socket) -> None:
         self.env = env
+        if env.holds_hardware:
+            env.on_wait = lambda reason: send(sock, ("waits", reason))
+
+    def step(self, actions: Any) -> Any:
+        """Steps the slots, and says how well a robot keeps its time."""
+        return self._timed(self.env.step(actions))
+
+    def chunk_step(self, actions: Any) -> Any:
+        """Executes a chunk, and says how well a robot keeps its time."""
+        return self._timed(self.env.chunk_step(actions))
+
+    def _timed(self, step: Any) -> Any:
+        if self.env.timing is not None:
+            step[4]["timing"] = self.env.timing.news()
+        return step
 
     def save(self) -> list[Any]:
         """The state of each slot."""
@@ -84,7 +131,14 @@ class _Slots:
         self.env.load_state_dict(self.env.merge_states(slots))
 
 
-def serve(sock: socket.socket) -> None:
+#: Attributes of an environment that its parent hands on.
+FACTS = (
+    "observation_space", "action_space", "supports_state", "max_episode_steps", "record_kwargs", "holds_hardware",
+    "control_hz",
+)  # fmt: skip
+
+
+def serve(sock: socket.socket, lifeline: int) -> None:
     """Builds the environment that the first message describes, and answers until the parent closes."""
     from rlhpc.runtime.errors import ConfigError
 
@@ -97,9 +151,21 @@ def serve(sock: socket.socket) -> None:
     except Exception:
         send(sock, ("raised", traceback.format_exc()))
         return
-    facts = {name: getattr(env, name) for name in ("observation_space", "action_space", "supports_state")}
-    send(sock, ("done", facts))
-    slots = _Slots(env)
+    if env.holds_hardware:
+        close_with(lifeline, env)
+    facts = {name: getattr(env, name) for name in FACTS}
+    send(sock, ("done", {**facts, "timed": env.timing is not None}))
+    try:
+        _answer(sock, env)
+    finally:
+        if env.holds_hardware:
+            env.close()
+
+
+def _answer(sock: socket.socket, env: Any) -> None:
+    from rlhpc.runtime.errors import ConfigError
+
+    slots = _Slots(env, sock)
     while True:
         try:
             name, args = receive(sock)
@@ -107,6 +173,9 @@ def serve(sock: socket.socket) -> None:
             return
         try:
             answer = getattr(slots if hasattr(slots, name) else env, name)(*args)
+        except ConfigError as error:
+            send(sock, ("config", str(error)))
+            return
         except Exception:
             send(sock, ("raised", traceback.format_exc()))
             return
@@ -118,7 +187,7 @@ def main() -> None:
     sock, lifeline = (int(arg) for arg in sys.argv[1:3])
     die_with(lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
-    serve(socket.socket(fileno=sock))
+    serve(socket.socket(fileno=sock), lifeline)
     os._exit(0)  # simulators' destructors may hang
 
 

@@ -17,6 +17,19 @@ def _numbers(array: np.ndarray) -> Any:
     return flat[0] if flat and all(x == flat[0] for x in flat) else flat
 
 
+def require_bounded(space: Any) -> None:
+    """Refuses actions that critics of actions cannot read.
+
+    Raises:
+        ConfigError: They are no Box, or have no bounds.
+    """
+    if not isinstance(space, spaces.Box) or not space.is_bounded():
+        raise ConfigError(
+            f"off-policy learning needs bounded continuous actions (Box); the environment's are {space}: take another "
+            "env.train.env_id, or runner.task_type=embodied (PPO)"
+        )
+
+
 def space_to_json(space: Any) -> dict[str, Any]:
     """A JSON description of a Box, Discrete, MultiDiscrete, MultiBinary space, or a Dict of them."""
     if isinstance(space, spaces.Dict):

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 
 #: What an env rank says of a rollout besides its episodes, where it has robots: see `Timing.news`.
-TIMED = ("robot_latency_ms", "robot_link_ms", "robot_late", "robot_dropped", "robot_held", "robot_lost")
+_COUNTS = ("late", "dropped", "held", "refused", "stopped", "lost")
+TIMED = ("robot_latency_ms", "robot_link_ms", *(f"robot_{name}" for name in _COUNTS))
 
 
 class Timing:
@@ -18,27 +19,29 @@ class Timing:
         link_s: To a robot on another machine and back, by the run's own clock.
         late: Commands that came after their step was over.
         dropped: Steps that showed the same observation as the one before.
-        held: Times that it was stopped because no command came.
+        held: Times that it held still because no command came.
+        refused: Commands that were refused because they were chosen from an observation that was too old.
+        stopped: Stops for safety.
         lost: Times that its line was lost.
     """
 
     def __init__(self) -> None:
         self.latency_s: list[float] = []
         self.link_s: list[float] = []
-        self.late = self.dropped = self.held = self.lost = 0
+        self.late = self.dropped = self.held = self.refused = self.stopped = self.lost = 0
         self._told: dict[str, int] = {}
 
     def __str__(self) -> str:
         if not self.latency_s:
             return "no steps"
         middle, most = np.quantile(self.latency_s, (0.5, 0.99)) * 1000
-        counts = f"{self.late} late, {self.dropped} dropped, {self.held} held"
+        counts = f"{self.late} late, {self.dropped} dropped, {self.held} held, {self.refused} refused, {self.stopped} stopped"
         return f"{len(self.latency_s)} steps, latency {middle:.1f} ms (99 %: {most:.1f} ms), {counts}"
 
     def news(self) -> dict[str, np.ndarray]:
         """What has come since it was last asked, under the names of `TIMED`: latencies `[k]`, counts `[1]`."""
         lists = {"robot_latency_ms": self.latency_s, "robot_link_ms": self.link_s}
-        counts = {f"robot_{name}": getattr(self, name) for name in ("late", "dropped", "held", "lost")}
+        counts = {f"robot_{name}": getattr(self, name) for name in _COUNTS}
         before = self._told
         self._told = counts | {name: len(values) for name, values in lists.items()}
         found = {
@@ -49,9 +52,9 @@ class Timing:
     def add(self, news: dict[str, np.ndarray]) -> None:
         """Takes in the `news` of another."""
         self.latency_s += (news["robot_latency_ms"] / 1000.0).tolist()
-        self.late += int(news["robot_late"].sum())
-        self.dropped += int(news["robot_dropped"].sum())
-        self.held += int(news["robot_held"].sum())
+        self.link_s += (news["robot_link_ms"] / 1000.0).tolist()
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + int(news[f"robot_{name}"].sum()))
 
 
 def timed(timings: Iterable[Timing | None]) -> dict[str, np.ndarray]:

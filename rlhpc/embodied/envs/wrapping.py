@@ -23,16 +23,16 @@ _GYMNASIUM = {
     "time": "TimeAwareObservation",
 }  # fmt: skip
 
+#: Wrappers that need no registration. The modules of rlhpc's own import nothing else of it: exports carry them.
+BUILT_IN = {
+    **{name: f"gymnasium.wrappers:{wrapper}" for name, wrapper in _GYMNASIUM.items()},
+    "fire_reset": "rlhpc.embodied.envs.atari:FireReset",
+    "life_loss": "rlhpc.embodied.envs.atari:LifeLoss",
+    "panda_state": "rlhpc.embodied.envs.gym_hil:PandaState",
+}
+
 #: Of classes or functions `(env, **settings) -> env`.
-WRAPPERS: Registry[Any] = Registry(
-    "wrapper", "env.wrappers", "rlhpc.wrappers",
-    {
-        **{name: f"gymnasium.wrappers:{wrapper}" for name, wrapper in _GYMNASIUM.items()},
-        "fire_reset": "rlhpc.embodied.envs.atari:FireReset",
-        "life_loss": "rlhpc.embodied.envs.atari:LifeLoss",
-        "panda_state": "rlhpc.embodied.envs.gym_hil:PandaState",
-    },
-)  # fmt: skip
+WRAPPERS: Registry[Any] = Registry("wrapper", "env.wrappers", "rlhpc.wrappers", BUILT_IN)
 
 
 def entry(given: Any, key: str) -> tuple[str, dict[str, Any]]:
@@ -61,14 +61,19 @@ def wrap(env: Any, wrappers: Sequence[Any] | None, key: str = "env.wrappers") ->
     """An environment in its wrappers, the first innermost.
 
     Raises:
-        ConfigError: One is unknown, cannot be imported, or refuses its settings or the environment.
+        ConfigError: One is unknown, cannot be imported, lacks a package, or refuses its settings or the environment.
     """
+    from gymnasium.error import DependencyNotInstalled
+
     for i, given in enumerate(wrappers or []):
         at = f"{key}[{i}]"
         name, settings = entry(given, at)
         wrapper = WRAPPERS.find(name, at)
         try:
             env = wrapper(env, **settings)
+        except (DependencyNotInstalled, ImportError) as error:
+            missing = f"{at} is {name!r}, which needs a package that is not installed ({error})"
+            raise ConfigError(f"{missing}; those of simulators come with pip install 'rlhpc[embodied]'") from None
         except (TypeError, ValueError, AssertionError, KeyError) as error:
             raise ConfigError(f"{at} is {name!r}, which refuses {settings or 'the environment'}: {error}") from None
     return env

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ _BUTTONS = {0: (3, 1.0), 1: (3, -1.0)}
 _DEAD = 0.1
 #: Those of SDL that show nothing.
 _BLIND = ("dummy", "offscreen")
+#: Environment variables, one of which says where to open a window, on Linux.
+_SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
 _SCREEN = "a person needs one: log in with it (ssh -X), or take scripted"
 
 
@@ -46,6 +49,9 @@ class Person(Intervention):
         if hz <= 0 or size < 1:
             raise ConfigError(f"--intervene: hz is {hz} and size {size}; both must be above 0")
         self._pygame, self._period, self._next = pygame, 1.0 / hz, 0.0
+        # SDL would try every driver that it has, and some of their libraries abort the process where there is no screen.
+        if sys.platform == "linux" and not any(os.environ.get(name) for name in _SCREENS):
+            raise ConfigError(f"--intervene: there is no screen (DISPLAY is not set); {_SCREEN}")
         try:
             pygame.init()
             self._window = pygame.display.set_mode((size, size))

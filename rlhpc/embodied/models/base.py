@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from rlhpc.embodied.config import PolicyConfig, SacModelConfig
 from rlhpc.embodied.envs.observations import count_rows
 from rlhpc.embodied.envs.spaces import space_to_json
 from rlhpc.embodied.models.heads import CategoricalHead, GaussianHead, make_head
+from rlhpc.embodied.models.noise import noise_of_slots
+from rlhpc.embodied.models.normaliser import ObservationNormaliser
 from rlhpc.runtime.environment_values import to_plain
 
 if TYPE_CHECKING:
@@ -29,9 +32,24 @@ def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear
 
 
 Found = TypeVar("Found")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 #: An observation, or several by name.
 Obs = Tensor | dict[str, Tensor]
+
+
+def _without_gradient(method: Method) -> Method:
+    """Returns a policy's method that computes no gradient, except for `Policy.mean_action`. It leaves the mode alone where
+    gradients are off already, so that a traced program has no change of it."""
+
+    @functools.wraps(method)
+    def call(self: Policy, *args: Any, **kwargs: Any) -> Any:
+        if self._differentiates or not torch.is_grad_enabled():
+            return method(self, *args, **kwargs)
+        with torch.no_grad():
+            return method(self, *args, **kwargs)
+
+    return cast(Method, call)
 
 
 class Policy(nn.Module):
@@ -55,10 +73,20 @@ class Policy(nn.Module):
     has_head = True
     #: Whether it judges what a step led to (`bc_loss` gets `success [B]`, at observations after steps), and acts on nothing.
     judges = False
+    #: Running statistics of observations, where `actor.model.normalize_observations` is true.
+    normaliser: ObservationNormaliser | None
+    _differentiates = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Has each subclass act without gradients: training differentiates `default_forward`, `bc_loss`, `mean_action`."""
+        super().__init_subclass__(**options)
+        if "predict_action_batch" in vars(cls):
+            cls.predict_action_batch = _without_gradient(cls.predict_action_batch)  # type: ignore[method-assign]
 
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__()
         self.observation_space, self.action_space = observation_space, action_space
+        self.normaliser = None
         self.chunk = cfg.num_action_chunks
         by_action = (
             hasattr(cfg, "value_per_action") and cfg.value_per_action
@@ -119,15 +147,17 @@ class Policy(nn.Module):
             out["values"] = values
         return out
 
+    @_without_gradient
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Acts.
+        """Acts; nothing that it returns needs a gradient.
 
         Args:
             obs: `[B, ...]`, or a dict of such tensors where the environment shows several things.
-            mode: "train" samples, "eval" takes the most likely action.
-            noise: `[B, ...]` rows of `sample_noise`; drawn here if a sample is wanted and none is given.
+            mode: "train" samples, "eval" takes the most likely action, or goes the deterministic way from noise.
+            noise: `[B, ...]` rows: of `sample_noise`, drawn here if a sample is wanted and none is given; in "eval" of
+                `sample_start`, if the policy has such, and otherwise those of a fixed seed.
 
         Returns:
             Actions `[B, chunk, dim]`; `prev_logprobs`, `prev_values` as in `default_forward`, and where the log-probabilities
@@ -139,17 +169,33 @@ class Policy(nn.Module):
         actions, logprobs = self.head.act(head_input, noise, self.logprob_type)
         return actions, {"prev_logprobs": logprobs, "prev_values": values}
 
+    def mean_action(self, obs: Obs) -> Tensor:
+        """Returns the actions of `predict_action_batch` in "eval", with their gradient where there is one.
+
+        Args:
+            obs: As `predict_action_batch` takes them.
+
+        Returns:
+            Actions `[B, chunk, dim]`.
+        """
+        self._differentiates = True
+        try:
+            return self.predict_action_batch(obs, mode="eval")[0]
+        finally:
+            self._differentiates = False
+
     @property
     def horizon(self) -> int:
         """Actions that it predicts at once by a flow, which can be made to agree with others (`plan`); 0 where it has none."""
         return 0
 
-    def plan(self, obs: Obs, guide: Guide | None = None) -> Tensor:
+    def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
         """All that it predicts, the way evaluations act, as the flow has it: `[B, ...]` like its states.
 
         Args:
             obs: As `predict_action_batch` takes them.
             guide: What it should agree with.
+            noise: Rows of `sample_start`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not act by a flow")
 
@@ -160,6 +206,22 @@ class Policy(nn.Module):
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Noise for `predict_action_batch`, `[*shape, ...]`; a row belongs to one slot and step."""
         return self.head.sample_noise(shape, generator)
+
+    @property
+    def start_shape(self) -> tuple[int, ...]:
+        """Shape of the noise from which it goes the deterministic way in evaluations; () for a policy that needs none."""
+        return ()
+
+    def sample_start(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Noise that evaluations act from, standard normal `[*shape, *start_shape]`. Networks have learned to begin there:
+        from zero, which is never seen in training, they end between the modes of what they learned."""
+        return torch.randn((*shape, *self.start_shape), generator=generator)
+
+    def start_for(self, obs: Obs, noise: Tensor | None, device: torch.device) -> Tensor:
+        """Returns the noise from which an evaluation begins, `[B, *start_shape]`: what was given, or that of a fixed seed."""
+        if noise is None:
+            noise = noise_of_slots(self.sample_start, (0,), range(count_rows(obs)))
+        return noise.to(device)
 
     def noise_for(self, obs: Obs, noise: Tensor | None, device: torch.device) -> Tensor:
         """What a sample of `predict_action_batch` is made of: noise that was given, or is drawn here."""

@@ -80,6 +80,11 @@ class ConditionedPolicy(Policy):
         """See `Policy.sample_noise`."""
         return self.inner.sample_noise(shape, generator)
 
+    @property
+    def start_shape(self) -> tuple[int, ...]:
+        """See `Policy.start_shape`."""
+        return self.inner.start_shape
+
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
         """See `Policy.bc_loss`; `improvement [B, 1]` says what the actions were. Draws from torch's generator."""
         improvement: Tensor = inputs[IMPROVEMENT]

@@ -25,7 +25,8 @@ from rlhpc.embodied.envs.observations import count_rows
 from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.guidance import Guide, Velocity
 from rlhpc.embodied.models.heads import at_level
-from rlhpc.embodied.models.mlp import flat_width, mlp
+from rlhpc.embodied.models.mlp import flat_width, mlp, normalizes_observations
+from rlhpc.embodied.models.normaliser import ObservationNormaliser
 from rlhpc.embodied.models.seeing import encoder_of, seen_by
 from rlhpc.runtime.errors import ConfigError
 
@@ -67,7 +68,7 @@ class Flow:
         states = [start]
         for k, t in enumerate(self.times):
             x = states[-1]
-            v = velocity(x, x.new_full((len(x),), t))
+            v = velocity(x, x.new_full((x.shape[0],), t))
             if noise is None:
                 states.append(x - v / self.steps)
             else:
@@ -80,7 +81,7 @@ class Flow:
         total = torch.zeros_like(states[:, 0])
         for k, t in enumerate(self.times):
             x = states[:, k]
-            mean, std = self.moments(x, velocity(x, x.new_full((len(x),), t)), t)
+            mean, std = self.moments(x, velocity(x, x.new_full((x.shape[0],), t)), t)
             total = total - 0.5 * ((states[:, k + 1] - mean) / std) ** 2 - math.log(std) - 0.5 * _LOG_2PI
         return total
 
@@ -148,11 +149,11 @@ class FlowActing(Policy):
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """See `Policy.predict_action_batch`. "eval" goes the deterministic way from x_1 = 0."""
+        """See `Policy.predict_action_batch`. "eval" goes the deterministic way from x_1."""
         velocity, values = self.prepare(obs, True, True)
         assert velocity is not None and values is not None
         if mode == "eval":
-            chain = self._eval_chain(velocity, obs)
+            chain = self._eval_chain(velocity, obs, noise)
         else:
             noise = self.noise_for(obs, noise, values.device)
             chain = self.flow.act(velocity, noise[:, 1:], noise[:, 0])
@@ -165,15 +166,20 @@ class FlowActing(Policy):
         """See `Policy.horizon`: the chunk."""
         return self.chunk
 
-    def plan(self, obs: Obs, guide: Guide | None = None) -> Tensor:
+    def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
         """See `Policy.plan`."""
         velocity, _ = self.prepare(obs, True, False)
         assert velocity is not None  # it was asked for
-        return self._eval_chain(velocity if guide is None else guide(velocity), obs)[:, -1]
+        return self._eval_chain(velocity if guide is None else guide(velocity), obs, noise)[:, -1]
 
-    def _eval_chain(self, velocity: Velocity, obs: Obs) -> Tensor:
+    def _eval_chain(self, velocity: Velocity, obs: Obs, noise: Tensor | None) -> Tensor:
         """All states of the way that evaluations go."""
-        return self.flow.act(velocity, None, self.low.new_zeros(count_rows(obs), *self.state_shape))
+        return self.flow.act(velocity, None, self.start_for(obs, noise, self.low.device))
+
+    @property
+    def start_shape(self) -> tuple[int, ...]:
+        """See `Policy.start_shape`: that of x_1."""
+        return self.state_shape
 
     def played(self, plan: Tensor, part: slice) -> Tensor:
         """See `Policy.played`."""
@@ -194,11 +200,15 @@ class FlowActing(Policy):
             torch.zeros(rows, *self.state_shape, device=device),
         )
         target[:, : self.chunk, : self.dim] = actions
-        times = torch.rand(rows).to(device)
+        times = self.draw_times(rows).to(device)
         t = times[:, None, None]
         found = velocity((1 - t) * target + t * noise, times)
         error = (found - (noise - target))[:, : self.chunk, : self.dim]
         return error.square().mean((1, 2))
+
+    def draw_times(self, rows: int) -> Tensor:
+        """Draws the times `[rows]` at which the velocity is learned, 0 for actions and 1 for noise; from torch's generator."""
+        return torch.rand(rows)
 
     def scaled(self, actions: Tensor) -> Tensor:
         """Actions as the flow uses them: scaled."""
@@ -235,19 +245,23 @@ class FlowPolicy(FlowActing):
         sizes, activation, orthogonal = list(cfg.hidden_sizes), cfg.activation, cfg.ortho_init
         self.encoder = encoder_of(cfg, observation_space, action_space, self.options)
         width = flat_width(observation_space) if self.encoder is None else self.encoder.hidden
+        if self.encoder is None and normalizes_observations(cfg):
+            self.normaliser = ObservationNormaliser(width)
         self.critic = mlp([width, *sizes], self.value_width, activation, orthogonal, 1.0)
         inputs = width + self.chunk * self.dim + _TIME_FEATURES
         self.velocity = mlp([inputs, *sizes], self.chunk * self.dim, activation, orthogonal, 1.0)
 
     def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
         """Encodes observations once for all steps of the flow (`FlowActing.prepare`)."""
-        seen = seen_by(self.encoder, obs)
+        encoded = seen_by(self.encoder, obs)
+        if self.normaliser is not None:
+            encoded = self.normaliser(encoded)
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
-            found: Tensor = self.velocity(torch.cat([seen, x.flatten(1), _time_features(t)], 1))
-            return found.reshape(x.shape)
+            velocities: Tensor = self.velocity(torch.cat([encoded, x.flatten(1), _time_features(t)], 1))
+            return velocities.reshape(x.shape)
 
-        return velocity if policy else None, self.critic(seen).squeeze(-1) if value else None
+        return velocity if policy else None, self.critic(encoded).squeeze(-1) if value else None
 
 
 def _time_features(t: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+from rlhpc.embodied.envs.spaces import require_bounded
 from rlhpc.runtime.errors import ConfigError
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -132,10 +133,7 @@ class BoundedHead(nn.Module):
 
     def __init__(self, space: Any, chunk: int = 1) -> None:
         super().__init__()
-        if not isinstance(space, spaces.Box) or not space.is_bounded():
-            raise ConfigError(
-                f"off-policy learning needs bounded continuous actions (Box); the environment's are {space}"
-            )
+        require_bounded(space)
         self.dim, self.chunk = chunk * math.prod(space.shape), chunk
         for name, bound in (("low", space.low), ("high", space.high)):
             each = torch.as_tensor(bound, dtype=torch.float32).reshape(-1).repeat(chunk)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rlhpc.embodied.config import PolicyConfig
-from rlhpc.embodied.envs.observations import boxes_of
+from rlhpc.embodied.envs.observations import boxes_of, is_channel_last
 from rlhpc.embodied.models.base import Policy, layer
 from rlhpc.runtime.errors import ConfigError
 
@@ -64,7 +64,7 @@ class ImagePolicy(Policy):
             raise ConfigError(
                 f"model_type {self._name!r} needs images [H, W, C] or [C, H, W]; observations are {tuple(shape)}"
             )
-        channels, height, width = (shape[2], *shape[:2]) if _channel_last(box) else shape
+        channels, height, width = (shape[2], *shape[:2]) if is_channel_last(shape) else shape
         if min(height, width) < _SMALLEST:
             raise ConfigError(
                 f"model_type {self._name!r} needs images of at least {_SMALLEST} pixels a side; these are {tuple(shape)}"
@@ -152,16 +152,8 @@ class ResNetPolicy(ImagePolicy):
         return nn.Sequential(*layers, nn.ReLU(), nn.Flatten())
 
 
-def _channel_last(box: Any) -> bool:
-    """Of a square image the channels are the side that differs, of another the shortest."""
-    first, second, last = box.shape
-    if (first == second) != (second == last):
-        return bool(first == second)
-    return bool(last <= first)
-
-
 def _prepared(images: Tensor, box: Any) -> Tensor:
     """Float images `[B, C, H, W]`. A permuted view is one in channels-last format, which convolutions take as it is."""
-    view = images.permute(0, 3, 1, 2) if _channel_last(box) else images
+    view = images.permute(0, 3, 1, 2) if is_channel_last(box.shape) else images
     dtype = np.dtype(box.dtype)
     return view.float() / np.iinfo(dtype).max if dtype.kind in "ui" else view.float()

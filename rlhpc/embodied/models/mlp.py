@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Policy, layer
+from rlhpc.embodied.models.normaliser import ObservationNormaliser
 from rlhpc.runtime.errors import ConfigError
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -32,6 +33,11 @@ def mlp(sizes: list[int], outputs: int, activation: str, orthogonal: bool, gain:
     for inputs, hidden in itertools.pairwise(sizes):
         layers += [layer(inputs, hidden, math.sqrt(2), orthogonal), ACTIVATIONS[activation]()]
     return nn.Sequential(*layers, layer(sizes[-1], outputs, gain, orthogonal))
+
+
+def normalizes_observations(cfg: PolicyConfig) -> bool:
+    """Returns `actor.model.normalize_observations`, which sections of off-policy runs and of older versions lack."""
+    return bool(getattr(cfg, "normalize_observations", False))
 
 
 def flat_width(space: Any) -> int:
@@ -74,6 +80,8 @@ class MLPPolicy(Policy):
             )
         gains |= options
         inputs = flat_width(observation_space)
+        if normalizes_observations(cfg):
+            self.normaliser = ObservationNormaliser(inputs)
         sizes = [inputs, *cfg.hidden_sizes]
         orthogonal, activation = cfg.ortho_init, cfg.activation
         self.critic = mlp(sizes, self.value_width, activation, orthogonal, gains["critic_gain"])
@@ -82,4 +90,6 @@ class MLPPolicy(Policy):
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """The head's input and the values (`Policy.features`)."""
         flat = flat_numbers(obs)
+        if self.normaliser is not None:
+            flat = self.normaliser(flat)
         return self.actor(flat) if policy else None, self.critic(flat).squeeze(-1) if value else None

@@ -17,7 +17,7 @@ from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models import openvla_files as files
 from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.heads import GaussianHead
-from rlhpc.embodied.models.statistics import Scaling, read_statistics, scaling
+from rlhpc.embodied.models.statistics import Scaling, scaling
 from rlhpc.embodied.models.vit import ViT
 from rlhpc.embodied.models.vla import ActionTokens, TokenPolicy
 from rlhpc.embodied.models.vlm import PROMPT, VlmInputs, load_vlm, numbers_in, positions
@@ -36,7 +36,8 @@ class OpenVLAPolicy(TokenPolicy):
             tokens.
         proprio: Whether the model takes `state`; by default if the folder has a projector for it.
         unnorm_key: Whose statistics scale actions and state; needless if there are those of one dataset.
-        statistics: A file of statistics, or a LeRobot dataset's folder, in place of the model's own.
+        statistics: A file of statistics, or a LeRobot dataset's folder, in place of the model's own; or `bounds`, those of the
+            action space.
         normalisation: What becomes −1 and 1: q99 (the quantiles, the default) or bounds.
         center_crop: Shows the middle 90 % of the pictures, as OpenVLA's evaluations do.
         gripper: rlds, if the last component is a gripper as datasets of RLDS have it (`Scaling.gripper`).
@@ -95,12 +96,14 @@ class OpenVLAPolicy(TokenPolicy):
         )  # fmt: skip
 
     def _scale(self, options: dict[str, Any]) -> None:
-        """Takes the statistics of `kwargs`, or those of the model; without any the bounds of the action space stay."""
-        given = options.get("statistics")
-        where = str(given or self.source)
-        self.statistics = (
-            read_statistics(files.path_of(given)) if given else files.statistics_of(self.source, self.vlm.config)
-        )
+        """Takes the statistics of `kwargs`, or those of the model; the bounds of the action space stay for `bounds`, and for a
+        model that comes from no folder.
+
+        Raises:
+            ConfigError: A folder has none: its actions would be scaled otherwise than in its demonstrations.
+        """
+        where = str(options.get("statistics") or self.source)
+        self.statistics = files.find_statistics(options, self.source, {"norm_stats": self.vlm.config.norm_stats})
         gripper = options.get("gripper")
         if gripper not in (None, "rlds"):
             raise ConfigError(f"actor.model.kwargs.gripper is {gripper!r}; allowed: rlds, or none")

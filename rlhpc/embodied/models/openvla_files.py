@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,14 @@ from torch import Tensor, nn
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of
-from rlhpc.embodied.models.prismatic import ActionHead, OpenVLAConfig, ProprioProjector
-from rlhpc.embodied.models.statistics import read_statistics
-from rlhpc.embodied.models.vlm import Eye
+from rlhpc.embodied.models.statistics import BOUNDS, read_statistics
+from rlhpc.embodied.models.vlm import Eye, read_config, require_weights
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 from rlhpc.training.lora import ADAPTER, adapter_weights, full_weights, is_lora
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.models.prismatic import ActionHead, OpenVLAConfig, ProprioProjector
 
 HEAD, PROJECTOR = "action_head", "proprio_projector"
 STATISTICS, OURS = "dataset_statistics.json", "rlhpc.safetensors"
@@ -34,7 +38,7 @@ _PARTS = ("value_head.", "head.")
 
 def path_of(given: Any) -> Path:
     """A path as users write it."""
-    return Path(str(given)).expanduser()
+    return expand_home(str(given))
 
 
 def folder_of(cfg: ModelConfig) -> Path | None:
@@ -62,16 +66,52 @@ def beside(folder: Path | None) -> dict[str, Path]:
     return found
 
 
-def statistics_of(folder: Path | None, config: OpenVLAConfig) -> dict[str, Any]:
-    """The statistics that come with a model, by dataset."""
+def find_statistics(options: Mapping[str, Any], folder: Path | None, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the statistics by which actions are scaled: those of `kwargs`, or those of the model; none for the bounds of the
+    action space, and for a model that comes from no folder.
+
+    Args:
+        options: `actor.model.kwargs`.
+        folder: The model's.
+        config: Its config.json.
+
+    Raises:
+        ConfigError: A folder has none: its actions would be scaled otherwise than in its demonstrations.
+    """
+    source = options.get("statistics")
+    if source == BOUNDS:
+        return {}
+    if source:
+        return read_statistics(path_of(source))
     file = None if folder is None else folder / STATISTICS
-    return read_statistics(file) if file is not None and file.is_file() else dict(config.norm_stats or {})
+    statistics = read_statistics(file) if file is not None and file.is_file() else dict(config.get("norm_stats") or {})
+    if not statistics and folder is not None:
+        raise ConfigError(
+            f"actor.model.model_path is {str(folder)!r}, whose actions are scaled by a dataset's statistics; looked for "
+            f"{folder / STATISTICS} and norm_stats in its config.json: there are none. Name a file: "
+            f"actor.model.kwargs.statistics=FILE; or {BOUNDS}, for the bounds of the action space"
+        )
+    return statistics
+
+
+def check_folder(cfg: ModelConfig) -> None:
+    """Refuses a model's folder without weights or statistics.
+
+    Raises:
+        ConfigError: Says what is missing.
+    """
+    require_weights(cfg.model_path)
+    if (folder := folder_of(cfg)) is not None:
+        beside(folder)
+        find_statistics(cfg.kwargs, folder, read_config(folder))
 
 
 def load_beside(
     files: dict[str, Path], width: int, dim: int, state: int
 ) -> tuple[ActionHead | None, ProprioProjector | None]:
     """Head and projector, with weights where there is a file of them; None without components (`dim`) or numbers (`state`)."""
+    from rlhpc.embodied.models.prismatic import ActionHead, ProprioProjector
+
     head = _loaded(ActionHead(width, dim), files.get(HEAD)) if dim else None
     return head, _loaded(ProprioProjector(state, width), files.get(PROJECTOR)) if state else None
 

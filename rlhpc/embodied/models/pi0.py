@@ -13,7 +13,9 @@ from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Obs
 from rlhpc.embodied.models.flow import FlowActing
 from rlhpc.embodied.models.guidance import Velocity
+from rlhpc.embodied.models.statistics import BOUNDS, NormStats, read_norm_stats
 from rlhpc.embodied.models.vlm import (
+    TINY,
     Eye,
     ValueHead,
     VlmInputs,
@@ -21,12 +23,19 @@ from rlhpc.embodied.models.vlm import (
     load_vlm,
     numbers_in,
     positions,
+    require_weights,
     values_of,
 )
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.lora import inject_lora
 
-_OPTIONS = ("num_steps", "noise_level", "prompt", "lora")
+_OPTIONS = ("num_steps", "noise_level", "prompt", "statistics", "normalisation", "lora")
+
+
+def check_folder(cfg: ModelConfig) -> None:
+    """Refuses a π0's folder without weights or statistics (`require_weights`, `read_norm_stats`)."""
+    require_weights(cfg.model_path)
+    read_norm_stats(cfg.kwargs.get("statistics"), str(cfg.model_path or TINY))
 
 
 class Pi0Policy(FlowActing):
@@ -34,21 +43,27 @@ class Pi0Policy(FlowActing):
     over the actions that are used; values come from the vision-language model's last token.
 
     `actor.model`: `model_path` (a Hugging Face folder, or `builtin:tiny`), `dtype`, `add_value_head`; `actor.lora`;
-    `kwargs`: `num_steps` (default 4), `noise_level` (default 0.5), `prompt`, with `{instruction}`.
+    `kwargs`: `num_steps` (default 4), `noise_level` (default 0.5), `prompt`, with `{instruction}`; `statistics` (openpi's
+    norm_stats.json in place of the folder's own, or `bounds`, see `read_norm_stats`) and `normalisation` (`mean_std`, as π0,
+    or `quantiles`, as π0.5). State and actions are normalised by them, then padded.
     """
 
     mixed_precision = True
     model: Any
     value_head: ValueHead | None
+    state_stats: NormStats | None
+    action_stats: NormStats | None
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
         if unknown := set(self.options) - set(_OPTIONS):
             raise ConfigError(
-                f"actor.model.kwargs of pi0 has {', '.join(sorted(unknown))}; allowed: num_steps, noise_level, prompt"
+                f"actor.model.kwargs of pi0 has {', '.join(sorted(unknown))}; allowed: "
+                f"{', '.join(option for option in _OPTIONS if option != 'lora')}"
             )
         self.numbers = numbers_in(observation_space)
         model, tokenizer, settings = load_vlm(cfg, "pi0", self.chunk, self.dim, self.numbers)
+        self._read_statistics(str(cfg.model_path or TINY))
         self.model = model
         config = self.model.config
         for key, wanted, most in (
@@ -67,6 +82,37 @@ class Pi0Policy(FlowActing):
         width = int(config.vlm_config.text_config.hidden_size)
         valued = cfg.add_value_head
         self.value_head = ValueHead(width, self.value_width) if valued else None
+
+    def _read_statistics(self, model_path: str) -> None:
+        source, self.state_stats, self.action_stats = self.options.get("statistics"), None, None
+        self.statistics = read_norm_stats(source, model_path)
+        if self.statistics is None:
+            return
+        normalisation = str(self.options.get("normalisation") or "mean_std")
+        where = f"actor.model.kwargs.statistics: {source if isinstance(source, str) else model_path}, of"
+        self.action_stats = NormStats(self.statistics.get("actions"), normalisation, self.dim, f"{where} actions,")
+        if self.numbers:
+            self.state_stats = NormStats(
+                self.statistics.get("state"), normalisation, self.numbers, f"{where} the state,"
+            )
+
+    def spec(self) -> dict[str, Any]:
+        """See `Policy.spec`; it has the statistics, too, whose file may be gone by then."""
+        spec = super().spec()
+        statistics = BOUNDS if self.statistics is None else self.statistics
+        return {**spec, "model": {**spec["model"], "kwargs": {**spec["model"]["kwargs"], "statistics": statistics}}}
+
+    def scaled(self, actions: Tensor) -> Tensor:
+        """See `FlowActing.scaled`: by the statistics, if there are any."""
+        return super().scaled(actions) if self.action_stats is None else self.action_stats.normalised(actions)
+
+    def unscaled(self, actions: Tensor) -> Tensor:
+        """See `FlowActing.unscaled`."""
+        return super().unscaled(actions) if self.action_stats is None else self.action_stats.unnormalised(actions)
+
+    def draw_times(self, rows: int) -> Tensor:
+        """See `FlowActing.draw_times`: Beta(1.5, 1), more of them near the noise (Black et al. 2024, appendix B; openpi)."""
+        return torch.rand(rows) ** (1 / 1.5) * 0.999 + 0.001
 
     @property
     def state_shape(self) -> tuple[int, int]:
@@ -98,7 +144,8 @@ class Pi0Policy(FlowActing):
     def _state(self, obs: Any, rows: int) -> Tensor:
         state = self.low.new_zeros(rows, int(self.model.config.max_state_dim))
         if self.numbers and "state" in boxes_of(self.observation_space):
-            state[:, : self.numbers] = obs["state"].reshape(rows, -1)
+            numbers = obs["state"].reshape(rows, -1).float()
+            state[:, : self.numbers] = numbers if self.state_stats is None else self.state_stats.normalised(numbers)
         return state
 
     def _values(self, hidden: Tensor) -> Tensor:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.embodied.envs.spaces import space_from_json
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.lookup import Registry, load_attribute
 from rlhpc.runtime.trust import Trust, without_variables
 
 if TYPE_CHECKING:
+    import torch
+
     from rlhpc.embodied.config import EmbodiedActorConfig, ModelConfig, PolicyConfig
     from rlhpc.embodied.models.base import Policy
 
@@ -37,17 +39,47 @@ MODELS: Registry[Any] = Registry(
     },
 )  # fmt: skip
 register_model = MODELS.register
+#: Checks of a pretrained model's folder that need no environment: functions `(cfg) -> None`, by model type.
+_FOLDER_CHECKS = {
+    "vla": "rlhpc.embodied.models.vlm:check_folder",
+    "pi0": "rlhpc.embodied.models.pi0:check_folder",
+    "openvla": "rlhpc.embodied.models.openvla_files:check_folder",
+    "lerobot": "rlhpc.embodied.models.lerobot.folder:check_folder",
+}
 
 
-def policy_section(actor: EmbodiedActorConfig) -> ModelConfig:
-    """Section `actor.model` as `build_model` wants it: the adapters of `actor.lora`, if any, are among its options."""
-    if not actor.lora.rank:
-        return actor.model
+def policy_dtype(actor: EmbodiedActorConfig, bfloat16: bool) -> str:
+    """Returns what `actor.model.dtype` names, with `auto` resolved: "float32" or "bfloat16".
+
+    Args:
+        actor: Section `actor`.
+        bfloat16: Whether the policy's device computes in bfloat16.
+    """
+    model = actor.model
+    if model.dtype.lower() != "auto":
+        return model.dtype
+    factory = MODELS.find(model.model_type)
+    if not getattr(factory, "mixed_precision", False):
+        return "float32"
+    if actor.training_backend.lower() == "local" and not actor.lora.rank:
+        return "float32"  # all weights are trained, by an optimizer without copies of its own
+    return "bfloat16" if bfloat16 else "float32"
+
+
+def policy_section(actor: EmbodiedActorConfig, device: str | torch.device = "cpu") -> ModelConfig:
+    """Section `actor.model` as `build_model` wants it on a device: its dtype is resolved (`policy_dtype`), and the adapters of
+    `actor.lora`, if any, are among its options."""
     from rlhpc.config.typed import changed, plain
+    from rlhpc.runtime.device import computes_bfloat16
 
+    model, kind = actor.model, device if isinstance(device, str) else device.type
+    if policy_dtype(actor, computes_bfloat16(kind)) == "bfloat16" != model.dtype:
+        model = changed(model, "dtype", "bfloat16")  # otherwise `auto` builds float32
+    if not actor.lora.rank:
+        return model
     lora = actor.lora
     adapters = {"rank": lora.rank, "alpha": lora.alpha, "target_modules": plain(lora.target_modules)}
-    return changed(actor.model, "kwargs", {**actor.model.kwargs, "lora": adapters})
+    return changed(model, "kwargs", {**model.kwargs, "lora": adapters})
 
 
 def build_model(cfg: PolicyConfig, observation_space: Any, action_space: Any, seed: int | None = None) -> Policy:
@@ -64,13 +96,27 @@ def build_model(cfg: PolicyConfig, observation_space: Any, action_space: Any, se
     import torch
 
     factory = MODELS.find(cfg.model_type)
-    if seed is None:
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
         policy: Policy = factory(cfg, observation_space, action_space)
-        return policy
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        seeded: Policy = factory(cfg, observation_space, action_space)
-        return seeded
+    if getattr(cfg, "normalize_observations", False) and policy.normaliser is None:
+        raise ConfigError(
+            f"actor.model.normalize_observations is true, and a policy of model_type {cfg.model_type!r} with these "
+            "observations normalises none: mlp, and flow over numbers, do; set it false"
+        )
+    return policy
+
+
+def check_folder(cfg: PolicyConfig) -> None:
+    """Refuses a pretrained policy's folder that lacks files, whatever the environment is.
+
+    Raises:
+        ConfigError: Unknown type; or says which file is missing.
+    """
+    MODELS.find(cfg.model_type)
+    if (check := _FOLDER_CHECKS.get(cfg.model_type.lower())) is not None:
+        load_attribute(check, "actor.model.model_type")(cfg)
 
 
 def check_policy(actor: EmbodiedActorConfig, spaces: tuple[Any, Any], pythons: Sequence[str | None]) -> Policy | None:

@@ -2,17 +2,24 @@
 
 {"<dataset>": {"action": {"q01": […], "q99": […], "min": […], "max": […], "mask": […]}, "proprio": {…}}, …}
 {"action": {"min": […], "max": […], "q01": […], …}, "observation.state": {…}, …}
+
+And openpi's `norm_stats.json`, for π0:
+
+{"norm_stats": {"state": {"mean": […], "std": […], "q01": […], "q99": […]}, "actions": {…}}}
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rlhpc.config.typed import plain
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.plain import read_json
 
 #: What becomes −1 and 1, by the name of a normalisation.
@@ -114,3 +121,93 @@ def scaling(
     if len(made.low) != dim:
         raise ConfigError(f"{where}: {dataset} has {len(made.low)} components of {part}, the environment {dim}")
     return made
+
+
+#: In place of a file of statistics: actions and state are scaled by the bounds of their spaces, as by rlhpc without data.
+BOUNDS = "bounds"
+#: openpi's file of statistics, in a released folder or its `assets/<name>`.
+NORM_STATS = "norm_stats.json"
+#: What a normalisation of openpi's needs.
+_NORM_STATS = {"mean_std": ("mean", "std"), "quantiles": ("q01", "q99")}
+
+
+class NormStats(nn.Module):
+    """openpi's normalisation of a state or of actions: (x − mean) / (std + 1e-6) for π0, or for π0.5
+    2·(x − q01) / (q99 − q01 + 1e-6) − 1. Networks pad what is normalised with zeros.
+
+    Args:
+        statistics: Of "state" or "actions": `mean` and `std`, or `q01` and `q99`, each a list of numbers.
+        normalisation: "mean_std" or "quantiles".
+        dim: Components; what the file has beyond them is left out.
+        where: The statistics' name in messages.
+
+    Raises:
+        ConfigError: One is missing, or there are too few components.
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, statistics: Any, normalisation: str, dim: int, where: str) -> None:
+        super().__init__()
+        if normalisation not in _NORM_STATS:
+            raise ConfigError(
+                f"actor.model.kwargs.normalisation is {normalisation!r}; allowed: {', '.join(_NORM_STATS)}"
+            )
+        names = _NORM_STATS[normalisation]
+        if not isinstance(statistics, dict) or not set(names) <= set(statistics):
+            raise ConfigError(f"{where} lacks {' and '.join(names)}, which normalisation {normalisation} takes")
+        low, high = (torch.as_tensor(statistics[name], dtype=torch.float32).reshape(-1)[:dim] for name in names)
+        if len(low) != dim or len(high) != dim:
+            raise ConfigError(f"{where} has {len(low)} components, the environment {dim}")
+        if normalisation == "quantiles":
+            half = (high - low + 1e-6) / 2
+            low, high = low + half, half
+        else:
+            high = high + 1e-6
+        self.register_buffer("shift", low, persistent=False)
+        self.register_buffer("scale", high, persistent=False)
+
+    def normalised(self, values: Tensor) -> Tensor:
+        """`[..., dim]` as the network takes them."""
+        return (values - self.shift) / self.scale
+
+    def unnormalised(self, values: Tensor) -> Tensor:
+        """The inverse."""
+        return values * self.scale + self.shift
+
+
+def read_norm_stats(source: Any, model_path: str) -> dict[str, Any] | None:
+    """Reads openpi's statistics of "state" and "actions"; None where actions are scaled by the bounds of their space.
+
+    Args:
+        source: `actor.model.kwargs.statistics`: a norm_stats.json or a folder that has one, `bounds`, the content of such a
+            file, or None for those in the model's folder.
+        model_path: The model's folder or hub name, or `builtin:…`, which needs no statistics.
+
+    Raises:
+        ConfigError: There is no such file; names where it was looked for.
+    """
+    if isinstance(source, Mapping):
+        content: Any = plain(source)
+        return dict(content.get("norm_stats", content))
+    if source == BOUNDS or (source is None and model_path.startswith("builtin:")):
+        return None
+    place = expand_home(str(source or model_path))
+    files = [place] if place.is_file() else sorted({*place.glob(NORM_STATS), *place.glob(f"assets/**/{NORM_STATS}")})
+    if len(files) != 1:
+        problem = f"there are several: {', '.join(map(str, files))}" if files else "there is none"
+        raise ConfigError(
+            f"actor.model.model_path is {model_path!r}, whose actions and state are normalised by a dataset's statistics; "
+            f"looked for {place}/{NORM_STATS} and {place}/assets/**/{NORM_STATS}: {problem}. Name the file: "
+            f"actor.model.kwargs.statistics=FILE; or {BOUNDS}, for weights that were trained on actions scaled by the "
+            "bounds of their space"
+        )
+    try:
+        content = read_json(files[0].read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"actor.model.kwargs.statistics: {files[0]} cannot be read: {error}") from error
+    content = content.get("norm_stats", content) if isinstance(content, dict) else None
+    if not isinstance(content, dict) or "actions" not in content:
+        raise ConfigError(f"actor.model.kwargs.statistics: {files[0]} has no statistics of actions")
+    return dict(content)

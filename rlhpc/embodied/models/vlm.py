@@ -17,8 +17,11 @@ from torch.nn import functional as F
 
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of, decode_text
+from rlhpc.runs.hub import is_hub_name
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.lookup import required
+from rlhpc.runtime.plain import read_json
 
 TINY = "builtin:tiny"
 PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
@@ -148,7 +151,7 @@ def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> t
             return made(config), Bytes(), {}
     if path.startswith("builtin:"):
         raise ConfigError(f"actor.model.model_path is {path!r}; the only built-in vision-language model is {TINY}")
-    options = {"dtype": _DTYPES[cfg.dtype], "attn_implementation": cfg.attn_implementation}
+    options = {"dtype": _DTYPES.get(cfg.dtype, torch.float32), "attn_implementation": cfg.attn_implementation}
     trust = cfg.trust_remote_code
     try:
         if _empty.get():
@@ -170,6 +173,40 @@ def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> t
     except OSError:  # a folder with weights and tokenizer only
         settings = {}
     return model, tokenizer, settings
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Reads the config.json of a model's folder.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        content = read_json((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"actor.model.model_path: {folder}/config.json cannot be read: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def require_weights(path: str | None) -> None:
+    """Refuses a model's folder that is not there, or has no weights; names of the hub and of built-in models pass.
+
+    Raises:
+        ConfigError: Says what is missing.
+    """
+    if not path or path.startswith("builtin:") or is_hub_name(path):
+        return
+    folder = expand_home(path)
+    if not folder.is_dir():
+        raise ConfigError(f"actor.model.model_path is {path!r}; there is no such folder")
+    read_config(folder)
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ConfigError(f"actor.model.model_path is {path!r}, a folder without weights (*.safetensors)")
+
+
+def check_folder(cfg: ModelConfig) -> None:
+    """Refuses the folder of a `vla` without weights (`require_weights`)."""
+    require_weights(cfg.model_path)
 
 
 @dataclass(frozen=True)

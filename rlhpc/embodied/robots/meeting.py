@@ -20,15 +20,17 @@ from rlhpc.embodied.robots.line import Line, LineLost, greet, hear_greeting
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.host import node_name
 from rlhpc.runtime.ownership import make_private
+from rlhpc.runtime.tcp_listener import ConnectionTable, TcpListener, host_of
 
 log = logging.getLogger(__name__)
 
-#: Seconds in which one that connects must show its key, and how many may be about it at a time.
-GREETING_S, _MOST = 10.0, 8
+#: Seconds in which one that connects must show its key, and how many may be about it at a time: a further one takes the
+#: place of the oldest, of those addresses that have most.
+GREETING_S, _MOST = 10.0, 32
 _LOOK_S = 0.2
 #: Seconds in which the end of the robot before is noticed, where its connection was closed.
 _NOTICED_S = 2.0
-VERSION = 1
+VERSION = 2
 
 
 def line_key(secret: str, *nonces: str) -> bytes:
@@ -62,20 +64,18 @@ class Meeting:
         self._folder, self._slot, self._misfit = folder, slot, misfit
         make_private(folder, parents=True)
         _refuse_two(folder, slot)
-        self._listener = socket.create_server((address, 0))
-        self._listener.settimeout(_LOOK_S)
-        port = self._listener.getsockname()[1]
+        listener = TcpListener(address)
+        port = listener.address[1]
         self.place = Place(robot, slot, address, port, node_name(), run, there=False, since=time.time())
         self._changed = threading.Condition()
-        self._greeting = threading.BoundedSemaphore(_MOST)
+        self._strangers = ConnectionTable[socket.socket](_MOST)
+        self._coming = threading.Lock()
         self._line: Line | None = None
         self._fresh = False
         self._session: tuple[str, str] = ("", "")
-        self._closed = threading.Event()
         self.place.withdraw(folder)
         self.place.publish(folder)
-        self._thread = threading.Thread(target=self._accept, name="robot-meeting", daemon=True)
-        self._thread.start()
+        self._acceptor = listener.serve(self._come, "robot-meeting")
 
     def wait(self, timeout_s: float, check: Callable[[], None]) -> tuple[Line, bool] | None:
         """The robot's line, and whether another process than before is at its other end; None if there is none in time."""
@@ -93,9 +93,7 @@ class Meeting:
 
     def close(self) -> None:
         """Waits for nobody any more."""
-        self._closed.set()
-        self._thread.join()
-        self._listener.close()
+        self._acceptor.close()
         if self._line is not None:
             self._line.close()
         with contextlib.suppress(OSError):
@@ -107,26 +105,29 @@ class Meeting:
             self.place = replace(self.place, there=there, since=time.time())
             self.place.publish(self._folder)
 
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:  # nobody came
-                continue
-            if not self._greeting.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(target=self._met, args=(sock,), name="robot-greeting", daemon=True).start()
+    def _come(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        with self._coming:
+            oldest = self._strangers.add(sock, host_of(sock))
+        if oldest is not None:
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        threading.Thread(target=self._met, args=(sock,), name="robot-greeting", daemon=True).start()
+
+    def _forget(self, sock: socket.socket) -> None:
+        """Takes one that has shown a key, or has gone, out of those that may be sent away."""
+        with self._coming:
+            self._strangers.remove(sock)
 
     def _met(self, sock: socket.socket) -> None:
         try:
             if not self._greet(sock):
+                self._forget(sock)
                 sock.close()
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             log.info("somebody who connected was no robot: %s", error)
+            self._forget(sock)
             sock.close()
-        finally:
-            self._greeting.release()
 
     def _greet(self, sock: socket.socket) -> bool:
         """Whether a robot has come; one without a key is told nothing but that."""
@@ -143,6 +144,7 @@ class Meeting:
                 log.warning("somebody who connected has no key of this run")
                 greet(sock, {"refused": "the run knows no such key"})
                 return False
+            self._forget(sock)
             try:
                 self._admit(name, again, about)
             except Refused as error:

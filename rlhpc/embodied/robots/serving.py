@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import shlex
 import socket
 import subprocess
@@ -19,13 +18,16 @@ import numpy as np
 
 from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs.distant_robot import SETTINGS
-from rlhpc.embodied.envs.robot import Robot, RobotVectorEnv
+from rlhpc.embodied.envs.robot import RobotVectorEnv
+from rlhpc.embodied.robots.driver import Robot
 from rlhpc.embodied.robots.keys import Key, Refused
+from rlhpc.embodied.robots.limits import Limits
 from rlhpc.embodied.robots.line import Line, LineLost, Message, give, take
 from rlhpc.embodied.robots.meeting import GREETING_S, join
+from rlhpc.embodied.robots.safety import SafetyCore
 from rlhpc.embodied.robots.shapes import told
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.parents import die_with_parent
+from rlhpc.runtime.parents import start_bound_to_parent
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ _LOOK_S = 0.2
 _LOGIN_S = 60.0
 #: Between two tries to reach the run: the first pause, and the longest.
 _AGAIN_S = (0.5, 4.0)
+#: Seconds between messages to the run that a person is waited for.
+_REMIND_S = 1.0
 #: Of `RobotVectorEnv`'s numbers, those that a robot's own machine may bound, and whether it bounds them from above.
 BOUNDS = ("hz", "stale_s", "max_change")
 
@@ -75,14 +79,13 @@ class Way:
             return self._tunnel(Path(folder) / "run")
 
     def _tunnel(self, end: Path) -> socket.socket:
-        parent, to = os.getpid(), f"{self._to[0]}:{self._to[1]}"
+        to = f"{self._to[0]}:{self._to[1]}"
         # With a session, however idle, ssh and sshd send what they have at once; without one (-W, -N) the end of a message
         # may wait 40 ms for a receipt of its beginning. The session ends with this process, and ssh with the session.
         options = ("-T", "-o", "ExitOnForwardFailure=yes", "-o", "ControlPath=none", "-L", f"{end}:{to}")
-        self._child = subprocess.Popen(
-            ["ssh", *options, *self._ssh, "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            preexec_fn=lambda: die_with_parent(parent),
-        )  # fmt: skip
+        self._child = start_bound_to_parent(
+            ["ssh", *options, *self._ssh, "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
         deadline = time.monotonic() + _LOGIN_S
         while not end.exists():
             if (code := self._child.poll()) is not None:
@@ -108,17 +111,27 @@ class Way:
             self._child = None
 
 
+class _LetGo(Exception):
+    """The run let the robot go while a person was waited for; has the number of its message."""
+
+
+def own_limits(bounds: Mapping[str, float], resume: str = "person") -> Limits:
+    """Returns the limits of a robot before a run asks for narrower ones."""
+    return Limits(bounds.get("stale_s", Limits().stale_s), bounds.get("max_change"), resume)
+
+
 class Served:
-    """A robot in a run's hands.
+    """A robot in a run's hands. Its safety core is this machine's: no run can change who ends a stop for safety.
 
     Args:
-        robot: The robot.
-        bounds: What of `BOUNDS` this machine allows at most.
+        robot: The robot, or its safety core.
+        bounds: Bounds of `BOUNDS` that this machine sets, whatever a run asks for.
         tell: Says something to the person at the robot.
     """
 
-    def __init__(self, robot: Robot, bounds: Mapping[str, float], tell: Callable[[str], None]) -> None:
-        self._robot, self._bounds, self._tell = robot, bounds, tell
+    def __init__(self, robot: Robot | SafetyCore, bounds: Mapping[str, float], tell: Callable[[str], None]) -> None:
+        self._core = robot if isinstance(robot, SafetyCore) else SafetyCore(robot, own_limits(bounds))
+        self._bounds, self._tell = bounds, tell
         self._env: RobotVectorEnv | None = None
         self.steps = 0
 
@@ -129,7 +142,8 @@ class Served:
             Refused: The run does not take it.
             RlhpcError: The run is gone, or cannot be reached.
         """
-        about = json.dumps(told(self._robot.observation_space, self._robot.action_space))
+        spaces = told(self._core.observation_space, self._core.action_space)
+        about = json.dumps({**spaces, "no_max_change": self._core.why_no_max_change()})
         name, secret, again = key.id, key.secret, False
         deadline, why, pause = time.monotonic() + patience_s, "", _AGAIN_S[0]
         try:
@@ -152,7 +166,7 @@ class Served:
                         self._tell(f"{key.place.run} has let {key.place.robot} go after {self.steps} steps")
                         return
                 except LineLost as lost:
-                    self._hold()
+                    self._core.end()
                     self._tell(
                         f"the line to {key.place.run} is lost ({lost}): the robot is stopped, and tries to come back"
                     )
@@ -160,12 +174,8 @@ class Served:
                     line.close()
                 deadline, pause = time.monotonic() + patience_s, _AGAIN_S[0]
         finally:
+            self._core.close()
             way.close()
-            if self._env is not None:
-                self._env.close()
-            else:
-                self._robot.stop()
-                self._robot.close()
 
     def _join(self, way: Way, name: str, secret: str, about: str) -> tuple[Line | None, tuple[str, str], str]:
         """A line to the run and the session, or why there is none."""
@@ -182,12 +192,6 @@ class Served:
             sock.close()
             raise
 
-    def _hold(self) -> None:
-        if self._env is not None:
-            self._env.hold()
-        else:
-            self._robot.stop()
-
     def _obey(self, line: Line) -> bool:
         """Does what the run says; returns once it lets go.
 
@@ -202,17 +206,16 @@ class Served:
             if "begin" in words:
                 self._begin(words["begin"], int(words["seed"]))
             elif words["do"] == "leave":
-                self._hold()
-                with contextlib.suppress(LineLost):
-                    line.say({"number": words["number"]})
-                return True
+                return self._leave(line, words["number"])
             else:
                 try:
                     self._do(line, message)
                 except LineLost:
                     raise
+                except _LetGo as let_go:
+                    return self._leave(line, let_go.args[0])
                 except Exception as error:
-                    self._hold()
+                    self._core.end()
                     said = f"{type(error).__name__}: {error}"[:500]
                     with contextlib.suppress(LineLost):
                         line.say({"number": words["number"], "broken": said})
@@ -220,24 +223,49 @@ class Served:
                         f"the robot's own code failed in {words['do']}, and it is stopped: {said}"
                     ) from error
 
+    def _leave(self, line: Line, number: int) -> bool:
+        self._core.end()
+        with contextlib.suppress(LineLost):
+            line.say({"number": number})
+        return True
+
+    def _remind(self, line: Line, number: int) -> Callable[[str], None]:
+        """Returns a function that tells the run that a person is waited for, and ends the wait when the run is gone."""
+        reminded = 0.0
+
+        def remind(reason: str) -> None:
+            nonlocal reminded
+            if time.monotonic() - reminded > _REMIND_S:
+                reminded = time.monotonic()
+                line.say({"number": number, "waits": reason[:500]})
+            message = line.hear(0.0)
+            if message is not None and message.words.get("do") == "leave":
+                raise _LetGo(message.words["number"])
+
+        return remind
+
     def _begin(self, settings: Mapping[str, Any], seed: int) -> None:
-        pace: dict[str, Any] = {"late": settings["late"]}
+        pace: dict[str, Any] = {"late": settings["late"], "resume": self._core.limits.resume}
         for name in BOUNDS:
             said = [value for value in (settings[name], self._bounds.get(name)) if value is not None]
             pace[name] = float(min(said)) if said else None
         own = {name: settings[name] for name in SETTINGS}
         limit = int(settings["max_episode_steps"]) or None
         section = EnvSideConfig(env_type="robot", max_episode_steps=limit, kwargs=pace, **own)
-        if self._env is not None:
-            self._env.retire()
-        self._env = RobotVectorEnv(section, 1, int(settings["slot"]), seed, self._robot)
+        self._core.end()
+        self._core.set_limits(Limits(pace["stale_s"], pace["max_change"], self._core.limits.resume))
+        self._env = RobotVectorEnv(section, 1, int(settings["slot"]), seed, self._core)
 
     def _do(self, line: Line, message: Message) -> None:
         words, env = message.words, self._env
         if env is None:
             raise LineLost("the run did not say how the robot is moved")
-        if words["do"] == "reset":
-            obs, _ = env.reset(None if words["seed"] is None else int(words["seed"]))
+        env.on_wait = self._remind(line, words["number"])
+        if words["do"] in ("reset", "refresh"):
+            if words["do"] == "refresh":
+                obs = env.refresh()
+            else:
+                obs, _ = env.reset(None if words["seed"] is None else int(words["seed"]))
             line.say({"number": words["number"]}, take(_first(obs), "obs"))
             return
         obs, rewards, ends, cut, infos = env.step(give(message.arrays, "action")[None])

@@ -15,20 +15,18 @@ from torch import nn
 
 from rlhpc.algorithms import value_loss
 from rlhpc.algorithms.finite import Skips, listed, skips
-from rlhpc.checkpoint.start import check_start
 from rlhpc.config.typed import plain, typed
 from rlhpc.embodied.config import BcConfig, EnvSideConfig
 from rlhpc.embodied.data.trajectories import read_trajectories
 from rlhpc.embodied.data.trajectory import Trajectory, shapes
 from rlhpc.embodied.envs.observations import boxes_of, join, take
-from rlhpc.embodied.models import build_model, check_policy, policy_section
+from rlhpc.embodied.models import build_model, policy_section
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.models.conditioned import IMPROVEMENT
 from rlhpc.embodied.play import evaluation_metrics
-from rlhpc.embodied.real_time import real_time
 from rlhpc.embodied.roles.env import check_env
 from rlhpc.embodied.roles.trainer import Trainer
-from rlhpc.embodied.update.blueprint import check_backend, passed
+from rlhpc.embodied.update.blueprint import passed
 from rlhpc.embodied.update.conditioning import KEY, label, value_model
 from rlhpc.embodied.update.minibatches import local_minibatches, passes, permutation
 from rlhpc.runs.device import to_tensors
@@ -65,43 +63,33 @@ def _wanted(cfg: BcConfig) -> list[str]:
     return [*rewards, *(["success"] if cfg.actor.model.model_type.lower() == "success" else [])]
 
 
+def environment_of(cfg: BcConfig) -> EnvSideConfig:
+    """Returns the section of the environment that the demonstrations are of."""
+    task = cfg.env.train
+    side = EnvSideConfig(
+        env_type=task.env_type, env_id=task.env_id, max_episode_steps=task.max_episode_steps, kwargs=plain(task.kwargs),
+        wrappers=plain(task.wrappers), ignore_terminations=task.ignore_terminations, simulator_python=task.simulator_python,
+    )  # fmt: skip
+    return typed(EnvSideConfig, OmegaConf.structured(side))
+
+
 def spaces_of(cfg: BcConfig) -> tuple[Any, Any]:
     """Observation and action space of what the demonstrations are of.
 
     Raises:
         ConfigError: There is no such environment.
     """
-    task = cfg.env.train
-    side = EnvSideConfig(
-        env_type=task.env_type, env_id=task.env_id, max_episode_steps=task.max_episode_steps, kwargs=plain(task.kwargs),
-        wrappers=plain(task.wrappers), ignore_terminations=task.ignore_terminations, simulator_python=task.simulator_python,
-    )  # fmt: skip
-    return check_env(typed(EnvSideConfig, OmegaConf.structured(side)))
+    return check_env(environment_of(cfg))
 
 
-def check_bc(cfg: BcConfig, ranks: dict[str, int], python: str | None = None) -> None:
-    """Refuses what would fail after the start: demonstrations that are not there, or of another task.
-
-    Args:
-        cfg: Configuration.
-        ranks: Ranks of each group.
-        python: The actor group's own Python, which can build what this one cannot.
+def check_actions(cfg: BcConfig, action_space: Any) -> None:
+    """Refuses a loss that the actions do not have.
 
     Raises:
-        ConfigError: Names the key and the shapes.
+        ConfigError: Names the key.
     """
-    del ranks
-    observation_space, action_space = spaces_of(cfg)
-    check_backend(cfg.actor)
-    policy = check_policy(cfg.actor, (observation_space, action_space), [python])
-    check_start(cfg, policy)
-    if policy is not None:
-        real_time(policy, cfg.env.eval)
     if cfg.algorithm.bc_loss == "mse" and not isinstance(action_space, spaces.Box):
         raise ConfigError(f"algorithm.bc_loss is 'mse', and the actions are {action_space}; choose nll")
-    if cfg.algorithm.value_model:
-        value_model(cfg, observation_space)
-    check_fit(next(iter(read_demos(cfg, [] if skips(cfg) else None))), observation_space, action_space)
 
 
 def check_fit(trajectory: Trajectory, observation_space: Any, action_space: Any) -> None:
@@ -319,8 +307,9 @@ class BcActor(Trainer[BcConfig]):
             found["value_loss"] = value
         if self.holdout is not None:
             rows = torch.arange(len(self.holdout["actions"]), device=self.device)
-            losses = self.backend.evaluate(self._losses, (self.holdout, rows, len(rows)))
-            found["holdout_loss"] = float(losses[0])
+            parts = rows.split(self.cfg.actor.micro_batch_size or self.cfg.actor.global_batch_size)
+            losses = [self.backend.evaluate(self._losses, (self.holdout, part, len(rows)))[0] for part in parts]
+            found["holdout_loss"] = float(sum(losses))
         return found
 
     def _loss(self, called: nn.Module, given: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, Metrics]:
@@ -346,7 +335,12 @@ class BcActor(Trainer[BcConfig]):
             if self.loss_type == "nll":
                 loss = policy.bc_loss(inputs).sum() / count
             else:
-                mean, _ = policy.predict_action_batch(obs, mode="eval")
+                mean = policy.mean_action(obs)
+                if torch.is_grad_enabled() and not mean.requires_grad:
+                    raise ConfigError(
+                        f"algorithm.bc_loss is 'mse', and the actions of model_type {self.cfg.actor.model.model_type} have no "
+                        "gradient; choose nll"
+                    )
                 loss = (mean - actions[:, : policy.chunk]).square().mean((1, 2)).sum() / count
             if not values:
                 return [loss, torch.zeros_like(loss)]
@@ -366,7 +360,7 @@ class BcActor(Trainer[BcConfig]):
         if self.backend.lockstep:
             weights = self._weights()
             if self.rank == 0:
-                policy = build_model(policy_section(self.cfg.actor), *spaces_of(self.cfg)).to(self.device)
+                policy = build_model(policy_section(self.cfg.actor, self.device), *spaces_of(self.cfg)).to(self.device)
                 policy.load_state_dict(weights)
         if self.rank:
             return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhpc.config.typed import changed
-from rlhpc.embodied.config import EnvSideConfig, PlayedEnvConfig, PpoConfig
+from rlhpc.embodied.config import EnvSideConfig, PpoConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.registry import ENVS
@@ -21,20 +21,6 @@ class EnvWorker(JoiningWorker[PpoConfig]):
     def shape(self) -> Shape:
         """Of the outcomes."""
         return ppo_shape(self.cfg)
-
-
-def check_played(cfg: PlayedEnvConfig, python: str | None = None) -> tuple[Any, Any]:
-    """`check_env` of section `env.train`, with the model that rewards, if there is one.
-
-    Raises:
-        ConfigError: One of them cannot be built.
-    """
-    spaces = check_env(cfg, python)
-    if cfg.reward_model is not None:
-        from rlhpc.embodied.envs.judged import reward_model
-
-        reward_model(cfg.reward_model, spaces[0])
-    return spaces
 
 
 def check_env(cfg: EnvSideConfig, python: str | None = None) -> tuple[Any, Any]:

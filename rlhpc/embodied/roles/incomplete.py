@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,11 +41,16 @@ class Incomplete:
             there: Which of them there are, `[n, T]`.
             ranks: This rank, which reaches the others.
         """
-        mine = {name: column.swapaxes(0, 1)[there.T] for name, column in columns.items()}
-        parts = ranks.all_gather_object(mine) if ranks.world_size > 1 else [mine]
+        times, slots = np.nonzero(there.T)
+        position = times * self._num_envs + slots + self._share.start
+        rows_here = {name: column[slots, times] for name, column in columns.items()}
+        parts: Any = [(position, rows_here)]
+        if ranks.world_size > 1:
+            parts = ranks.all_gather_object(parts[0])
+        order = np.argsort(np.concatenate([position for position, _ in parts]))  # the same for any number of ranks
+        flat = {name: np.concatenate([part[name] for _, part in parts])[order] for name in columns}
         if self._waiting:
-            parts = [self._waiting, *parts]
-        flat = {name: np.concatenate([part[name] for part in parts]) for name in columns}  # type: ignore[index]
+            flat = {name: np.concatenate([self._waiting[name], column]) for name, column in flat.items()}
         rows = len(next(iter(flat.values()))) // self._num_envs
         used = rows * self._num_envs
         self._waiting = {name: column[used:].copy() for name, column in flat.items()}

@@ -1,14 +1,13 @@
-"""What a trainer's rank takes in of a rollout: the trajectories of its slots, and which of them are not finite."""
+"""Intake of a trainer's rank: the trajectories of its slots, and which of their transitions train nothing."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from rlhpc.algorithms.finite import nonfinite, skips
 from rlhpc.embodied.envs.finite import bad_rows, is_finite
@@ -27,15 +26,6 @@ if TYPE_CHECKING:
 _LAST_S = 0.5
 
 
-class Reducing(Protocol):
-    """A rank among others."""
-
-    world_size: int
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """The sum over all ranks."""
-
-
 def joined(parts: Sequence[dict[str, Any]], axis: int = 0) -> dict[str, np.ndarray]:
     """Columns of slots (axis 0) or decisions (axis 1) that follow one another."""
     return {name: np.concatenate([part[name] for part in parts], axis) for name in parts[0]}
@@ -52,7 +42,6 @@ class Intake:
 
     def __init__(self, cfg: PpoConfig | SacConfig, slots: SlotMap, rank: int) -> None:
         self.share, self._rank, self._skip = slots.actor_share(rank), rank, skips(cfg)
-        self._ahead = cfg.algorithm.max_staleness > 0
         #: What came of turns that are not due yet, by their number.
         self._early: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
         #: Shape of a slot's row, and dtype, by column.
@@ -152,12 +141,11 @@ class Intake:
         found: np.ndarray = columns.pop("lost", np.zeros(shape, bool))
         return found
 
-    def anybody(self, lost: np.ndarray, ranks: Reducing) -> bool:
-        """Whether any rank of the group misses transitions; all call it. In synchronous runs none does."""
-        if not self._ahead:
-            return False
-        count = torch.tensor([float(lost.sum())])
-        return bool((ranks.all_reduce(count) if ranks.world_size > 1 else count).item())
+    def failed(self, columns: dict[str, np.ndarray]) -> np.ndarray:
+        """Takes `env_failed` out of a step's columns: transitions whose simulator or robot failed, bool `[n, T]`."""
+        shape = columns["rewards"].shape[:2]
+        failed: np.ndarray = columns.pop("env_failed", np.zeros(shape, bool))
+        return failed
 
     def spoiled(self, step: int, columns: dict[str, np.ndarray]) -> np.ndarray:
         """Which of a step's transitions are not finite, bool `[n, T]`: by what the env ranks say, and by what came.

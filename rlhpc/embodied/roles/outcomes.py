@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlhpc.embodied.envs.base import env_failed
 from rlhpc.embodied.envs.finite import all_finite, bad_rows, bad_slots, cleaned, is_finite
 from rlhpc.embodied.envs.observations import as_given, join, take
-from rlhpc.embodied.envs.timing import TIMED, timed
+from rlhpc.embodied.envs.timing import TIMED, Timing, timed
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Outcomes:
         spoiled: Told of what is not finite: "reward", "observation" or "last observation of an episode", the step, and which
             slots (bool `[n]`); it may raise. Where it does not, `nonfinite [n, T]` says where transitions are not what the
             simulator gave: 0 has taken the numbers' place.
+
+    `env_failed [n, T]` marks the transitions whose simulator or robot failed: their outcome is not known.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Outcomes:
             self._optional["action_mask"] = np.ones((size, steps, chunk), bool)
         if whole:
             self._optional["loss_mask"] = np.ones((size, steps), bool)
+        self._optional["env_failed"] = np.zeros((size, steps), bool)
         if spoiled is not None:
             self._optional["nonfinite"] = np.zeros((size, steps), bool)
         self._alive = np.ones(size, bool) if whole else None
@@ -102,9 +106,12 @@ class Outcomes:
         self.rewards[:, t] = rewards
         self.terminations[:, t] = terminations
         self.truncations[:, t] = truncations
+        failed = self._optional["env_failed"][:, t] = env_failed(infos, len(self.rewards))
+        if failed.any():
+            self.rewards[failed, t], self.terminations[failed, t], self.truncations[failed, t] = 0, False, True
         if self._alive is not None:
             self._optional["loss_mask"][:, t] = self._alive
-            for column in (self.rewards, self.terminations, self.truncations):
+            for column in (self.rewards, self.terminations, self.truncations, self._optional["env_failed"]):
                 column[~self._alive, t] = 0
             self._alive &= ~(self.terminations[:, t] | self.truncations[:, t])
         if not is_finite(self.rewards[:, t]):
@@ -152,7 +159,7 @@ class Outcomes:
         Returns:
             rewards (see the class), terminations, truncations `[n, T]`; last_obs `[n, ...]`; final_slot, final_step `[k]`
             and final_obs `[k, ...]`: the true last observations of the episodes that ended, slots counted from 0; and
-            action_mask, loss_mask, nonfinite, where there are such.
+            env_failed `[n, T]`, and action_mask, loss_mask, nonfinite, where there are such.
         """
         slots, steps, rows = [], [], []
         for t, done, final in self._finals:
@@ -219,11 +226,17 @@ class EpisodeLog:
 
     Attributes:
         spoiled: How many these are.
+        skipped: Actions of chunks that were not executed because their episode had ended.
     """
 
     def __init__(self) -> None:
         self._rows: list[np.ndarray] = []
-        self.spoiled = 0
+        self.spoiled = self.skipped = 0
+
+    def count_skipped(self, infos: dict[str, Any], slots: slice = slice(None)) -> None:
+        """Counts the actions of a step's chunks that were not executed, in these slots."""
+        if "chunk" in infos:
+            self.skipped += int((~np.asarray(infos["chunk"]["mask"], bool)[slots]).sum())
 
     def add(self, t: int, slot_offset: int, infos: dict[str, Any], ended: np.ndarray) -> None:
         """Takes in the episodes that ended at step `t` in the slots `ended` (counted from `slot_offset`)."""
@@ -231,6 +244,7 @@ class EpisodeLog:
         if episode is None:
             return
         finished = ended[np.asarray(episode["mask"])[ended]] if "mask" in episode else ended
+        finished = finished[~env_failed(infos, len(episode["return"]))[finished]]
         success = episode.get("success_once", episode.get("success"))
         rows = np.empty((finished.size, 5))
         rows[:, 0], rows[:, 1] = t, finished + slot_offset
@@ -248,14 +262,39 @@ class EpisodeLog:
         names = ("step", "slot", "return", "length", "success")
         return {name: rows[:, i] for i, name in enumerate(names)}
 
+    def report(
+        self,
+        *,
+        restarts: int = 0,
+        by_device: int = 0,
+        by_host: int = 0,
+        busy_s: float = 0.0,
+        timing: Iterable[Timing | None] = (),
+    ) -> dict[str, np.ndarray]:
+        """Returns what a rank says of a rollout that it simulated: `arrays`, `COUNTS` (each `[1]`), and `timed`.
 
-#: What a rank that simulates says of a rollout besides its episodes and `TIMED`, see `SimulatingWorker.interact`.
-COUNTS = ("restarts", "spoiled", "by_device", "by_host", "busy_s")
+        Args:
+            restarts: Simulator processes that died or hung and were started again, since the rank started.
+            by_device: Messages with observations that stayed on the accelerator.
+            by_host: Those that were made on an accelerator and did not stay there.
+            busy_s: Seconds in which the rank did not wait for actions.
+            timing: How well robots kept their time.
+        """
+        counts = (restarts, self.spoiled, self.skipped, by_device, by_host, busy_s)
+        return {
+            **self.arrays(),
+            **{name: np.array([n]) for name, n in zip(COUNTS, counts, strict=True)},
+            **timed(timing),
+        }
+
+
+#: What a rank that simulates says of a rollout besides its episodes and `TIMED`, see `EpisodeLog.report`.
+COUNTS = ("restarts", "spoiled", "skipped", "by_device", "by_host", "busy_s")
 
 
 def in_order(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """The ranks' episodes together, by step and then slot: the same whichever rank had which slot."""
-    parts = parts or [{**EpisodeLog().arrays(), **{name: np.zeros(1) for name in COUNTS}, **timed(())}]
+    parts = parts or [EpisodeLog().report()]
     merged = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     order = np.lexsort((merged["slot"], merged["step"]))
     return {name: column if name in (*COUNTS, *TIMED) else column[order] for name, column in merged.items()}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rlhpc.embodied.envs.observations import take
-from rlhpc.embodied.envs.timing import timed
+from rlhpc.embodied.models.noise import noise_of_slots
 from rlhpc.embodied.roles.outcomes import EpisodeLog
 from rlhpc.embodied.roles.parts import PARTS, PLAYED, Asked, Played
 from rlhpc.embodied.roles.simulating import Cfg, SimulatingWorker
@@ -92,22 +92,24 @@ class Replica:
         rank, acting, begun = self._simulating, self._acting, time.perf_counter()
         env, share, whole = rank.envs[0], rank.shares[0], rank.shape().whole
         wanted = len(self._slots.unit_share(asked.unit))  # of what further slots play nothing is taken in
-        outcomes, episodes, noise = rank.outcomes_of(asked.step, share), EpisodeLog(), self._noise(asked)
+        outcomes, episodes = rank.outcomes_of(asked.step, share), EpisodeLog()
         if whole:
             rank.new_episodes(asked.step)
         made, chosen = 0, list[np.ndarray]()
         while made < asked.decisions and not rank.told_to_leave:
             shown = outcomes.shown(made, rank.obs[0])
             with torch.inference_mode():
-                acting.decide(0, [(slice(None), made)], noise[made], shown, chosen.append)
+                acting.decide(0, [(slice(None), made)], self._noise(asked, made), shown, chosen.append)
             obs, rewards, terminations, truncations, infos = env.chunk_step(chosen.pop())
             rank.obs[0] = obs
+            episodes.count_skipped(infos, slice(wanted))
             ended = outcomes.add(made, rewards, terminations, truncations, infos)
             if ended is not None:
                 episodes.add(made, share.start, infos, ended[ended < wanted])
             made += 1
         if whole and made < asked.decisions:
             made = 0
+            episodes.skipped = 0
         columns: dict[str, np.ndarray] = {}
         if made:
             everything = slice(0, len(share))
@@ -116,16 +118,12 @@ class Replica:
             with torch.inference_mode():
                 (columns,) = acting.columns([outcomes.part(everything, last, made)])
             acting.cut(columns)
-        counts: dict[str, float] = {"restarts": env.restarts, "spoiled": episodes.spoiled, "by_device": 0, "by_host": 0}
-        counts["busy_s"] = time.perf_counter() - begun
-        told = {name: np.array([count]) for name, count in counts.items()}
-        return made, columns, {**episodes.arrays(), **told, **timed([env.timing])}
+        report = episodes.report(restarts=env.restarts, busy_s=time.perf_counter() - begun, timing=[env.timing])
+        return made, columns, report
 
-    def _noise(self, asked: Asked) -> torch.Tensor:
-        seed = np.random.SeedSequence([*self._words, asked.number]).generate_state(1, np.uint64)[0] >> np.uint64(1)
-        generator = torch.Generator().manual_seed(int(seed))
-        table = self._acting.policy.sample_noise((asked.decisions, len(self._simulating.shares[0])), generator)
-        return table.to(self._acting.device)
+    def _noise(self, part: Asked, t: int) -> torch.Tensor:
+        words, slots = (*self._words, part.number, t), range(len(self._simulating.shares[0]))
+        return noise_of_slots(self._acting.policy.sample_noise, words, slots).to(self._acting.device)
 
     def _take_weights(self, version: int) -> None:
         """Takes in what the actor has sent, and waits for weights that are new enough, unless this rank is to leave.

@@ -16,8 +16,9 @@ from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_st
 from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.embodied.config import PlayingConfig, PpoConfig
 from rlhpc.embodied.envs.finite import is_tensor
-from rlhpc.embodied.envs.observations import as_arrays, blank, columns_of, count_rows, join
+from rlhpc.embodied.envs.observations import as_arrays, blank, columns_of, count_rows, join, take
 from rlhpc.embodied.models import Policy, build_model, policy_section
+from rlhpc.embodied.models.noise import noise_of_slots
 from rlhpc.embodied.play import evaluation_metrics
 from rlhpc.embodied.roles.lanes import PeerLeft, agree_on_device, get_until_left, open_lanes, until_left
 from rlhpc.embodied.roles.outcomes import Shape, next_values, nothing_of, ppo_shape
@@ -32,6 +33,10 @@ from rlhpc.weights.target import apply
 FILE = "rollout-{rank}.pt"
 #: All slots of a stage.
 EVERY = slice(None)
+#: Columns of a trajectory that are an outcome's as they are.
+_OUTCOME_COLUMNS = (
+    "rewards", "terminations", "truncations", "action_mask", "loss_mask", "nonfinite", "env_failed", "lost",
+)  # fmt: skip
 Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
@@ -143,40 +148,38 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     def generate(self, turn: Turn) -> dict[str, float]:
         """Acts for the decisions of a turn in every slot, then sends the trajectories to the actors.
 
-        The noise of all slots of the run is drawn from (seed, step) and cut by slot, so that an action depends neither
-        on the rank that chose it nor on what else was in its batch.
+        Noise is drawn from (seed, step, decision, slot), so that an action depends neither on the rank that chose it nor on
+        what else was in its batch.
 
         Returns:
             `busy_s`: seconds in which it did not wait for the simulators.
         """
         begun, self._waited, self._turn = time.perf_counter(), 0.0, turn
-        noises = [self._noise(turn.step, share) for share in self.shares]
         for buffer in self.buffers:
             buffer.made = turn.decisions
-        noises = [noise[turn.begin : turn.begin + turn.decisions] for noise in noises]
         if self.cfg.runner.enable_decoupled_mode:
-            self._answer(noises)
+            self._answer()
         else:
             for t in range(turn.decisions):
-                for stage, noise in enumerate(noises):
-                    self._act(stage, t, noise[t])
+                for stage in range(self.slots.stages):
+                    self._act(stage, t)
         self._hand_over()
         return {"busy_s": time.perf_counter() - begun - self._waited}
 
-    def _noise(self, step: int, share: range) -> torch.Tensor:
-        seed = np.random.SeedSequence([self.seed, step]).generate_state(1, np.uint64)[0] >> np.uint64(1)
-        generator = torch.Generator().manual_seed(int(seed))
-        table = self.policy.sample_noise((self.steps, self.slots.num_envs), generator)
-        return table[:, share.start : share.stop].contiguous().to(self.device)
+    def _noise(self, t: int, slots: range) -> torch.Tensor:
+        """Noise of the turn's decision `t` in slots (global numbers), on the policy's device."""
+        words = (self.seed, self._turn.step, self._turn.begin + t)
+        return noise_of_slots(self.policy.sample_noise, words, slots).to(self.device)
 
-    def _act(self, stage: int, t: int, noise: torch.Tensor) -> None:
+    def _act(self, stage: int, t: int) -> None:
+        noise = self._noise(t, self.shares[stage])  # while the simulators are busy
         begun = time.perf_counter()
         shown = self.lanes.get(stage)
         self._waited += time.perf_counter() - begun
         parts = [self._seen(common, part) for common, part in shown]
         self.decide(stage, [(EVERY, t)], noise, join(parts), partial(self._tell, stage))
 
-    def _answer(self, noises: list[torch.Tensor]) -> None:
+    def _answer(self) -> None:
         """Acts for whoever has asked, in one pass for all that have by then; nobody waits for another to be done.
 
         A pass is always over all slots of a stage, those that nobody asks for included, as they were shown last: so what an
@@ -189,26 +192,27 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             asking = self.lanes.first(due)
             self._waited += time.perf_counter() - begun
             for stage in sorted({stage for stage, _ in asking}):
-                self._answer_stage(stage, {i: due[s, i] for s, i in asking if s == stage}, shown[stage], noises[stage])
+                self._answer_stage(stage, {i: due[s, i] for s, i in asking if s == stage}, shown[stage])
             for at in asking:
                 due[at] += 1
-                if due[at] == len(noises[0]):
+                if due[at] == self._turn.decisions:
                     del due[at]
 
-    def _answer_stage(self, stage: int, asking: dict[int, int], shown: list[Any], noise: torch.Tensor) -> None:
-        """Acts for those peers of a stage that ask, each for a decision of its own; takes what they show into `shown`."""
+    def _answer_stage(self, stage: int, asking: dict[int, int], latest: list[Any]) -> None:
+        """Acts for those peers of a stage that ask, each for a decision of its own; takes what they show into `latest`."""
         parts = {i: within(common, self.shares[stage]) for i, (_, common) in enumerate(self.peers[stage])}
-        times = torch.zeros(len(self.shares[stage]), dtype=torch.long)
-        for index, t in asking.items():
-            shown[index] = self._seen(self.peers[stage][index][1], self.lanes.get_from(stage, index))
-            times[parts[index]] = t
+        drawn = {index: self._noise(t, self.peers[stage][index][1]) for index, t in asking.items()}
+        like = next(iter(drawn.values()))
+        rows = like.new_zeros(len(self.shares[stage]), *like.shape[1:])  # of those that nobody asks for: anything
+        for index, noise in drawn.items():
+            latest[index] = self._seen(self.peers[stage][index][1], self.lanes.get_from(stage, index))
+            rows[parts[index]] = noise
 
         def tell(chosen: np.ndarray) -> None:
             for index in asking:
                 self.lanes.put_to(stage, index, chosen[parts[index]])
 
-        rows = noise[times.to(noise.device), torch.arange(len(times), device=noise.device)]
-        self.decide(stage, [(parts[index], t) for index, t in asking.items()], rows, join(shown), tell)
+        self.decide(stage, [(parts[index], t) for index, t in asking.items()], rows, join(latest), tell)
 
     def _seen(self, common: range, part: Any) -> Any:
         """What slots show: zeros, where an env rank has gone or has shown nothing yet."""
@@ -270,7 +274,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     def columns(self, outcomes: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
         """Trajectories `[n, T, ...]` of each stage, from its outcomes: with rewards, ends and next values."""
         found = []
-        # One forward pass values everything that no action was asked for: what comes next, and what was cut off.
+        # Everything is valued that no action was asked for: what comes next, and what was cut off.
         unseen = [part for outcome in outcomes for part in (outcome["last_obs"], outcome["final_obs"])]
         values = np.split(self._value(join(unseen)), np.cumsum([count_rows(part) for part in unseen])[:-1])
         for stage, outcome in enumerate(outcomes):
@@ -281,9 +285,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
                 columns["values"], last, outcome["final_slot"], outcome["final_step"], final,
                 outcome.get("action_mask"),
             )  # fmt: skip
-            for name in ("rewards", "terminations", "truncations", "action_mask", "loss_mask", "nonfinite", "lost"):
-                if name in outcome:
-                    columns[name] = outcome[name]
+            columns |= {name: outcome[name] for name in _OUTCOME_COLUMNS if name in outcome}
             found.append(columns)
         return found
 
@@ -332,8 +334,10 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         return found
 
     def _value(self, obs: Any) -> np.ndarray:
-        values: np.ndarray = self.policy.value(self._tensor(obs)).float().cpu().numpy()
-        return values
+        """Values of any number of observations, in passes of no more rows than acting in a stage takes."""
+        size, count = max([1, *map(len, self.shares)]), count_rows(obs)
+        parts = (take(obs, slice(at, at + size)) for at in range(0, count, size))
+        return np.concatenate([self.policy.value(self._tensor(part)).float().cpu().numpy() for part in parts])
 
     # -- evaluation and checkpoint --------------------------------------------------------------------------------
 
@@ -373,7 +377,7 @@ class MultiStepRolloutWorker(ActingWorker[PpoConfig]):
 
     def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
         """The network, with fresh weights."""
-        policy = build_model(policy_section(self.cfg.actor), observation_space, action_space)
+        policy = build_model(policy_section(self.cfg.actor, self.device), observation_space, action_space)
         policy.logprob_type = self.cfg.algorithm.logprob_type.lower()
         return policy
 

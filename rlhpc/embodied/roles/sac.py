@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhpc.algorithms.finite import nonfinite, skips
-from rlhpc.checkpoint.start import check_start
+from rlhpc.algorithms.finite import skips
 from rlhpc.embodied.config import SacConfig
 from rlhpc.embodied.data.mixture import Draw, Mixture, fit, load_demos
 from rlhpc.embodied.data.replay import ReplayBuffer
 from rlhpc.embodied.envs.observations import as_arrays, columns_of, rows_of
 from rlhpc.embodied.models import Policy, build_model
 from rlhpc.embodied.models.actor_critic import ActorCritic
-from rlhpc.embodied.roles.env import check_env, check_played
 from rlhpc.embodied.roles.incomplete import Incomplete
 from rlhpc.embodied.roles.intake import Intake
 from rlhpc.embodied.roles.outcomes import Shape
@@ -32,27 +30,6 @@ from rlhpc.embodied.update.registry import algorithm_for
 from rlhpc.runs.device import settle
 from rlhpc.runtime.context import current
 from rlhpc.training.contract import Named
-
-
-def check_off_policy(cfg: SacConfig, ranks: dict[str, int], python: str | None = None) -> None:
-    """Refuses what would fail after the start: counts that do not divide, environments and models that cannot be built.
-
-    Args:
-        cfg: Configuration.
-        ranks: Ranks of each group.
-        python: The env group's own Python, which can build what this one cannot.
-
-    Raises:
-        ConfigError: Names the key and the numbers.
-    """
-    SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
-    spaces = check_played(cfg.env.train, python)
-    if cfg.runner.val_check_interval > 0:
-        check_env(cfg.env.eval)
-    policy = build_model(cfg.actor.model, *spaces)
-    algorithm_for(cfg.algorithm.name, policy, cfg.actor.model.model_type)
-    check_start(cfg, policy)
-    _demos(cfg, *spaces)
 
 
 def _demos(cfg: SacConfig, observation_space: Any, action_space: Any) -> Any:
@@ -123,7 +100,9 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
                 following[:, :-1], following[:, -1] = columns[name][:, 1:], last[name]
                 following[outcome["final_slot"], outcome["final_step"]] = final[name]
             columns |= {
-                name: outcome[name] for name in ("rewards", "terminations", "nonfinite", "lost") if name in outcome
+                name: outcome[name]
+                for name in ("rewards", "terminations", "nonfinite", "env_failed", "lost")
+                if name in outcome
             }
             made.append(columns)
         return made
@@ -198,30 +177,30 @@ class OffPolicyActor(Trainer[SacConfig]):
         yield from ((name, tensor) for name, tensor in self.policy.acting() if name not in without)
 
     def receive(self, step: int, source: Source) -> dict[str, float]:
-        """Takes this step's transitions of the rank's slots into the buffer. One that is not finite stays outside: the one
-        before it (at the start of the step, the one after it) of the same slot takes its place. Those of env and rollout ranks
-        that have gone are missing: then the buffer has that much less of this step, and no transition twice.
+        """Takes this step's transitions of the rank's slots into the buffer. Those that are not finite, whose simulator or
+        robot failed, or whose env or rollout rank has gone stay outside: the buffer has that much less of this step, and no
+        transition twice (`Incomplete`).
 
         Args:
             step: Global step.
             source: Where it is taken from.
 
         Returns:
-            The oldest version of the policy that acted; how many transitions were left out; how many were `lost` with env
-            ranks; and how many were `taken` in.
+            The oldest version of the policy that acted; how many transitions were left out because they are not finite; how
+            many because their simulator or robot `failed`; how many were `lost` with env ranks; and how many were `taken` in.
 
         Raises:
-            NonFinite: A transition is not finite, and `runner.on_nonfinite` is stop; or all of them are not.
+            NonFinite: A transition is not finite, and `runner.on_nonfinite` is stop.
         """
         columns, version = self.intake.columns(step, source)
-        lost = self.intake.lost(columns)
+        lost, failed = self.intake.lost(columns), self.intake.failed(columns)
         bad = self.intake.spoiled(step, columns)
         facts = {"version": float(version), "left_out": float(bad.sum()), "lost": float(lost.sum())}
-        if self.intake.anybody(lost, self):
-            columns = self.incomplete.table(columns, ~(lost | bad), self)
-        elif bad.any():
-            slot, t = _sound_ones(bad)
-            columns = {name: column[slot, t] for name, column in columns.items()}
+        facts["failed"] = float((failed & ~bad & ~lost).sum())
+        excluded = lost | failed | bad
+        count = torch.tensor([float(excluded.sum())])
+        if (self.all_reduce(count) if self.world_size > 1 else count).item():  # then all ranks exchange transitions
+            columns = self.incomplete.table(columns, ~excluded, self)
         rows = next(iter(columns.values())).shape[1] if columns else 0
         if rows:
             self.replay.add(columns)
@@ -238,8 +217,8 @@ class OffPolicyActor(Trainer[SacConfig]):
         Returns:
             Metrics, the same on all ranks, and `update_s`: the seconds that it took.
         """
-        due = int(self.update_to_data * max(0, self.transitions - self.starts))
-        count, self.due = due - self.due, due
+        total = int(self.update_to_data * max(0, self.transitions - self.starts) + 1e-6)  # 49 × 1/49 < 1 in floats
+        count, self.due = total - self.due, total
         return self._learn(count, progress)
 
     def update_offline(self, step: int, progress: float = 0.0) -> dict[str, float]:
@@ -283,24 +262,3 @@ class OffPolicyActor(Trainer[SacConfig]):
         """
         super().load(folder)
         self.replay.load(Path(folder))
-
-
-def _sound_ones(bad: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each transition `[n, T]` the slot and step of a sound one: its own, the one before it, the one after it, or, where
-    a slot has none, that of the first slot that has.
-
-    Raises:
-        NonFinite: There is none.
-    """
-    if bad.all():
-        raise nonfinite("not one transition of this rank's slots is finite in this step")
-    n, T = bad.shape
-    steps = np.broadcast_to(np.arange(T), (n, T))
-    before = np.maximum.accumulate(np.where(bad, -1, steps), axis=1)
-    after = np.minimum.accumulate(np.where(bad, T, steps)[:, ::-1], axis=1)[:, ::-1]
-    found = np.where(before >= 0, before, after)
-    slots = np.broadcast_to(np.arange(n)[:, None], (n, T)).copy()
-    lost = bad.all(1)
-    instead = int(np.flatnonzero(~lost)[0])
-    slots[lost], found[lost] = instead, found[instead]
-    return slots, found

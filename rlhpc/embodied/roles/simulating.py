@@ -17,7 +17,6 @@ from rlhpc.embodied.config import PlayingConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.observations import Obs, as_arrays, as_given, join, take
-from rlhpc.embodied.envs.timing import timed
 from rlhpc.embodied.roles.lanes import PeerLeft, agree_on_device, open_lanes, put_until_left
 from rlhpc.embodied.roles.outcomes import EpisodeLog, Outcomes, Shape
 from rlhpc.embodied.roles.parts import Turn
@@ -110,10 +109,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         Where rollouts are `whole`, every slot begins a new episode first, whose start depends on seed, step and turn alone.
 
         Returns:
-            Episodes that ended, see `EpisodeLog.arrays`; `restarts` `[1]`: simulator processes that died or hung and were
-            started again, since this rank started; `spoiled` `[1]`: episodes left out because their return is not finite;
-            `busy_s` `[1]`: seconds in which it did not wait for actions; `by_device`, `by_host` `[1]`, see `_counted`; and
-            how well robots kept their time (`timed`).
+            Episodes that ended, with counts (`EpisodeLog.report`).
 
         Raises:
             NonFinite: A simulator gave a number that is not finite, and `runner.on_nonfinite` is stop.
@@ -124,6 +120,8 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             self.new_episodes(turn.step, turn.begin)
         episodes, before = EpisodeLog(), current().service.lane.crossed
         for stage in stages:
+            if (fresh := self.envs[stage].refresh()) is not None:  # a robot has gone on since the last rollout
+                self.obs[stage] = fresh
             self._send(stage, outcomes[stage], 0)
         for t in range(turn.decisions):
             for stage in stages:
@@ -132,6 +130,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
                     continue
                 obs, rewards, terminations, truncations, infos = env.chunk_step(actions)
                 self.obs[stage] = obs
+                episodes.count_skipped(infos)
                 if t + 1 < turn.decisions:
                     self._send(stage, outcomes[stage], t + 1)
                 ended = outcomes[stage].add(t, rewards, terminations, truncations, infos)
@@ -139,21 +138,17 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
                     episodes.add(turn.begin + t, self.shares[stage].start, infos, self._as_meant(stage, ended))
         for stage in stages:
             self._tell(stage, outcomes[stage], turn.decisions)
-        restarts = sum(env.restarts for env in self.envs)
-        return {
-            **episodes.arrays(),
-            "restarts": np.array([restarts]),
-            "spoiled": np.array([episodes.spoiled]),
-            "busy_s": np.array([time.perf_counter() - begun - self._waited]),
-            **self._counted(current().service.lane.crossed - before, turn.decisions),
-            **timed(env.timing for env in self.envs),
-        }
-
-    def _counted(self, crossed: int, decisions: int) -> dict[str, np.ndarray]:
-        """`by_device` and `by_host`: how many messages with observations stayed on the accelerator, and how many of those that
-        were made on one did not."""
-        made = [len(peers) for env, peers in zip(self.envs, self.peers, strict=True) if env.can_stay_on_device]
-        return {"by_device": np.array([crossed]), "by_host": np.array([max(0, sum(made) * (decisions + 1) - crossed)])}
+        by_device = current().service.lane.crossed - before
+        on_accelerator = sum(
+            len(peers) for env, peers in zip(self.envs, self.peers, strict=True) if env.can_stay_on_device
+        )
+        return episodes.report(
+            restarts=sum(env.restarts for env in self.envs),
+            by_device=by_device,
+            by_host=max(0, on_accelerator * (turn.decisions + 1) - by_device),
+            busy_s=time.perf_counter() - begun - self._waited,
+            timing=[env.timing for env in self.envs],
+        )
 
     @abstractmethod
     def shape(self) -> Shape:

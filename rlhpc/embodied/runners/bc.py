@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from rlhpc.embodied.config import BcConfig
@@ -10,6 +9,7 @@ from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder
 from rlhpc.runs.runner import Runner
+from rlhpc.runtime.active_time import active_s
 
 
 class BcRunner(Runner[BcConfig]):
@@ -38,7 +38,7 @@ class BcRunner(Runner[BcConfig]):
 
     def one_step(self) -> dict[str, float]:
         """Passes over the demonstrations, and now and then an evaluation."""
-        timers, begin = PhaseTimers(), time.perf_counter()
+        timers, begin = PhaseTimers(), active_s()
         progress = self.step / max(self.folder.total, 1)
         with timers("update"):
             trained = self.actor.imitate(self.step + 1, progress).wait(self.timeout)[0]
@@ -57,7 +57,7 @@ class BcRunner(Runner[BcConfig]):
             row.update({f"eval/{name}": value for name, value in found.items()})
         row.update(timers.pop())
         row["time/samples_per_s"] = seen / max(row["time/update_s"], 1e-9)
-        row["time/step_s"] = time.perf_counter() - begin
+        row["time/step_s"] = active_s() - begin
         return row
 
     def state(self) -> dict[str, Any]:

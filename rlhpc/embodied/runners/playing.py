@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import secrets
-import time
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,6 +27,7 @@ from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder, note
 from rlhpc.runs.runner import Runner
+from rlhpc.runtime.active_time import active_s
 from rlhpc.runtime.group import WorkerGroup
 
 #: Training episodes that `train/episode_return` averages over.
@@ -150,7 +150,7 @@ class PlayingRunner(Runner[Cfg]):
     def one_step(self) -> dict[str, float]:
         """Weights, rollout, what the actors take in, update."""
         self.players.tend(self.step)
-        step, timers, begin = self.step + 1, PhaseTimers(), time.perf_counter()
+        step, timers, begin = self.step + 1, PhaseTimers(), active_s()
         sync = []
         if self._sent != self.step:  # the weights that the last update left
             sync = self.players.sync(self.step)
@@ -183,12 +183,14 @@ class PlayingRunner(Runner[Cfg]):
                 update = self.actor.update(step, progress)
             trained = update.wait(self.timeout)[0]
         chunk = self.cfg.actor.model.num_action_chunks
-        taken = int(sum(facts["taken"] for facts in received)) * chunk
+        executed = int(sum(facts["taken"] for facts in received)) * chunk - int(episodes["skipped"].sum())
         self._count_gone(int(sum(facts["lost"] for facts in received)) * chunk)
-        row = self._row(step, begin, trained, episodes, acted, taken, timers)
+        row = self._row(step, begin, trained, episodes, acted, executed, timers)
         row |= {"time/simulate_s": simulate_s, "time/act_s": act_s}
         row |= joined(self.players.joined(parts), chunk)
         self._count_left_out(step, row, int(sum(facts["left_out"] for facts in received)))
+        if failed := int(sum(facts["failed"] for facts in received)):
+            row["env/failed"] = failed
         return row
 
     def _await_weights(self, sync: list[Any], *, playing: bool) -> None:
@@ -256,7 +258,7 @@ class PlayingRunner(Runner[Cfg]):
         timers: PhaseTimers,
     ) -> dict[str, float]:
         """Counts a step that began at `begin`, and makes its row."""
-        seconds = time.perf_counter() - begin
+        seconds = active_s() - begin
         self.step = step
         self.env_steps += transitions
         self._recent.append((seconds, transitions))
@@ -298,7 +300,7 @@ class PlayingRunner(Runner[Cfg]):
             returns, lengths, success = np.asarray(self.window, np.float64).T
             found["train/episode_return"], found["train/episode_length"] = float(returns.mean()), float(lengths.mean())
             if not np.isnan(success).any():
-                found["train/success_rate"] = float(success.mean())
+                found["train/success_once"] = float(success.mean())
         return found
 
     def _validate(self, step: int, row: dict[str, float], timers: PhaseTimers) -> None:

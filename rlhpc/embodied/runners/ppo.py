@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from rlhpc.embodied.config import PpoConfig
-from rlhpc.embodied.roles.ppo import check_batches
 from rlhpc.embodied.runners.playing import PlayingRunner
+from rlhpc.embodied.update.blueprint import check_backend
 
 
 class EmbodiedRunner(PlayingRunner[PpoConfig]):
     """Trains a policy in simulators."""
 
     def check(self) -> None:
-        """Refuses what does not fit together."""
-        check_batches(self.cfg)
+        """Refuses what the training backend would refuse."""
+        check_backend(self.cfg.actor)
 
     @property
     def turns(self) -> bool:

@@ -24,7 +24,7 @@ def ended(episodes: dict[str, np.ndarray]) -> dict[str, float]:
     if count:
         found["rollout/episode_return"] = float(episodes["return"].mean())
         if not np.isnan(episodes["success"]).any():
-            found["rollout/success_rate"] = float(episodes["success"].mean())
+            found["rollout/success_once"] = float(episodes["success"].mean())
     return found
 
 

@@ -6,19 +6,15 @@ that are due. The first `offline_steps` are others: nothing is played, and the a
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-import numpy as np
-
 from rlhpc.embodied.config import SacConfig
+from rlhpc.embodied.roles.outcomes import in_order
 from rlhpc.embodied.roles.parts import Turn
 from rlhpc.embodied.runners.playing import PlayingRunner
 from rlhpc.metrics import PhaseTimers
+from rlhpc.runtime.active_time import active_s
 from rlhpc.runtime.group import WorkerGroup
-
-#: The episodes of a step in which nothing is played.
-_NONE = {name: np.zeros(0) for name in ("return", "length", "success", "restarts", "spoiled", "by_device", "by_host")}
 
 
 class OffPolicyRunner(PlayingRunner[SacConfig]):
@@ -52,11 +48,11 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
 
     def _offline_step(self) -> dict[str, float]:
         """Has the actors learn from the demonstrations alone; the environments stand still."""
-        step, timers, begin = self.step + 1, PhaseTimers(), time.perf_counter()
+        step, timers, begin = self.step + 1, PhaseTimers(), active_s()
         with timers("update"):
             update = self.actor.update_offline(step, self.step / max(self.folder.total, 1))
             trained = update.wait(self.timeout)[0]
-        row = self._row(step, begin, trained, _NONE, 0.0, 0, timers)
+        row = self._row(step, begin, trained, in_order([]), 0.0, 0, timers)
         del row["rollout/version"]
         self.players.forget(step)
         return row

@@ -11,8 +11,9 @@ from torch import nn
 
 from rlhpc.embodied.models import build_model, policy_section
 from rlhpc.embodied.models.base import Policy
-from rlhpc.embodied.models.registry import MODELS
+from rlhpc.embodied.models.registry import MODELS, policy_dtype
 from rlhpc.runs.device import limit_threads
+from rlhpc.runtime.device import computes_bfloat16
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.contract import Blueprint, Full, Named
 from rlhpc.training.zero_config import deepspeed_config
@@ -63,12 +64,12 @@ class PolicyBlueprint(Blueprint):
         self.spaces, self.device = spaces, device
         self._levels = levels
         self._dtypes: dict[str, torch.dtype] = {}
-        self.dtype = _dtype(actor)
+        self.dtype = _dtype(actor, device)
 
     def build(self, *, empty: bool = False) -> Policy:
         """Builds the module (`Blueprint.build`); the initial weights depend on the seed alone."""
-        with _without_weights() if empty else contextlib.nullcontext():
-            policy = build_model(policy_section(self.actor), *self.spaces, seed=self.seed).train()
+        with without_weights() if empty else contextlib.nullcontext():
+            policy = build_model(policy_section(self.actor, self.device), *self.spaces, seed=self.seed).train()
         policy.logprob_type = self._levels
         if self.actor.model.gradient_checkpointing and not policy.recompute_activations():
             raise ConfigError(
@@ -102,19 +103,20 @@ def check_backend(actor: EmbodiedActorConfig) -> None:
         ConfigError: Names the key.
     """
     if actor.training_backend.lower() == "deepspeed":
-        deepspeed_config(actor, _dtype(actor))
+        deepspeed_config(actor, _dtype(actor, torch.device("cpu")))
 
 
-def _dtype(actor: EmbodiedActorConfig) -> torch.dtype:
-    """The dtype of the computation."""
-    if actor.training_backend.lower() == "local" or actor.model.dtype != "bfloat16":
+def _dtype(actor: EmbodiedActorConfig, device: torch.device) -> torch.dtype:
+    """The dtype of the computation on a device."""
+    if actor.training_backend.lower() == "local" or policy_dtype(actor, computes_bfloat16(device.type)) != "bfloat16":
         return torch.float32
     factory = MODELS.find(actor.model.model_type)
     able = isinstance(factory, type) and issubclass(factory, Policy) and factory.mixed_precision
     return torch.bfloat16 if able else torch.float32
 
 
-def _without_weights() -> contextlib.AbstractContextManager[None]:
+def without_weights() -> contextlib.AbstractContextManager[None]:
+    """Inside, pretrained models are built on the meta device; imports nothing of transformers before one is."""
     from rlhpc.embodied.models.vlm import without_weights
 
     return without_weights()

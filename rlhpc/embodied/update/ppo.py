@@ -46,6 +46,7 @@ class Part:
     std: torch.Tensor
     passes: int = 0
     coming: Arriving | None = None
+    empty: bool = False
 
 
 class Micro(NamedTuple):
@@ -144,8 +145,11 @@ class PolicyUpdate:
         sums = torch.zeros(len(METRICS), dtype=torch.float64, device=device)
         norms = torch.zeros((), dtype=torch.float64, device=device)
         own: dict[str, torch.Tensor] = {}
-        updates = 0
+        updates = empty = 0
         for number, part in enumerate(self._minibatches(batch, held, total, step, arriving)):
+            if part.empty:  # Adam would move by its momentum alone
+                empty += 1
+                continue
             stats, more = self._accumulate(batch, part)
             if self._too_far(stats):
                 break
@@ -171,6 +175,7 @@ class PolicyUpdate:
             "lr": lr,
             **self._own_metrics(own, max(updates, 1)),
             **self.skips.counted(),
+            **({"empty_minibatches": float(empty)} if empty else {}),
         }
 
     @torch.no_grad()
@@ -264,13 +269,13 @@ class PolicyUpdate:
         mask = batch["mask"].double()
         advantages = batch["advantages"].double() * mask
         sums = [mask, advantages, advantages * batch["advantages"]]
-        columns = torch.stack([column.flatten(1).sum(1) if column.dim() > 1 else column for column in sums], dim=1)
+        rows = torch.stack([column.flatten(1).sum(1) if column.dim() > 1 else column for column in sums], dim=1)
         tokens = _tokens(batch)
         each = mask if tokens.shape[1] == 1 and "token_mask" not in batch else tokens.double().sum(1)
         if self.normalize == "batch":
-            moments = columns.sum(0).expand(len(indices), 3).clone()
+            moments = rows.sum(0).expand(len(indices), 3).clone()
         else:
-            moments = torch.stack([columns[part].sum(0) for part in indices])
+            moments = torch.stack([rows[part].sum(0) for part in indices])
         kinds = [mask] if each is mask else [mask, each]
         counts = [torch.stack([column[part].sum() for part in indices]) for column in kinds]
         stacked = self._sum(torch.cat([moments, torch.stack(counts, dim=1)], dim=1))
@@ -280,8 +285,10 @@ class PolicyUpdate:
         if self.normalize in ("none", "false"):
             mean, variance = torch.zeros_like(mean), torch.ones_like(variance)
         mean, std = mean.float(), variance.sqrt().float()
+        empty = (counts[0] == 0).tolist()
         counts = [count.float().clamp(min=1) for count in counts]
-        parts = [Part(*columns) for columns in zip(indices, counts[0], counts[-1], mean, std, strict=True)]
+        columns = zip(indices, counts[0], counts[-1], mean, std, strict=True)
+        parts = [Part(*values, empty=none) for values, none in zip(columns, empty, strict=True)]
         if not self.backend.lockstep:
             return parts
         own = [-(-part.indices.numel() // self._size(part)) for part in parts]

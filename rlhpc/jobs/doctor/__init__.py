@@ -10,12 +10,13 @@ from importlib import metadata
 from pathlib import Path
 
 from rlhpc.jobs.doctor import checks, here, nodes
-from rlhpc.jobs.doctor.jobs import Probed, look_here, plan_jobs, run_probes
+from rlhpc.jobs.doctor.jobs import Probed, look_here, plan_jobs, run_probes, wake_up_s
 from rlhpc.jobs.doctor.probe import space
 from rlhpc.jobs.doctor.report import Line, render, to_json, worst
 from rlhpc.jobs.doctor.slurm import Site, SlurmFacts
 from rlhpc.runtime.allocation import visible_accelerators
 from rlhpc.runtime.cluster_config import Given
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.slurm import ask
 
 __all__ = ["Line", "examine", "render", "to_json", "worst"]
@@ -34,7 +35,7 @@ def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: 
         most_nodes: Most nodes to examine in each partition; 0 submits nothing.
     """
     site = Site.of(section)
-    folder = here.nearest_folder(folder.expanduser().absolute())
+    folder = here.nearest_folder(expand_home(folder).absolute())
     lines = [checks.commands(shutil.which), *_here(folder)]
     if lines[0].level != "pass":
         alone = look_here(site, folder, len(visible_accelerators(os.environ)))
@@ -47,6 +48,7 @@ def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: 
     lines += checks.partitions(facts, site) + checks.accounts(facts, site) + checks.resources(facts, site)
     lines.append(checks.het_jobs(facts, _refused(facts, site)))
     jobs = plan_jobs(site, facts, most_nodes) if most_nodes else []
+    start_s += wake_up_s(jobs, facts)
     probed = run_probes(jobs, site, folder, start_s=start_s) if jobs else Probed(folder, [])
     lines += [checks.requeue(facts, probed.jobs, os.environ, site), checks.accounting(facts), checks.min_job_age(facts)]
     lines += checks.walltime(facts, site) + checks.preemption(facts, site)

@@ -7,11 +7,23 @@ from collections.abc import Callable, Iterable, Mapping
 
 from rlhpc.jobs.doctor.jobs import ProbeJob
 from rlhpc.jobs.doctor.report import Line, names
-from rlhpc.jobs.doctor.slurm import Group, Site, SlurmFacts, gres_of, seconds_of, usable, version_of
+from rlhpc.jobs.doctor.slurm import (
+    Group,
+    Site,
+    SlurmFacts,
+    gres_of,
+    is_asleep,
+    is_out_of_service,
+    seconds_of,
+    usable,
+    version_of,
+)
 from rlhpc.jobs.walltime import minutes_of
 
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
 _OLDEST_SLURM = (20, 11)
+#: Those that the tests run on (`tests/slurm/roots.sh`); docs/how-to/administer.md says what differs.
+TESTED_SLURM = ((22, 5), (24, 11), (26, 5))
 _LEAST_JOB_AGE_S = 120
 
 
@@ -34,7 +46,10 @@ def version(facts: SlurmFacts) -> Line:
     text = (facts.version.text or facts.config.get("SLURM_VERSION", "")).strip().split()[-1]
     if found < _OLDEST_SLURM:
         return Line("fail", "Slurm version", text, "srun --overlap came with 20.11; ask for an upgrade")
-    return Line("pass", "Slurm version", text)
+    tested = ", ".join(f"{year}.{month:02}" for year, month in TESTED_SLURM)
+    if found < TESTED_SLURM[0]:
+        return Line("warn", "Slurm version", text, f"rlhpc is tested with {tested}; try a short run first")
+    return Line("pass", "Slurm version", f"{text}; rlhpc is tested with {tested}")
 
 
 def controller(facts: SlurmFacts) -> Line:
@@ -73,18 +88,16 @@ def partitions(facts: SlurmFacts, site: Site) -> list[Line]:
 
 def _nodes_line(what: str, facts: SlurmFacts, name: str | None) -> Line:
     nodes = facts.nodes_of(name)
-    out = [
-        node.get("NodeName", "?")
-        for node in nodes
-        if re.search(r"DOWN|DRAIN|FAIL|\*|NOT_RESPONDING", node.get("State", ""))
-    ]
-    ready = sum(usable(node) for node in nodes)
-    found = f"up; {len(nodes)} nodes, {ready} of them free"
+    out = [node.get("NodeName", "?") for node in nodes if is_out_of_service(node)]
+    ready, asleep = sum(usable(node) for node in nodes), sum(is_asleep(node) for node in nodes)
+    summary = f"up; {len(nodes)} nodes, {ready} of them free"
+    if asleep:
+        summary += f", {asleep} asleep, which Slurm starts for jobs"
     if len(out) == len(nodes):
         return Line("fail", what, "no node of it works", "ask the site's administrators")
     if out:
-        return Line("warn", what, f"{found}; out of service: {names(out)}", "sinfo --list-reasons says why")
-    return Line("pass", what, found)
+        return Line("warn", what, f"{summary}; out of service: {names(out)}", "sinfo --list-reasons says why")
+    return Line("pass", what, summary)
 
 
 def accounts(facts: SlurmFacts, site: Site) -> list[Line]:

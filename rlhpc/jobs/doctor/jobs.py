@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhpc.jobs.doctor import probe, torch_probe
-from rlhpc.jobs.doctor.slurm import Group, Site, SlurmFacts, usable
+from rlhpc.jobs.doctor.slurm import Group, Site, SlurmFacts, is_asleep, seconds_of, usable
 from rlhpc.runtime.device import VIRTUAL
 from rlhpc.runtime.import_paths import LEAVE_FOLDER
 from rlhpc.runtime.network import node_addresses
@@ -96,6 +96,12 @@ def plan_jobs(site: Site, facts: SlurmFacts, most_nodes: int) -> list[ProbeJob]:
         gres = f"{first.gres or 'gpu'}:{gpus}" if wants else None
         jobs.append(ProbeJob(partition, labels, tuple(options), gres, gpus, count, ready))
     return jobs
+
+
+def wake_up_s(jobs: Sequence[ProbeJob], facts: SlurmFacts) -> float:
+    """Seconds that a probe may have to wait for nodes to be switched on: Slurm's ResumeTimeout, where it finds no other."""
+    nodes = [node for job in jobs if not job.usable_nodes for node in facts.nodes_of(job.partition)]
+    return float(seconds_of(facts.config.get("ResumeTimeout", "")) or 0) if any(map(is_asleep, nodes)) else 0.0
 
 
 def script_of(job: ProbeJob, site: Site, seconds: int) -> str:

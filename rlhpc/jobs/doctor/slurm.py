@@ -145,8 +145,50 @@ class SlurmFacts:
         return [node for node in self.nodes if own and own in node.get("Partitions", "").split(",")]
 
 
+#: Words of node states, from slurm.conf(5) and sinfo(1) of Slurm 20.11 to 26.05. A node with one of these does not work.
+_OUT_OF_SERVICE = frozenset(
+    [
+        "DOWN",
+        "DRAIN",
+        "DRAINED",
+        "DRAINING",
+        "FAIL",
+        "FAILING",
+        "ERROR",
+        "INVAL",
+        "INVALID",
+        "INVALID_REG",
+        "UNKNOWN",
+        "FUTURE",
+    ]
+)
+#: Switched off to save power, or not rented yet; Slurm starts it for a job.
+_ASLEEP = frozenset(["POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "POWERING_UP", "POWER_UP", "POWER"])
+#: Not to be had at present for other reasons.
+_HELD = frozenset(["MAINT", "MAINTENANCE", "RESERVED", "REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED", "BLOCKED"])
+
+
+def state_words(node: Record) -> frozenset[str]:
+    """Splits a node's state into its words: `IDLE+CLOUD+POWERED_DOWN`, `DOWN*+DRAIN`; a star is NOT_RESPONDING."""
+    text = node.get("State", "").upper()
+    words = {part.rstrip("*~#!%$@^-") for part in text.split("+")} - {""}
+    return frozenset(words | ({"NOT_RESPONDING"} if "*" in text else set()))
+
+
+def is_asleep(node: Record) -> bool:
+    """Returns whether the node is off or starting, and takes jobs once it is on."""
+    words = state_words(node)
+    return bool(words & _ASLEEP) and not words & _OUT_OF_SERVICE
+
+
+def is_out_of_service(node: Record) -> bool:
+    """Returns whether an administrator must repair the node, or release it, before it takes jobs."""
+    words = state_words(node)
+    return bool(words & _OUT_OF_SERVICE) or ("NOT_RESPONDING" in words and not is_asleep(node))
+
+
 def usable(node: Record) -> bool:
-    """Whether a job may start on the node at once, as far as its state tells."""
-    state = node.get("State", "").upper()
-    bad = ("*", "DRAIN", "DOWN", "MAINT", "RESERVED", "FAIL", "POWER", "NOT_RESPONDING", "REBOOT", "UNKNOWN")
-    return state.startswith(("IDLE", "MIXED")) and not any(word in state for word in bad)
+    """Returns whether a job may start on the node at once, as far as its state tells."""
+    words = state_words(node)
+    obstacles = words & (_OUT_OF_SERVICE | _ASLEEP | _HELD | {"NOT_RESPONDING"})
+    return bool(words & {"IDLE", "MIXED"}) and not obstacles

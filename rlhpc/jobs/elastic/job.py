@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rlhpc.runtime.allocation import granted_cpus, visible_accelerators
 from rlhpc.runtime.import_paths import run_module
-from rlhpc.runtime.parents import die_with_parent
+from rlhpc.runtime.parents import start_bound_to_parent
 
 _POLL_S = 0.2
 #: Signals that have the job leave; what each means, `rlhpc join` says.
@@ -41,15 +41,15 @@ class HelperJob:
 
     def __call__(self) -> None:
         """Ends when all have, with the greatest of their exit codes."""
-        parent, started = os.getpid(), list[subprocess.Popen[bytes]]()
+        started = list[subprocess.Popen[bytes]]()
         for number in _LEAVE:
             signal.signal(number, lambda signum, _: _pass_on(started, signum))
         signal.pthread_sigmask(signal.SIG_BLOCK, _LEAVE)
         for rank in range(self.ranks):
-            process = subprocess.Popen(
-                self._command(), env=self._environment(rank), stdin=subprocess.DEVNULL,
-                preexec_fn=lambda: _in_child(parent),
-            )  # fmt: skip
+            # it leaves if the job's process is killed
+            process = start_bound_to_parent(
+                self._command(), signal.SIGTERM, env=self._environment(rank), stdin=subprocess.DEVNULL
+            )
             started.append(process)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEAVE)
         while any(process.poll() is None for process in started):
@@ -77,9 +77,3 @@ def _pass_on(processes: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
     for process in processes:
         if process.returncode is None:
             os.kill(process.pid, signum)
-
-
-def _in_child(parent: int) -> None:
-    """Runs before exec: it leaves if the job's process is killed, and receives the signals again."""
-    die_with_parent(parent, signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEAVE)

@@ -69,7 +69,8 @@ class HelperPlan:
         """What `rlhpc plan` prints."""
         bounds = self.bounds
         ranks = f"{bounds.least} to {bounds.most} more ranks of {self.group}, {bounds.per_job} a job"
-        budget = "" if bounds.budget is None else f", {bounds.budget:g} accelerator-hours in all"
+        hours = "accelerator-hours" if self.accelerators else "node-hours"
+        budget = "" if bounds.budget is None else f", {bounds.budget:g} {hours} in all"
         return [f"# helpers: {ranks}{budget}", *(f"#SBATCH --{name}={value}" for name, value in self.options)]
 
 
@@ -138,6 +139,12 @@ def check_elastic(section: Given, groups: Collection[str], fail: Fail, why_none:
         bounds = _plan(section, raw, {}).bounds
         if bounds.most < max(bounds.least, bounds.per_job):
             raise fail(f"{at}.max", f"it must be at least min ({bounds.least}) and ranks_per_job ({bounds.per_job})")
+        if bounds.most < bounds.least_jobs * bounds.per_job:
+            raise fail(
+                f"{at}.max",
+                f"min ({bounds.least}) takes {bounds.least_jobs} jobs of {bounds.per_job} ranks: it must be at least "
+                f"{bounds.least_jobs * bounds.per_job}, or min or ranks_per_job smaller",
+            )
         if bounds.budget is not None and bounds.budget < bounds.hours_per_job:
             raise fail(
                 f"{at}.max_gpu_hours",

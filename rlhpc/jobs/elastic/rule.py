@@ -33,6 +33,11 @@ class Bounds:
     budget: float | None = None
     react_s: float = 60.0
 
+    @property
+    def least_jobs(self) -> int:
+        """Jobs that bring at least `least` ranks."""
+        return math.ceil(self.least / self.per_job)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -96,11 +101,13 @@ class Decision:
 
 
 class Rule:
-    """Decides from one moment to the next.
+    """Decides from one moment to the next. It counts in jobs: where limits, useful ranks or an asked number are no multiple of
+    a job's ranks, it takes the next lower number of jobs, and for the least the next higher one.
 
-    Where nobody has asked for a number, there are more ranks when the actor has waited for rollouts for a while and all ranks
-    that were asked for are at work: as many again as there are, from one job on. There is one job less when the actor has
-    hardly waited for a while. Jobs in the queue go before jobs that run, and young ones before old ones.
+    Where nobody has asked for a number, there are more jobs when the actor has waited for rollouts for a while and all jobs
+    that are to be there are at work: as many again as there are, from one job on. There is one job less than there are when
+    the actor has hardly waited for a while, whatever else is still awaited. Jobs in the queue go before jobs that run, and
+    young ones before old ones.
 
     Args:
         bounds: What is allowed.
@@ -108,7 +115,7 @@ class Rule:
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        self._target: int | None = None
+        self._target: int | None = None  # in jobs
         self._since: float | None = None
         self._trend = 0
 
@@ -116,59 +123,54 @@ class Rule:
         """What to do now."""
         bounds, live = self.bounds, [job for job in seen.jobs if job.state != "leaving"]
         if self._target is None:  # a driver that came back begins with what is there
-            self._target = self._within(len(live) * bounds.per_job)
+            self._target = self._jobs_for(len(live) * bounds.per_job)
         used = seen.spent + sum(job.hours for job in seen.jobs)
         if bounds.budget is not None and used >= bounds.budget:
             return Decision(
                 leave=tuple(job.id for job in live), why=f"the budget of {bounds.budget:g} hours is used up"
             )
         if seen.asked is not None:
-            self._target, self._since, why = self._within(seen.asked), None, f"{seen.asked} were asked for"
+            self._target, self._since, why = self._jobs_for(seen.asked), None, f"{seen.asked} were asked for"
         else:
             why = self._follow(seen, live)
-        wanted = (
-            math.ceil(self._target / bounds.per_job) if self._target <= bounds.least else self._target // bounds.per_job
-        )
-        if len(live) > wanted:
+        ranks = self._target * bounds.per_job
+        if (surplus := len(live) - self._target) > 0:
             order = sorted(range(len(live)), key=lambda at: (live[at].state != "queued", -at))
-            return Decision(
-                leave=tuple(live[at].id for at in order[: len(live) - wanted]), target=self._target, why=why
-            )
-        missing = min(wanted - len(live), self._affordable(seen))
+            return Decision(leave=tuple(live[at].id for at in order[:surplus]), target=ranks, why=why)
+        missing = min(-surplus, self._affordable(seen))
         if missing <= 0 or self._pauses(seen):
-            return Decision(target=self._target, why=why)
+            return Decision(target=ranks, why=why)
         only_soon = seen.asked is None and len(live) * bounds.per_job >= bounds.least
-        return Decision(missing, only_soon, target=self._target, why=why)
+        return Decision(missing, only_soon, target=ranks, why=why)
 
     def not_soon(self, live: int) -> None:
         """The queue would not start a job soon: what there are jobs for is enough, until the actor has waited again."""
-        self._target, self._since = self._within(live * self.bounds.per_job), None
+        self._target, self._since = self._jobs_for(live * self.bounds.per_job), None
 
-    def _within(self, ranks: int) -> int:
-        return max(self.bounds.least, min(ranks, self.bounds.most))
+    def _jobs_for(self, ranks: int) -> int:
+        """Returns the number of jobs that bring as many ranks as possible up to `ranks` within the limits."""
+        bounds = self.bounds
+        return max(bounds.least_jobs, min(ranks, bounds.most) // bounds.per_job)
 
     def _follow(self, seen: Seen, live: Sequence[Job]) -> str:
         """Moves the target after what the actor's waiting says."""
         assert self._target is not None
-        bounds = self.bounds
-        useful = max(bounds.least, seen.useful)
-        if self._target > useful:
-            self._target = useful
-        waited = seen.waited
+        self._target = min(self._target, self._jobs_for(seen.useful))
+        waited, unchanged = seen.waited, f"there are to be {self._target * self.bounds.per_job}"
         trend = 0 if waited is None else 1 if waited >= WAITS else -1 if waited <= IDLES else 0
-        settled = sum(job.ranks for job in live) >= self._target and all(job.state == "running" for job in live)
-        if trend != self._trend or trend == 0 or not settled:
+        at_work = len(live) >= self._target and all(job.state == "running" and job.ranks for job in live)
+        if trend != self._trend or trend == 0 or (trend > 0 and not at_work):
             self._trend, self._since = trend, seen.now
-            return f"there are to be {self._target}"
+            return unchanged
         if self._since is None:
             self._since = seen.now
-        if seen.now - self._since < bounds.react_s:
-            return f"there are to be {self._target}"
+        if seen.now - self._since < self.bounds.react_s:
+            return unchanged
         self._since = seen.now
         if trend > 0:
-            self._target = self._within(min(useful, self._target + max(bounds.per_job, self._target)))
+            self._target = min(max(1, 2 * self._target), self._jobs_for(seen.useful))
             return f"the actor waits for rollouts {waited:.0%} of the time"
-        self._target = self._within(self._target - bounds.per_job)
+        self._target = max(self.bounds.least_jobs, min(self._target, len(live)) - 1)
         return f"the actor waits for rollouts only {waited:.0%} of the time"
 
     def _affordable(self, seen: Seen) -> int:

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.agents.helpers import Helpers
+from rlhpc.language.agents.policy_text import valid_text
 from rlhpc.language.agents.shown import content_of, looker_of, message_text
 from rlhpc.language.data.pictures import Looker, Seen, joined
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
+from rlhpc.language.engines.ends import without_end
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -270,9 +272,7 @@ class Episodes:
 
     def _text(self, ids: list[int]) -> str:
         # Tags may be special tokens, so these stay; but the end token is not part of the text.
-        if ids and ids[-1] == self._tokenizer.eos_token_id:
-            ids = ids[:-1]
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        text: str = self._tokenizer.decode(without_end(ids, self._tokenizer), skip_special_tokens=False)
         return text
 
     def _take_answers(self, wait: bool) -> None:
@@ -345,7 +345,7 @@ class Episodes:
             with _fitting():
                 content, images = content_of(answer.get("content"), trusted=True)
             answer = message_text(self._tokenizer, {**answer, "content": content}, drawn)
-        ids: list[int] = self._tokenizer.encode(answer, add_special_tokens=False)
+        ids: list[int] = self._tokenizer.encode(valid_text(answer), add_special_tokens=False)
         if not images:
             return ids, None
         self._looker = self._looker or looker_of(self._tokenizer)

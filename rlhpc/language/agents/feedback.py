@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlhpc.language.agents.keys import same_key
 from rlhpc.language.agents.messages import Refused
 from rlhpc.language.agents.tree import Turn
 
@@ -69,22 +69,22 @@ class Feedback:
                 awaited.total += turn.feedback
         self._look(awaited)
 
-    def take(self, key: str, body: Mapping[str, Any]) -> None:
+    def check(self, key: str) -> None:
+        """Raises:
+        Refused: It is not the scorer's key."""
+        if not same_key(key, self.key):
+            raise Refused("this key gives no rewards", 401, "invalid_api_key")
+
+    def take(self, body: Mapping[str, Any]) -> None:
         """Takes a reward.
 
         Args:
-            key: Of who gives it.
-            body: `id`, the completion's, and `reward`.
+            body: `id`, the completion's, and `reward` (`bodies.FEEDBACK`).
 
         Raises:
-            Refused: It is not the scorer's key, or there is nothing that the reward could be for.
+            Refused: There is nothing that the reward could be for.
         """
-        if not secrets.compare_digest(key.encode(), self.key.encode()):
-            raise Refused("this key gives no rewards", 401, "invalid_api_key")
-        name, reward = body.get("id"), body.get("reward")
-        reward = _number(reward)
-        if not isinstance(name, str) or not math.isfinite(reward):
-            raise Refused('the body must be {"id": the id of a completion, "reward": a finite number}')
+        name, reward = body["id"], float(body["reward"])
         if self._given.get(name, reward) != reward:
             raise Refused(f"{name} has its reward already: {self._given[name]:g}", 409, "rewarded")
         if name in self._given:
@@ -122,14 +122,6 @@ class Feedback:
     def _over(self, awaited: _Awaited) -> None:
         self._awaited = {name: other for name, other in self._awaited.items() if other is not awaited}
         awaited.done(None)
-
-
-def _number(value: Any) -> float:
-    """What JSON says of a number; NaN if it is none."""
-    try:
-        return float(value) if type(value) in (int, float) else math.nan
-    except OverflowError:
-        return math.nan
 
 
 def awaited_turns(turns: list[Turn], later: bool | list[str]) -> dict[str, Turn]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-from typing import Any, Callable  # noqa: UP035 (Python 3.8)
+from typing import Any, Callable, Sequence  # noqa: UP035 (Python 3.8)
 
 #: What a kind needs to be imported.
 _PACKAGES = {"verifiers": "verifiers.v1", "openenv": "openenv.core.generic_client"}
@@ -19,7 +19,7 @@ def agent_of(kind: str, options: dict[str, Any], helpers: dict[str, Any]) -> Cal
     Args:
         kind: `mcp`, `verifiers` or `openenv`.
         options: `agent.framework`, or `servers`.
-        helpers: `servers`, the module `tool_servers`; `shell`, what makes a shell.
+        helpers: `servers` and `text`, the modules `tool_servers` and `policy_text`; `shell`, what makes a shell.
 
     Raises:
         ImportError: Its package is missing.
@@ -45,14 +45,21 @@ def _with_tools(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[A
                 )
                 server = stack.enter_context(opened)
                 for tool in server.tools():
-                    owners[tool["function"]["name"]] = server
+                    name = tool["function"]["name"]
+                    if name in owners:
+                        raise ValueError(
+                            f"two of agent.servers have a tool {name!r}; a call says only that: leave one out"
+                        )
+                    owners[name] = server
                     specs.append(tool)
-            return _converse(task, model, owners, specs, servers.ToolFailed)
+            return _converse(task, model, owners, specs, servers.ToolFailed, helpers["text"].parse_json)
 
     return solve
 
 
-def _converse(task: Any, model: Any, owners: dict[str, Any], specs: list[Any], failure: Any) -> dict[str, Any]:
+def _converse(
+    task: Any, model: Any, owners: dict[str, Any], specs: list[Any], failure: Any, parse: Callable[[str], Any]
+) -> dict[str, Any]:
     messages, counts = list(task.messages), {"tool_calls": 0, "tool_errors": 0}
     while True:
         reply = _asked(model, messages, specs)
@@ -64,11 +71,11 @@ def _converse(task: Any, model: Any, owners: dict[str, Any], specs: list[Any], f
         for call in reply["tool_calls"]:
             counts["tool_calls"] += 1
             try:
-                said = _called(call["function"], owners)
+                content = _called(call["function"], owners, parse)
             except (failure, ValueError) as error:
                 counts["tool_errors"] += 1
-                said = f"error: {error}"
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
+                content = f"error: {error}"
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
     answers = [str(m["content"]) for m in messages if m["role"] == "assistant"]
     return {"response": answers[-1] if answers else "", **counts}
 
@@ -83,16 +90,31 @@ def _asked(model: Any, messages: list[Any], specs: list[Any] | None = None) -> A
         raise
 
 
-def _called(function: dict[str, Any], owners: dict[str, Any]) -> Any:
+def _called(function: dict[str, Any], owners: dict[str, Any], parse: Callable[[str], Any]) -> Any:
     if function["name"] not in owners:
         raise ValueError(f"there is no tool {function['name']!r}; there are: {', '.join(owners)}")
-    arguments = json.loads(function.get("arguments") or "{}")
+    arguments = parse(function.get("arguments") or "{}")
     if not isinstance(arguments, dict):
         raise ValueError("arguments must be an object")
     return owners[function["name"]].call(function["name"], arguments)
 
 
 # -- verifiers --------------------------------------------------------------------------------------------------------
+
+
+def pick_task(tasks: Sequence[Any], task: Any) -> Any:
+    """Returns the taskset's task of the number that the problem has: its `meta["idx"]`, or its id.
+
+    Raises:
+        ValueError: The taskset has no such number.
+    """
+    number = int(task.meta.get("idx", task.id))
+    if not 0 <= number < len(tasks):
+        raise ValueError(
+            f"agent.framework has tasks 0 to {len(tasks) - 1}, and the source asks for {number}: give the source no more "
+            "problems (its size), or their numbers in the column idx"
+        )
+    return tasks[number]
 
 
 def _verifiers(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
@@ -109,7 +131,7 @@ def _verifiers(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[An
     async def solve(task: Any, model: Any) -> dict[str, Any]:
         client = EvalClientConfig(base_url=model.base_url, api_key_var="OPENAI_API_KEY")
         context = vf.ModelContext(model=model.name, client=client, sampling=vf.SamplingConfig())
-        chosen = tasks[int(task.meta.get("idx", task.id)) % len(tasks)]
+        chosen = pick_task(tasks, task)
         async with environment.serving():
             episode = await environment.run_episode(chosen, context)
         if not episode.ok:

@@ -10,35 +10,55 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import queue
 import shutil
+import socket
 import threading
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
+from rlhpc.language.agents.bodies import CHAT, FEEDBACK, GENERATE, MESSAGES, Form, read_body
+from rlhpc.language.agents.connections import Connections
 from rlhpc.language.agents.feedback import Feedback
 from rlhpc.language.agents.keys import Keys, key_in
-from rlhpc.language.agents.messages import Refused, Renderer
+from rlhpc.language.agents.messages import OVER, Refused, Renderer
 from rlhpc.language.agents.messages_api import conversation_of, message_error, message_reply
 from rlhpc.language.agents.parsers import Parsers
 from rlhpc.language.agents.sessions import Answer, Session
 from rlhpc.language.agents.streams import ChatStream, MessageStream
-from rlhpc.language.agents.wire import body_of, chat_reply, check_chat, generate_reply
+from rlhpc.language.agents.threads import Threads
+from rlhpc.language.agents.wire import chat_reply, generate_reply
 from rlhpc.language.data.pictures import Looker, Seen
 from rlhpc.language.engines.base import Completion, SamplingParams
 from rlhpc.runtime.scratch import folder_for_sockets
+from rlhpc.runtime.tcp_listener import Acceptor, TcpListener
 
-#: Largest body of a call, in bytes.
-_BODY = 32 << 20
+#: Largest body of a call, of an episode's calls together, and of a reward, in bytes.
+_BODY, _BODIES, _REWARD = 32 << 20, 64 << 20, 4 << 10
+#: Bytes of a body that is parsed on the loop: a longer one has a thread. And how many threads there are.
+_SHORT, _THREADS = 64 << 10, 4
 #: Seconds after which a client that waits for a stream is told that it is not forgotten.
 _ALIVE_S = 10.0
 _START_S = 60.0
 _LOOPBACK = "127.0.0.1"
 MODEL = "policy"
+
+#: The server's own log. Whoever sends something else than HTTP has no key to show first, and must not fill it.
+_server_log = logging.getLogger(f"{__name__}.server")
+
+
+def _is_no_fault_of_a_client(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, (HttpProcessingError, web.RequestPayloadError))
+
+
+_server_log.addFilter(_is_no_fault_of_a_client)
 
 
 @dataclass
@@ -83,6 +103,26 @@ class Reading:
         self.came.set()
 
 
+@dataclass
+class _Conversation:
+    """A request in either form.
+
+    Attributes:
+        messages, tools: As chat completions have them.
+        model: What the client calls the model.
+        sampling: How tokens are drawn.
+        stream: Whether the client reads along.
+        reading: What it reads then.
+    """
+
+    messages: list[Any]
+    tools: Any
+    model: str
+    sampling: SamplingParams
+    stream: bool
+    reading: Reading = field(default_factory=Reading)
+
+
 class Gateway:
     """Serves episodes.
 
@@ -92,6 +132,7 @@ class Gateway:
         context: Most tokens that the model reads and writes.
         address: Of this host, to listen there for other hosts as well, on a port that the system chooses; "" for none.
         looker: What looks at pictures; None if the model reads text alone.
+        feedback: Whether rewards may come later.
 
     Attributes:
         asked: What the engine is to draw.
@@ -103,17 +144,23 @@ class Gateway:
     """
 
     def __init__(
-        self, tokenizer: Any, parsers: Parsers, context: int, address: str = "", looker: Looker | None = None
-    ) -> None:
+        self, tokenizer: Any, parsers: Parsers, context: int, address: str = "", looker: Looker | None = None,
+        feedback: bool = False,
+    ) -> None:  # fmt: skip
         self.asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.loop = asyncio.new_event_loop()
         self._tokenizer, self._parsers, self._context = tokenizer, parsers, context
-        self._renderer = Renderer(tokenizer, looker)
+        self._renderer = Renderer(tokenizer, looker, context)
+        self._threads = Threads(_THREADS, "rlhpc-encoding")
         self._folder = folder_for_sockets("agents")
         self.socket = str(self._folder / "model")
         self.keys = Keys()
+        self._takes_feedback = feedback
         self.feedback = Feedback(lambda: [turn for session in self.keys.sessions() for turn in session.tree.turns])
         self._waiting: set[asyncio.Future[Completion]] = set()
+        self._servers, self._runners = list[asyncio.AbstractServer](), list[web.AppRunner]()
+        self._acceptors, self._adopting = list[Acceptor](), set[asyncio.Task[Any]]()
+        self._doors = list[Connections]()
         self._thread = threading.Thread(target=self._serve, name="rlhpc-gateway", daemon=True)
         self._thread.start()
         try:
@@ -128,20 +175,46 @@ class Gateway:
         self.loop.run_forever()
 
     async def _listen(self, address: str) -> tuple[str, str]:
+        rewards = [web.post("/v1/feedback", self._take_feedback)]
+        doors, urls = await self._serve_routes(rewards), list[str]()
+        for host in (_LOOPBACK, *([address] if address else ())):
+            listener = TcpListener(host)
+            self._acceptors.append(listener.serve(partial(self._admit, doors), "rlhpc-gateway-accept"))
+            urls.append("http://{}:{}".format(*listener.address))
+        # By this one sandboxes speak, and what the model drives in there gives itself no rewards.
+        doors = await self._serve_routes([])
+        self._servers.append(await self.loop.create_unix_server(doors, self.socket))
+        return urls[0], "".join(urls[1:])
+
+    def _admit(self, doors: Connections, sock: socket.socket) -> None:
+        """Takes a connection to the loop, from the thread that has accepted it."""
+
+        def adopt() -> None:
+            task = self.loop.create_task(self.loop.connect_accepted_socket(doors, sock))
+            self._adopting.add(task)
+            task.add_done_callback(self._adopting.discard)
+
+        try:
+            self.loop.call_soon_threadsafe(adopt)
+        except RuntimeError:  # the loop has ended
+            sock.close()
+
+    async def _serve_routes(self, more: Sequence[web.RouteDef]) -> Connections:
+        """Makes an application of the routes of episodes, and more; returns what takes its connections."""
         app = web.Application(client_max_size=_BODY)
         posts = {
             "/v1/chat/completions": self._chat, "/inference/v1/generate": self._generate, "/v1/messages": self._messages,
-            "/v1/feedback": self._take_feedback,
         }  # fmt: skip
-        app.add_routes([web.get("/v1/models", self._models), *(web.post(*route) for route in posts.items())])
+        app.add_routes([web.get("/v1/models", self._models), *(web.post(*route) for route in posts.items()), *more])
         # A log would have keys in it. What a client that has hung up had asked for need not be drawn.
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
-        await self._runner.setup()
-        for host in (_LOOPBACK, *([address] if address else ())):
-            await web.TCPSite(self._runner, host, 0).start()
-        near, *far = [f"http://{host}:{port}" for host, port in self._runner.addresses]
-        await web.UnixSite(self._runner, self.socket).start()
-        return near, far[0] if far else ""
+        runner = web.AppRunner(
+            app, access_log=None, logger=_server_log, shutdown_timeout=0.5, handler_cancellation=True
+        )
+        self._runners.append(runner)
+        await runner.setup()
+        assert runner.server is not None
+        self._doors.append(Connections(runner.server))
+        return self._doors[-1]
 
     def close(self) -> None:
         """Ends it; whoever waits is refused."""
@@ -152,9 +225,15 @@ class Gateway:
             for waiting in list(self._waiting):
                 if not waiting.done():
                     waiting.set_exception(Refused("the run has ended", 503))
-            with contextlib.suppress(AttributeError):  # it did not come to that
-                await self._runner.cleanup()
+            for server in self._servers:
+                server.close()
+            for runner in self._runners:
+                await runner.cleanup()
+            self._threads.close()
 
+        for acceptor in self._acceptors:
+            acceptor.close()
+        self._acceptors.clear()
         if self._thread.is_alive():
             with contextlib.suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(end(), self.loop).result(5.0)
@@ -181,7 +260,8 @@ class Gateway:
         """
         session = self.keys.find(key)
         asking = session.chat(
-            messages, tools, session.role_of(role), session.sampling_of(None, None), self._renderer, self._parsers, self._draw
+            messages, tools, session.role_of(role), session.sampling_of(), self._renderer, self._parsers, self._draw,
+            self._threads,
         )  # fmt: skip
         answer = await asking
         answer.turn.received = True
@@ -193,6 +273,10 @@ class Gateway:
         self, session: Session, prompt: list[int], sampling: SamplingParams, seed: int, seen: Seen | None,
         reading: Reading | None = None,
     ) -> Completion:  # fmt: skip
+        if len(prompt) >= self._context:
+            raise Refused(
+                f"{len(prompt)} tokens: that leaves no room in the context of {self._context} tokens", code=OVER
+            )
         waiting: asyncio.Future[Completion] = self.loop.create_future()
 
         def settle(found: Completion | Exception) -> None:
@@ -237,64 +321,66 @@ class Gateway:
         return await self._guarded(request, self._answer_chat)
 
     async def _answer_chat(self, request: web.Request, session: Session) -> web.StreamResponse:
-        raw = await request.read()
-        body = body_of(raw)
-        check_chat(body)
+        raw, body = await self._body(request, session, CHAT)
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
-        most = body.get("max_completion_tokens") or body.get("max_tokens")
+        most = body.get("max_completion_tokens", body.get("max_tokens"))
+        sampling = session.sampling_of(most, body.get("stop", ()), body.get("stop_token_ids", ()))
+        conversation = _Conversation(
+            body["messages"], tools, body.get("model", MODEL), sampling, bool(body.get("stream"))
+        )
+        asking = self._ask(session, raw, _retried(request), conversation)
+        if not conversation.stream:
+            answer = await asking
+            return _received(request, answer, chat_reply(answer, body, conversation.model, self._tokenizer))
+        return await self._stream(
+            request, asking, ChatStream(body, conversation.model, self._tokenizer), conversation, _error
+        )
 
-        stream, draw, reading = body.get("stream"), self._draw, Reading()
+    def _ask(self, session: Session, raw: bytes, retried: bool, conversation: _Conversation) -> Awaitable[Answer]:
+        """The answer to a conversation, as `Session.once` gives it."""
+        draw = partial(self._draw, reading=conversation.reading) if conversation.stream else self._draw
 
         async def work() -> Answer:
-            sampling = session.sampling_of(most, body.get("stop"))
-            role = session.role_of(body.get("model"))
-            said, drawn = body.get("messages"), partial(draw, reading=reading) if stream else draw
-            return await session.chat(said, tools, role, sampling, self._renderer, self._parsers, drawn)
+            role = session.role_of(conversation.model)
+            return await session.chat(
+                conversation.messages,
+                conversation.tools,
+                role,
+                conversation.sampling,
+                self._renderer,
+                self._parsers,
+                draw,
+                self._threads,
+            )
 
-        asking = session.once(raw, _retried(request), work)
-        model = str(body.get("model") or MODEL)
-        if not stream:
-            answer = await asking
-            return _received(request, answer, chat_reply(answer, body, model, self._tokenizer))
-        return await self._stream(request, asking, ChatStream(body, model, self._tokenizer), reading, tools, _error)
+        return session.once(raw, retried, work)
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         return await self._guarded(request, self._answer_message, message_error)
 
     async def _answer_message(self, request: web.Request, session: Session) -> web.StreamResponse:
-        raw = await request.read()
-        body = body_of(raw)
+        raw, body = await self._body(request, session, MESSAGES)
         messages, tools = conversation_of(body)
-
-        stream, draw, reading = body.get("stream"), self._draw, Reading()
-
-        async def work() -> Answer:
-            sampling = session.sampling_of(body.get("max_tokens"), body.get("stop_sequences"))
-            role, drawn = session.role_of(body.get("model")), partial(draw, reading=reading) if stream else draw
-            return await session.chat(messages, tools, role, sampling, self._renderer, self._parsers, drawn)
-
-        asking, model = session.once(raw, _retried(request), work), str(body.get("model") or MODEL)
-        if not stream:
+        sampling = session.sampling_of(body.get("max_tokens"), body.get("stop_sequences", ()))
+        conversation = _Conversation(messages, tools, body.get("model", MODEL), sampling, bool(body.get("stream")))
+        asking = self._ask(session, raw, _retried(request), conversation)
+        if not conversation.stream:
             answer = await asking
-            return _received(request, answer, message_reply(answer, model))
-        return await self._stream(request, asking, MessageStream(model), reading, tools, message_error)
+            return _received(request, answer, message_reply(answer, conversation.model))
+        return await self._stream(request, asking, MessageStream(conversation.model), conversation, message_error)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         return await self._guarded(request, self._answer_generate)
 
     async def _answer_generate(self, request: web.Request, session: Session) -> web.StreamResponse:
-        raw = await request.read()
-        body = body_of(raw)
-        prompt, wanted = body.get("token_ids"), body.get("sampling_params") or {}
-        if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
-            raise Refused("token_ids must be a list of integers, with at least one")
+        raw, body = await self._body(request, session, GENERATE)
+        prompt, options = body["token_ids"], body.get("sampling_params", {})
         if self._renderer.looker is not None and self._renderer.looker.token in prompt:
             raise Refused("token_ids has a token of a picture; show pictures by /v1/chat/completions or /v1/messages")
-        if wanted.get("n") not in (None, 1):
-            raise Refused("n must be 1: ask again for another answer")
+        stop, ends = options.get("stop") or (), options.get("stop_token_ids") or ()
+        sampling = session.sampling_of(options.get("max_tokens"), stop, ends)
 
         async def work() -> Answer:
-            sampling = session.sampling_of(wanted.get("max_tokens"), wanted.get("stop"), wanted.get("stop_token_ids"))
             return await session.tokens(prompt, session.role_of(body.get("model")), sampling, self._draw)
 
         answer = await session.once(raw, _retried(request), work)
@@ -302,10 +388,32 @@ class Gateway:
 
     async def _take_feedback(self, request: web.Request) -> web.StreamResponse:
         try:
-            self.feedback.take(key_in(request.headers), body_of(await request.read()))
+            self.feedback.check(key_in(request.headers))
+            self._prove(request, "feedback")
+            body = read_body(await _read(request, _REWARD), FEEDBACK)
+            if not self._takes_feedback:
+                raise Refused(
+                    "rewards do not come later in this run: agent.feedback_timeout_s is not set", 404, "not_found"
+                )
+            self.feedback.take(body)
         except Refused as why:
-            return web.json_response(_error(why), status=why.status)
+            return _refusal(why, _error)
         return web.json_response({"status": "taken"})
+
+    async def _body(self, request: web.Request, session: Session, form: Form) -> tuple[bytes, dict[str, Any]]:
+        """The body of an episode's request: its bytes, and what they say."""
+        size = min(_BODY if request.content_length is None else request.content_length, _BODY)
+        if session.bytes_in + size > _BODIES:
+            raise Refused(f"requests of {_BODIES >> 20} MiB of the episode are being read", 429, "rate_limit_exceeded")
+        session.bytes_in += size
+        try:
+            raw = await _read(request, _BODY)
+            if len(raw) <= _SHORT:
+                return raw, read_body(raw, form)
+            async with session.encoding:
+                return raw, await self._threads.call_to_end(read_body, raw, form)
+        finally:
+            session.bytes_in -= size
 
     async def _guarded(
         self,
@@ -315,31 +423,41 @@ class Gateway:
     ) -> web.StreamResponse:
         """What a route answers, or why it does not, as its clients understand it."""
         try:
-            return await route(request, self.keys.of(request.headers))
+            session = self.keys.of(request.headers)
+            self._prove(request, session.key)
+            return await route(request, session)
         except Refused as why:
-            return web.json_response((error or _error)(why), status=why.status)
+            return _refusal(why, error or _error)
+
+    def _prove(self, request: web.Request, owner: str) -> None:
+        for door in self._doors:
+            if request.transport is not None:
+                door.prove(request.transport, owner)
 
     async def _stream(
         self,
         request: web.Request,
         asking: Awaitable[Answer],
         stream: ChatStream | MessageStream,
-        reading: Reading,
-        tools: Any,
+        conversation: _Conversation,
         error: Callable[[Refused], dict[str, Any]],
     ) -> web.StreamResponse:
         """Answers with a stream: what is certain of the reply as it is written, then the rest."""
-        made = asyncio.ensure_future(asking)
-        made.add_done_callback(lambda _: reading.came.set())
+        answering, reading = asyncio.ensure_future(asking), conversation.reading
+        answering.add_done_callback(lambda _: reading.came.set())
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             await _more(reading)
-            if made.done():
-                made.result()  # refused at once: by a status
+            if answering.done():
+                answering.result()  # refused at once: by a status
             await response.prepare(request)
-            partly = None if stream.whole else self._parsers.partly(reading.prompt, tools)
+            partly = (
+                None
+                if stream.whole
+                else self._parsers.partly(reading.prompt, conversation.tools, conversation.sampling.stop)
+            )
             silent_since = self.loop.time()
-            while not made.done():
+            while not answering.done():
                 events = stream.more(len(reading.prompt), *partly.split(reading.ids)) if partly else []
                 if not events and self.loop.time() - silent_since >= _ALIVE_S:
                     events = [": waiting\n\n"]  # so that no client takes a slow one for a lost one
@@ -348,7 +466,7 @@ class Gateway:
                     silent_since = self.loop.time()
                 await _more(reading)
             try:
-                answer = made.result()
+                answer = answering.result()
             except Refused as why:
                 await response.write(f"event: error\ndata: {json.dumps(error(why))}\n\n".encode())
                 return response
@@ -365,8 +483,24 @@ class Gateway:
         except ConnectionError:  # nobody is there any more
             pass
         finally:
-            made.cancel()
+            answering.cancel()
         return response
+
+
+async def _read(request: web.Request, most: int) -> bytes:
+    """The bytes of a body.
+
+    Raises:
+        Refused: There are more than these.
+    """
+    raw, length = bytearray(), request.content_length or 0
+    while length <= most:
+        chunk = await request.content.readany()
+        if not chunk:
+            return bytes(raw)
+        raw += chunk
+        length = max(length, len(raw))
+    raise Refused(f"the body is longer than {most} bytes", 413)
 
 
 async def _more(reading: Reading) -> None:
@@ -389,6 +523,13 @@ def _received(request: web.Request, answer: Answer, reply: dict[str, Any]) -> we
     if transport is not None and not transport.is_closing():
         answer.turn.received = True
     return web.json_response(reply)
+
+
+def _refusal(why: Refused, error: Callable[[Refused], dict[str, Any]]) -> web.Response:
+    response = web.json_response(error(why), status=why.status)
+    if why.status in (401, 413):  # nobody reads what else comes
+        response.force_close()
+    return response
 
 
 def _error(why: Refused) -> dict[str, Any]:

@@ -11,15 +11,18 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlhpc.language.agents.shells import broken
+from rlhpc.language.agents.task import checked_outcome
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.host import node_name
 from rlhpc.runtime.import_paths import import_paths
+from rlhpc.runtime.scratch import session_folder
 
 log = logging.getLogger(__name__)
 RUNNER = Path(__file__).with_name("runner.py")
@@ -28,8 +31,18 @@ _IMPORT_S = 300.0
 _END_S = 6.0
 #: How often what runs harnesses is started again, without an episode having ended between.
 _RESTARTS = 3
+#: Seconds beyond its time limit after which an episode without an outcome is given up, and how often that is looked at.
+_SLACK_S, _LOOK_S = 60.0, 1.0
+#: Most bytes of a line of the runner's: an outcome's limit, where each of its characters is escaped.
+_LINE = 8 << 20
 Ticket = dict[str, Any]
 Outcome = dict[str, Any]
+
+
+def _temporary() -> str | None:
+    """Returns the folder for folders of episodes (`shells.make_temporary_folder`)."""
+    folder = session_folder()
+    return str(folder) if folder else None
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,9 @@ class Program:
         options: Of other kinds than these two.
         environment: Further variables.
         sandbox: `agent.sandbox`.
+        read: Further files and folders that bubblewrap shows.
+        hidden: Files and folders that it does not show, unless `read` names them.
+        limits: Of what an episode in a sandbox uses, by their keys in section `agent`.
     """
 
     kind: str
@@ -55,14 +71,36 @@ class Program:
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     sandbox: str | None = None
+    read: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    limits: dict[str, int] = field(default_factory=dict)
 
     def spec(self) -> dict[str, Any]:
         """What the runner is told first."""
         paths = import_paths(foreign=self.python is not None)
         return {
             "kind": self.kind, "target": self.target, "command": list(self.command), "paths": paths,
-            "options": self.options, "sandbox": self.sandbox,
+            "options": self.options, "sandbox": self.confinement(), "temporary": _temporary(),
         }  # fmt: skip
+
+    def confinement(self) -> dict[str, Any] | None:
+        """Returns what `shells.sandboxed` gets; None without a sandbox."""
+        if self.sandbox is None:
+            return None
+        return {"kind": self.sandbox, "read": list(self.read), "hidden": list(self.hidden), **self.limits}
+
+
+def require_sandbox(program: Program) -> None:
+    """Refuses a sandbox that does not work on this machine.
+
+    Raises:
+        ConfigError: Says why.
+    """
+    for path in program.read:
+        if not Path(path).expanduser().exists():
+            raise ConfigError(f"agent.sandbox_read names {path!r}, which is not there on {node_name()}: correct it")
+    if (confinement := program.confinement()) is not None and (why := broken(confinement, _temporary())):
+        raise ConfigError(f"agent.sandbox is {program.sandbox}, which does not work on {node_name()}: {why}")
 
 
 class Harnesses:
@@ -80,11 +118,12 @@ class Harnesses:
         self._program, self._done = program, done
         self._lock = threading.Lock()
         self._waiting: collections.deque[Ticket] = collections.deque()
-        self._running: dict[int, Ticket] = {}
+        self._running: dict[int, float] = {}  # until when each has an outcome, or is given up
         self._closed, self._failures, self._gone = False, 0, ""
-        if program.sandbox is not None and (why := broken(program.sandbox)):
-            raise ConfigError(f"agent.sandbox is {program.sandbox}, which does not work on {node_name()}: {why}")
+        self._starting, self._over = False, threading.Event()  # while the runner starts, tickets wait
+        require_sandbox(program)
         self._process = self._start()
+        threading.Thread(target=self._give_up_overdue, name="rlhpc-overdue", daemon=True).start()
 
     def run(self, ticket: Ticket) -> None:
         """Runs the program for a ticket, when there is room for one more."""
@@ -113,6 +152,7 @@ class Harnesses:
 
     def close(self) -> None:
         """Ends everything."""
+        self._over.set()
         with self._lock:
             self._closed = True
             self._waiting.clear()
@@ -154,14 +194,18 @@ class Harnesses:
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            said = json.loads(line)
+        while line := process.stdout.readline(_LINE):
+            reply = _read_reply(line)
+            if reply is None:
+                log.warning("what runs the agents said what is no outcome, %d bytes of it: it is left out", len(line))
+                continue
+            number, outcome = reply
             with self._lock:
-                ticket = self._running.pop(said["id"], None)
+                awaited = self._running.pop(number, None) is not None
                 self._failures = 0
                 self._fill()
-            if ticket is not None:
-                self._done(said["id"], said["outcome"])
+            if awaited:
+                self._done(number, outcome)
         self._lost(process)
 
     def _lost(self, process: subprocess.Popen[bytes]) -> None:
@@ -173,6 +217,7 @@ class Harnesses:
             lost = list(self._running)
             self._running.clear()
             self._failures += 1
+            self._starting = True
         log.warning("what runs the agents ended with status %d; %d episodes were under way", status, len(lost))
         for number in lost:
             self._done(number, {"error": f"what ran it ended with status {status}"})
@@ -183,6 +228,9 @@ class Harnesses:
                 self._give_up(str(error))
                 return
             with self._lock:
+                self._starting = False
+                if self._closed:
+                    self._tell(None)
                 self._fill()
             return
         self._give_up(f"what runs the agents has ended {self._failures} times")
@@ -195,13 +243,40 @@ class Harnesses:
             self._done(ticket["id"], {"error": why})
 
     def _fill(self) -> None:
-        while self._waiting and len(self._running) < self._program.processes:
+        while self._waiting and not self._starting and len(self._running) < self._program.processes:
             ticket = self._waiting.popleft()
-            self._running[ticket["id"]] = ticket
+            self._running[ticket["id"]] = time.monotonic() + ticket["timeout_s"] + _SLACK_S
             self._tell(ticket)
+
+    def _give_up_overdue(self) -> None:
+        """Fails each episode whose guard has not said by its time limit what became of it, and frees its place."""
+        while not self._over.wait(_LOOK_S):
+            with self._lock:
+                overdue = [number for number, deadline in self._running.items() if time.monotonic() > deadline]
+                for number in overdue:
+                    del self._running[number]
+                    self._tell({"kill": number})
+                self._fill()
+            for number in overdue:
+                self._done(number, {"error": f"no outcome of it came within {_SLACK_S:g} s after its time limit"})
 
     def _tell(self, message: dict[str, Any] | None) -> None:
         self._told.put(message)
+
+
+def _read_reply(line: bytes) -> tuple[int, Outcome] | None:
+    """Returns the number of an episode and its outcome; None for a line that is something else."""
+    try:
+        reply = json.loads(line)
+        number = reply["id"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return None
+    if not isinstance(number, int):
+        return None
+    try:
+        return number, checked_outcome(reply.get("outcome"))
+    except ValueError as error:
+        return number, {"error": str(error)}
 
 
 def _write(process: subprocess.Popen[bytes], told: queue.SimpleQueue[dict[str, Any] | None]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.engines.ends import without_end
 from rlhpc.language.rewards.base import Sample
 from rlhpc.runtime.errors import RlhpcError
 
@@ -26,9 +27,9 @@ def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, finished: boo
         text = outcome.response
         meta = {**meta, "agent": {"reward": outcome.reward, "error": outcome.error, "later": outcome.later}}
     if text is None:
-        text = tokenizer.decode(episode.token_ids, skip_special_tokens=True)
+        text = tokenizer.decode(without_end(episode.token_ids, tokenizer), skip_special_tokens=True)
     tokens = tokens_of(episode)
-    return Sample(prompt.question, text, prompt.answer, meta, tokens, finished, prompt.messages)
+    return Sample(prompt.question, text, prompt.answer, meta, tokens, finished, prompt.messages, prompt.tools)
 
 
 def tokens_of(episode: Episode) -> int:

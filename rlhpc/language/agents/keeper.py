@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import subprocess
 import sys
 import time
 
 import psutil
 
+from rlhpc.runtime.descriptors import readable
 from rlhpc.runtime.parents import adopt_orphans
 
 #: How often it looks whether the program is still there; and seconds that it gets to end by itself.
@@ -21,7 +21,7 @@ def main() -> None:
     """Arguments: the program's argv. The rank holds the other end of the standard input, and never writes."""
     adopt_orphans()
     process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
-    while process.poll() is None and not select.select([0], [], [], _LOOK_S)[0]:
+    while process.poll() is None and not readable([0], _LOOK_S):
         pass
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.terminate()

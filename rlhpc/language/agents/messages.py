@@ -6,20 +6,27 @@ were read and drawn, and behind them what the chat template puts after the reply
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhpc.language.agents.shown import REPLY, behind_reply, content_of
+from rlhpc.language.agents.policy_text import parse_arguments, valid_text
+from rlhpc.language.agents.shown import behind_reply, content_of
 from rlhpc.language.agents.tree import Tree
 from rlhpc.language.data.images import digest_of
 from rlhpc.language.data.pictures import Looker, Seen, joined
+from rlhpc.language.hugging_face import REPLY, render_chat
 from rlhpc.runtime.errors import ConfigError
 
 #: Stands for the sign of a part of a picture where somebody has only written it.
 _SPOKEN = "SPOKENOF9B1C"
+#: Code of what is longer than the context or the episode's limits.
+OVER = "context_length_exceeded"
+#: Characters that a token may have at least: so much room any context has, however short the tokens of its model are.
+_TOKEN_CHARACTERS = 16
 Message = dict[str, Any]
 
 
@@ -51,26 +58,41 @@ def canonical(message: Mapping[str, Any]) -> Message:
     except ConfigError as error:
         raise Refused(str(error)) from None
     found: Message = {"role": role, "content": content, **({"images": images} if images else {})}
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
-    if isinstance(reasoning, str) and reasoning:
+    reasoning = _text_in(message, "reasoning_content") or _text_in(message, "reasoning")
+    if reasoning:
         found["reasoning_content"] = reasoning
-    if message.get("tool_calls"):
-        found["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise Refused("a message's tool_calls must be a list")
+    if calls:
+        found["tool_calls"] = [_call(call) for call in calls]
+    if message.get("function_call"):
+        raise Refused("a message has a function_call; functions are tools here: send tool_calls")
     for name in ("tool_call_id", "name"):
-        if message.get(name):
-            found[name] = message[name]
+        if value := _text_in(message, name):
+            found[name] = value
     return found
 
 
+def _text_in(message: Mapping[str, Any], name: str) -> str:
+    value = message.get(name)
+    if value is not None and not isinstance(value, str):
+        raise Refused(f"a message's {name} must be a text")
+    return value or ""
+
+
 def _call(call: Any) -> Message:
-    try:
-        name, arguments = call["function"]["name"], call["function"].get("arguments")
-    except (TypeError, KeyError):
-        raise Refused("a message's tool_calls must each have a function with name and arguments") from None
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # as the model wrote it: shown as it stands
-            arguments = json.loads(arguments)
-    return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments or {}}}
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not isinstance(arguments, (str, dict, type(None))):
+        raise Refused(
+            "a message's tool_calls must each have a function with a name, and with arguments as a text or an object"
+        )
+    ident = call.get("id")
+    if ident is not None and not isinstance(ident, str):
+        raise Refused("the id of a message's tool call must be a text")
+    return {"id": ident, "type": "function", "function": {"name": name, "arguments": parse_arguments(arguments)}}
 
 
 def key_of(message: Message) -> str:
@@ -108,10 +130,34 @@ class Renderer:
     Args:
         tokenizer: Of transformers.
         looker: What looks at pictures; None if the model reads text alone.
+        context: Most tokens that the model reads.
     """
 
-    def __init__(self, tokenizer: Any, looker: Looker | None = None) -> None:
-        self.tokenizer, self.looker = tokenizer, looker
+    def __init__(self, tokenizer: Any, looker: Looker | None = None, context: int = sys.maxsize) -> None:
+        self.tokenizer, self.looker, self.context = tokenizer, looker, context
+
+    @functools.cached_property
+    def _most_characters(self) -> int:
+        """Characters that the longest tokens could hold in the whole context."""
+        return self.context * max(_TOKEN_CHARACTERS, *map(len, self.tokenizer.get_vocab()))
+
+    def check_count(self, messages: Sequence[Any]) -> None:
+        """Raises:
+        Refused: There are more messages than the context has tokens."""
+        if len(messages) > self.context:
+            raise Refused(f"{len(messages)} messages leave no room in the context of {self.context} tokens", code=OVER)
+
+    def check_length(self, messages: Sequence[Message], tools: Any) -> None:
+        """Raises:
+        Refused: Messages and tools have more characters than the context can hold, whatever tokens they become."""
+        if self.context == sys.maxsize:
+            return
+        count = _characters([{**message, "images": None} for message in messages]) + _characters(tools)
+        if count > self._most_characters:
+            raise Refused(
+                f"messages and tools of {count} characters leave no room in the context of {self.context} tokens",
+                code=OVER,
+            )
 
     def prompt(
         self, tree: Tree, messages: Sequence[Message], keys: tuple[str, ...], tools: Any, role: int = 0
@@ -158,7 +204,7 @@ class Renderer:
 
     def _encode(self, text: str, messages: Sequence[Message], behind: int = 0) -> tuple[list[int], Seen | None]:
         """Tokens of what a template makes of messages, behind so many others, with all parts of their pictures; and these."""
-        ids, spoken = list[int](), set[int]()
+        ids, spoken, text = list[int](), set[int](), valid_text(text)
         if self.looker is None:
             return self.tokenizer.encode(text, add_special_tokens=False), None
         for number, part in enumerate(text.split(_SPOKEN)):
@@ -179,12 +225,18 @@ class Renderer:
         if self.looker is not None:
             said = _without(said, self.tokenizer.convert_ids_to_tokens(self.looker.token))
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                said, tools=tools or None, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # jinja's, and whatever a template's author has it raise
-            raise Refused(f"the model's chat template refuses the conversation: {error}") from None
-        return text
+            return render_chat(self.tokenizer, said, tools or (), add_generation_prompt=True)
+        except ConfigError as error:
+            raise Refused(str(error)) from None
+
+
+def _characters(value: Any) -> int:
+    """Returns the number of characters in all texts of a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_characters(name) + _characters(item) for name, item in value.items())
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
 def _without(said: Any, sign: str) -> Any:

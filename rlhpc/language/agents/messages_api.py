@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from rlhpc.language.agents.messages import Message, Refused
-from rlhpc.language.agents.sessions import OVER, Answer
+from rlhpc.language.agents.policy_text import parse_arguments
+from rlhpc.language.agents.sessions import OVER, Answer, stop_reason
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
@@ -22,24 +22,17 @@ def conversation_of(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[s
     found: list[Message] = []
     if body.get("system"):
         found.append({"role": "system", "content": _text(body["system"])})
-    messages = body.get("messages")
-    if not isinstance(messages, list):
-        raise Refused("messages must be a list with at least one message")
-    for message in messages:
+    for message in body["messages"]:
         if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
             raise Refused("messages must be objects with role user or assistant, and content")
         found += _assistant(message) if message["role"] == "assistant" else _user(message)
-    if (body.get("tool_choice") or {}).get("type") == "none":
+    if body.get("tool_choice", {}).get("type") == "none":
         return found, None
-    try:
-        tools = [_tool(tool) for tool in body.get("tools") or []]
-    except (TypeError, KeyError, AttributeError):
-        raise Refused("tools must each have a name and an input_schema") from None
-    return found, tools or None
+    return found, [_tool(tool) for tool in body.get("tools", [])] or None
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
+    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
     return {"type": "function", "function": function}
 
 
@@ -48,12 +41,13 @@ def _assistant(message: Mapping[str, Any]) -> list[Message]:
     for block in _blocks(message.get("content")):
         kind = block.get("type")
         if kind == "text":
-            found["content"] += block.get("text", "")
+            found["content"] += _field(block, "text")
         elif kind == "thinking":
-            found["reasoning_content"] = found.get("reasoning_content", "") + block.get("thinking", "")
+            found["reasoning_content"] = found.get("reasoning_content", "") + _field(block, "thinking")
         elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
-            found.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": function})
+            function = {"name": _field(block, "name"), "arguments": block.get("input") or {}}
+            call = {"id": _field(block, "id"), "type": "function", "function": function}
+            found.setdefault("tool_calls", []).append(call)
         else:
             raise Refused(f"an assistant's message has a block of type {kind}; allowed: text, thinking, tool_use")
     return [found]
@@ -66,7 +60,7 @@ def _user(message: Mapping[str, Any]) -> list[Message]:
         kind = block.get("type")
         if kind == "tool_result":
             found = [_shown(part) for part in _blocks(block.get("content") or "")]
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": found})
+            results.append({"role": "tool", "tool_call_id": _field(block, "tool_use_id"), "content": found})
         else:
             said.append(_shown(block))
     return [*results, *([{"role": "user", "content": said}] if said or not results else [])]
@@ -94,7 +88,15 @@ def _text(content: Any) -> str:
     found = _blocks(content)
     if any(block.get("type") != "text" for block in found):
         raise Refused("system must be a text, or blocks of type text")
-    return "".join(block.get("text", "") for block in found)
+    return "".join(_field(block, "text") for block in found)
+
+
+def _field(block: Mapping[str, Any], name: str) -> str:
+    """A text of a block."""
+    value = block.get(name, "")
+    if not isinstance(value, str):
+        raise Refused(f"{name} of a block of type {block.get('type')} must be a text")
+    return value
 
 
 def message_reply(answer: Answer, model: str) -> dict[str, Any]:
@@ -105,13 +107,15 @@ def message_reply(answer: Answer, model: str) -> dict[str, Any]:
     if message["content"]:
         content.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls", []):
-        said = json.loads(call["function"]["arguments"] or "{}")
-        given = said if isinstance(said, dict) else {"arguments": said}
-        content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given})
-    reason = "tool_use" if message.get("tool_calls") else _REASONS[answer.turn.finish_reason]
+        function = call["function"]
+        block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+        content.append({**block, "input": parse_arguments(function["arguments"])})
+    reason = _REASONS[stop_reason(answer.turn.finish_reason)]
+    stop = None if answer.reply is None or message.get("tool_calls") else answer.reply.stop
+    reason = "tool_use" if message.get("tool_calls") else reason if stop is None else "stop_sequence"
     return {
         "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model, "content": content,
-        "stop_reason": reason, "stop_sequence": None,
+        "stop_reason": reason, "stop_sequence": stop,
         "usage": {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.turn.token_ids)},
     }  # fmt: skip
 

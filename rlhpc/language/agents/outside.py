@@ -22,14 +22,15 @@ from rlhpc.language.agents.harnesses import Harnesses, Program
 from rlhpc.language.agents.messages import Refused
 from rlhpc.language.agents.parsers import Parsers
 from rlhpc.language.agents.played import Played, World
-from rlhpc.language.agents.sessions import OVER, Limits, Session
+from rlhpc.language.agents.sessions import Limits, Session, stop_reason
 from rlhpc.language.agents.shown import looker_of, shown_by
 from rlhpc.language.agents.tree import Tree, Turn
 from rlhpc.language.data.pictures import placed
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion, DropsRequests, Request, RolloutBackend
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.host import host_id
+from rlhpc.runtime.shown import first_line
 
 log = logging.getLogger(__name__)
 _IDLE_S = 0.01
@@ -79,6 +80,7 @@ class OutsideEpisodes:
         address: Where processes of other hosts reach this one; "" if none are to.
         options: Its limits.
         ended_with_it: Is called when it is closed.
+        check: Is called in each step; raises what ends the rank.
 
     Raises:
         ConfigError: The agent cannot be started.
@@ -94,13 +96,16 @@ class OutsideEpisodes:
         options: Options,
         ended_with_it: Callable[[], None] = lambda: None,
         address: str = "",
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._ended_with_it = ended_with_it
+        self._ended_with_it, self._check = ended_with_it, check
         self._backend, self._tokenizer, self._options = backend, tokenizer, options
         self._distant: Distant | None = None
         if isinstance(runs, Program):
             self._here: Harnesses | Played = Harnesses(runs, self._came)
-        self._gateway = Gateway(tokenizer, parsers, context, address, looker := looker_of(tokenizer))
+        self._gateway = Gateway(
+            tokenizer, parsers, context, address, looker := looker_of(tokenizer), feedback=options.feedback_s > 0.0
+        )
         self._looks = looker is not None
         if isinstance(runs, World):
             self._here = Played(runs, self._gateway, self._came)
@@ -157,6 +162,7 @@ class OutsideEpisodes:
 
     def step(self) -> list[Episode]:
         """Advances the engine by a step; episodes that ended."""
+        self._check()
         if self._distant is not None:
             self._distant.poll()
         ended = self._take(wait=not self._backend.unfinished())
@@ -272,8 +278,14 @@ class OutsideEpisodes:
         request = Request(self._number, drawing.prompt_ids, drawing.sampling, drawing.seed, drawing.seen)
         try:
             self._backend.add([request])
-        except ConfigError as error:  # the context is full, or a token is none
-            drawing.answer(Refused(str(error), code=OVER))
+        except ConfigError as error:  # a token is none, say
+            drawing.answer(Refused(str(error)))
+            return
+        except RlhpcError:  # the engine's, whoever asks
+            raise
+        except Exception as error:  # one request ends no run
+            log.warning("the engine refuses a request of episode %d: %r", drawing.session.number, error)
+            drawing.answer(Refused(f"the engine refuses the request: {first_line(error)}"))
             return
         self._drawing[self._number] = drawing
 
@@ -328,8 +340,9 @@ class OutsideEpisodes:
             branch.above = given[name] - (outcome.reward or 0.0)
         if not branches and not outcome.error:
             outcome.error = "it ended without an answer of the model"
-        reason = "error" if outcome.error else "length" if said.get("cut") else "stop"
         last = next((turn for turn in reversed(session.tree.turns) if turn.received), None)
+        truncated = said.get("cut") or (last is not None and stop_reason(last.finish_reason) == "length")
+        reason = "error" if outcome.error else "length" if truncated else "stop"
         episode = Episode(
             session.number, ids, prompt, finish_reason=reason, outcome=outcome,
             branches=branches,

@@ -7,18 +7,24 @@ installed.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhpc.language.agents.partial import Partial
+from rlhpc.language.agents.policy_text import parse_json_at
+from rlhpc.language.engines.ends import cut_at_stop, without_end
+from rlhpc.language.hugging_face import special_tokens
 from rlhpc.runtime.errors import ConfigError
 
+log = logging.getLogger(__name__)
 #: Tokens at the end of a prompt among which `<think>` would be.
 _BEGUN = 12
-_HERMES = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_OPENED, _CLOSED = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\s*</tool_call>")
+_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _THINK = re.compile(r"^\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 
 
@@ -30,11 +36,13 @@ class Reply:
         content: The answer.
         reasoning: What came before it; None if there was nothing of the kind.
         calls: Of tools: name, and the arguments as JSON.
+        stop: The stop text that ended it, which is no part of it; None if something else did.
     """
 
     content: str
     reasoning: str | None = None
     calls: list[tuple[str, str]] = field(default_factory=list)
+    stop: str | None = None
 
     def message(self) -> dict[str, Any]:
         """As OpenAI's clients get it."""
@@ -53,28 +61,40 @@ class Reply:
         return found
 
 
-def think(text: str) -> tuple[str | None, str]:
-    """Reasoning, between `<think>` and `</think>`, and what follows. The template may have written the first of the two."""
+def think(text: str, opened: bool = False) -> tuple[str | None, str]:
+    """Splits a text into reasoning, between `<think>` and `</think>`, and what follows.
+
+    Args:
+        text: The reply.
+        opened: Whether the template has written `<think>`. Reasoning that is cut before its end is reasoning.
+    """
     found = _THINK.match(text)
-    return (None, text) if found is None else (found[1].strip("\n"), text[found.end() :])
+    if found is not None:
+        return found[1].strip("\n"), text[found.end() :]
+    begun = text.lstrip()
+    if opened or begun.startswith("<think>"):
+        return begun.removeprefix("<think>").strip("\n"), ""
+    return None, text
 
 
 def hermes(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
     """What is beside the calls, and the calls: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Something else between
     the tags stays text."""
-    calls = list[tuple[str, str]]()
-
-    def take(found: re.Match[str]) -> str:
+    calls, rest, at = list[tuple[str, str]](), "", 0
+    for opened in _OPENED.finditer(text):
+        if opened.start() < at:  # inside a call
+            continue
         try:
-            said = json.loads(found[1])
-            name, arguments = said["name"], said.get("arguments", {})
-        except (ValueError, KeyError, TypeError):
-            return found[0]
-        calls.append((str(name), arguments if isinstance(arguments, str) else json.dumps(arguments)))
-        return ""
-
-    rest = _HERMES.sub(take, text)
-    return (rest.strip() if calls else text), calls
+            call, end = parse_json_at(text, opened.end())
+        except ValueError:
+            continue
+        closed = _CLOSED.match(text, end)
+        if closed is None or "name" not in call:
+            continue
+        arguments = call.get("arguments", {})
+        calls.append((str(call["name"]), arguments if isinstance(arguments, str) else json.dumps(arguments)))
+        rest, at = rest + text[at : opened.start()], closed.end()
+    return ((rest + text[at:]).strip() if calls else text), calls
 
 
 class Parsers:
@@ -91,45 +111,70 @@ class Parsers:
 
     def __init__(self, tokenizer: Any, tools: str | None, reasoning: str | None) -> None:
         self._tokenizer = tokenizer
-        self._reasoning: Callable[[str], tuple[str | None, str]] | None = None
+        self._reasoning: Callable[[str, bool], tuple[str | None, str]] | None = None
         self._tools: Callable[[str, Any], tuple[str, list[tuple[str, str]]]] | None = None
         if reasoning is not None:
             self._reasoning = think if reasoning == "think" else _of_vllm_reasoning(reasoning, tokenizer)
         if tools is not None:
             self._tools = hermes if tools == "hermes" else _of_vllm_tools(tools, tokenizer)
+        #: Special tokens that no parser reads; vLLM's may read any.
+        self._hidden = frozenset[int]()
+        if self._reasoning in (None, think) and self._tools in (None, hermes):
+            self._hidden = frozenset(
+                token for token in special_tokens(tokenizer) if self._decode([token]).strip() not in _TAGS
+            )
 
-    def read(self, token_ids: list[int], tools: Any) -> Reply:
-        """What a turn says; calls are looked for where there are tools."""
-        if token_ids and token_ids[-1] in self._ends():
-            token_ids = token_ids[:-1]
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+    def read(self, token_ids: list[int], tools: Any, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> Reply:
+        """Returns what a turn says, up to the first stop text; calls are looked for where there are tools."""
+        text, match = self._text(without_end(token_ids, self._tokenizer), stop)
         reasoning, calls = None, list[tuple[str, str]]()
         if self._reasoning is not None:
-            reasoning, text = self._reasoning(text)
+            reasoning, text = self._reasoning(text, self._opens(prompt))
         if self._tools is not None and tools:
             text, calls = self._tools(text, tools)
-        return Reply(text, reasoning, calls)
+            text = text.strip()  # as `Partial` shows it, before it is known whether there are calls
+        return Reply(text, reasoning, calls, match)
 
-    def partly(self, prompt: list[int], tools: Any) -> Partial | None:
+    def _text(self, ids: list[int], stop: Sequence[str]) -> tuple[str, str | None]:
+        """Returns the text that clients get, without special tokens and up to the first stop text; and that one."""
+        text, match = cut_at_stop(self._tokenizer, [token for token in ids if token not in self._hidden], stop)
+        if match is not None or not stop:
+            return text, match
+        drawn, match = cut_at_stop(self._tokenizer, ids, stop)
+        if match is None:
+            return text, None
+        # The stop text has a special token in it.
+        before = len(ids)
+        while len(self._decode(ids[:before])) > len(drawn):
+            before -= 1
+        behind = drawn[len(self._decode(ids[:before])) :]
+        return self._decode([token for token in ids[:before] if token not in self._hidden]) + behind, match
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def _opens(self, prompt: Sequence[int]) -> bool:
+        """Returns whether a prompt ends with the beginning of reasoning."""
+        return self._decode(prompt[-_BEGUN:]).rstrip().endswith("<think>")
+
+    def partly(self, prompt: list[int], tools: Any, stop: Sequence[str] = ()) -> Partial | None:
         """Reads a reply while it is written; None where that is not known of these parsers.
 
         Args:
             prompt: What the model reads.
             tools: As the client sent them.
+            stop: Texts that end the reply.
         """
         calls = self._tools is not None and bool(tools)
         if self._reasoning not in (None, think) or (calls and self._tools is not hermes):
             return None
-        end = self._tokenizer.decode(prompt[-_BEGUN:], skip_special_tokens=False).rstrip()
         thinks = self._reasoning is not None
-        return Partial(self._tokenizer, opened=thinks and end.endswith("<think>"), thinks=thinks, calls=calls)
-
-    def _ends(self) -> tuple[int | None, ...]:
-        # The end of a turn and that of a text: models are trained with either.
-        return self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
+        opened = thinks and self._opens(prompt)
+        return Partial(self._tokenizer, opened=opened, thinks=thinks, calls=calls, stop=stop, hidden=self._hidden)
 
 
-def _of_vllm_reasoning(name: str, tokenizer: Any) -> Callable[[str], tuple[str | None, str]]:
+def _of_vllm_reasoning(name: str, tokenizer: Any) -> Callable[[str, bool], tuple[str | None, str]]:
     try:
         from vllm.reasoning import ReasoningParserManager
     except ImportError:
@@ -139,8 +184,13 @@ def _of_vllm_reasoning(name: str, tokenizer: Any) -> Callable[[str], tuple[str |
     except (KeyError, RuntimeError) as error:
         raise ConfigError(f"agent.reasoning_parser is {name!r}, which vLLM does not have: {error}") from None
 
-    def read(text: str) -> tuple[str | None, str]:
-        reasoning, content = parser.extract_reasoning(text, _request())
+    def read(text: str, opened: bool) -> tuple[str | None, str]:
+        del opened  # vLLM's know their models' templates
+        try:
+            reasoning, content = parser.extract_reasoning(text, _request())
+        except Exception as error:
+            log.warning("vLLM's reasoning parser %s cannot read a reply, which stays text: %r", name, error)
+            return None, text
         return reasoning, content or ""
 
     return read
@@ -159,10 +209,15 @@ def _of_vllm_tools(name: str, tokenizer: Any) -> Callable[[str, Any], tuple[str,
 
     def read(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
         request = _request(tools)
-        found = kind(tokenizer, request.tools).extract_tool_calls(text, request)
-        if not found.tools_called:
+        parser = kind(tokenizer, request.tools)
+        try:
+            result = parser.extract_tool_calls(text, request)
+        except Exception as error:
+            log.warning("vLLM's tool parser %s cannot read a reply, which stays text: %r", name, error)
             return text, []
-        return found.content or "", [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        if not result.tools_called:
+            return text, []
+        return result.content or "", [(call.function.name, call.function.arguments) for call in result.tool_calls]
 
     return read
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 _THINK, _THOUGHT, _CALL = "<think>", "</think>", "<tool_call>"
@@ -18,10 +18,22 @@ class Partial:
         opened: Whether the prompt has begun the reasoning.
         thinks: Whether reasoning is told from the answer.
         calls: Whether calls of tools are.
+        stop: Texts that end the reply and are no part of it.
+        hidden: Tokens that are no part of it either.
     """
 
-    def __init__(self, tokenizer: Any, *, opened: bool, thinks: bool, calls: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        opened: bool,
+        thinks: bool,
+        calls: bool,
+        stop: Sequence[str] = (),
+        hidden: Collection[int] = (),
+    ) -> None:
         self._tokenizer, self._opened, self._thinks, self._calls = tokenizer, opened, thinks, calls
+        self._stop, self._hidden = tuple(stop), hidden
         self._text, self._shown_to, self._read_to = "", 0, 0
 
     def split(self, ids: Sequence[int]) -> tuple[str, str]:
@@ -30,8 +42,10 @@ class Partial:
         Args:
             ids: All tokens so far.
         """
-        self._read(list(ids))
+        self._read([token for token in ids if token not in self._hidden])
         reasoning, text = "", self._text
+        for stop in self._stop:
+            text = _before(text, stop)
         if self._thinks:
             begun = text.lstrip()
             if not self._opened and _THINK.startswith(begun[: len(_THINK)]) and len(begun) < len(_THINK):

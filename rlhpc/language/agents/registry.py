@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
@@ -17,7 +18,9 @@ from rlhpc.language.engines.base import Request, RolloutBackend
 from rlhpc.language.environments.registry import find_environment
 from rlhpc.language.policies import ENVIRONMENT, policies_of, roles_of
 from rlhpc.language.scoring.groups import AGENT, placed
+from rlhpc.runtime.context import installed
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.lookup import Registry, required
 
 if TYPE_CHECKING:
@@ -38,7 +41,8 @@ __all__ = [
     "Episodes",
     "Generation",
     "ToolAgent",
-    "check_agent",
+    "check_harness",
+    "check_sandbox",
     "configured_agent",
     "make_agent",
     "make_generation",
@@ -88,18 +92,10 @@ def configured_agent(cfg: LanguageConfig) -> Agent | None:
     """The agent of `rollout.agent`; None for episodes of one turn.
 
     Raises:
-        ConfigError: It is unknown, or `rollout.max_turns` does not go with it.
+        ConfigError: It is unknown.
     """
-    name, turns = cfg.rollout.agent, cfg.rollout.max_turns
-    if name is None:
-        if turns != 1:
-            raise ConfigError(
-                f"rollout.max_turns is {turns}, but rollout.agent is not set; who is to answer the model?"
-            )
-        return None
-    if turns < 2:
-        raise ConfigError(f"rollout.max_turns is {turns}; with rollout.agent {name!r} it must be at least 2")
-    return make_agent(name)
+    name = cfg.rollout.agent
+    return None if name is None else make_agent(name)
 
 
 def make_generation(
@@ -134,8 +130,9 @@ def make_generation(
     try:
         program = program_of(cfg, services.addresses)
         return OutsideEpisodes(
-            backend, tokenizer, parsers, context, program, options, ended_with_it=services.close, address=address
-        )
+            backend, tokenizer, parsers, context, program, options, ended_with_it=services.close, address=address,
+            check=services.check,
+        )  # fmt: skip
     except BaseException:
         services.close()
         raise
@@ -180,16 +177,32 @@ def program_of(cfg: LanguageConfig, addresses: Mapping[str, str] | None = None) 
     """
     from rlhpc.language.agents.harnesses import Program
     from rlhpc.language.agents.services import placed_in
+    from rlhpc.language.agents.shells import LIMITS
 
     agent, addresses = cfg.agent, addresses or {}
     servers = [{"command": plain(s.command), "url": s.url, "shell": s.shell} for s in agent.servers]
     options = plain(agent.framework) or {"servers": servers}
     command = tuple(placed_in(list(agent.command), addresses))
     environment = {f"RLHPC_SERVICE_{name.upper()}": address for name, address in addresses.items()}
+    limits = {name: int(getattr(agent, name)) for name in LIMITS}
     return Program(
         agent.kind, agent.target, command, agent.python, agent.episodes_per_rank, placed_in(options, addresses),
-        environment, agent.sandbox,
+        environment, agent.sandbox, tuple(plain(agent.sandbox_read)), _private_paths(cfg), limits,
     )  # fmt: skip
+
+
+def _private_paths(cfg: LanguageConfig) -> tuple[str, ...]:
+    """Returns what no sandbox shows by itself: the folder of runs, the registry, and files with reference answers."""
+    paths = [expand_home(cfg.runner.run_dir).absolute() / cfg.runner.name]
+    if (context := installed()) is not None:
+        paths.append(context.registry.root)
+    for section in (cfg.data.train, *cfg.data.eval):
+        if section.path:
+            path = expand_home(section.path).absolute()
+            while has_magic(str(path)):  # a pattern: the folder of all that it fits
+                path = path.parent
+            paths.append(path)
+    return tuple(map(str, paths))
 
 
 def world_of(cfg: LanguageConfig) -> World:
@@ -200,24 +213,28 @@ def world_of(cfg: LanguageConfig) -> World:
     return World(partial(find_environment(str(cfg.agent.target), kwargs), **kwargs), cfg.agent.episodes_per_rank)
 
 
-def check_agent(cfg: LanguageConfig, tokenizer: Any) -> None:
-    """Tries what answers the model, or asks it.
+def check_harness(cfg: LanguageConfig) -> None:
+    """Starts what runs agents' programs, and ends it again; their sandbox is left out (`check_sandbox`).
 
     Raises:
-        ConfigError: It cannot be had.
+        ConfigError: Its interpreter or the agent's module cannot be had.
     """
-    if cfg.agent.kind == INLINE:
-        configured_agent(cfg)
-        return
     from rlhpc.language.agents.harnesses import Harnesses
 
-    outside_agent(cfg, tokenizer)
-    if cfg.agent.kind == ENVIRONMENT:
-        world_of(cfg).environment().close()
-        return
     program = program_of(cfg)
-    if AGENT in placed(cfg):  # its ranks try it themselves: they may be on nodes that have other things
-        if program.python is not None and not Path(program.python).exists():
-            return
-        program = replace(program, sandbox=None)
-    Harnesses(program, lambda number, outcome: None).close()
+    # The ranks of a group `agent` try it themselves: they may be on nodes that have other things.
+    if AGENT in placed(cfg) and program.python is not None and not Path(program.python).exists():
+        return
+    Harnesses(replace(program, sandbox=None), lambda number, outcome: None).close()
+
+
+def check_sandbox(cfg: LanguageConfig) -> None:
+    """Tries the sandbox of agents' programs on this machine, unless ranks of a group `agent` have it.
+
+    Raises:
+        ConfigError: It does not work here.
+    """
+    from rlhpc.language.agents.harnesses import require_sandbox
+
+    if AGENT not in placed(cfg):
+        require_sandbox(program_of(cfg))

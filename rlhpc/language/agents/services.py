@@ -2,34 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
 import os
+import shutil
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rlhpc.language.agent_config import ServiceConfig
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.import_paths import run_module
+from rlhpc.runtime.proxies import without_proxy
+from rlhpc.runtime.scratch import make_temporary_folder
+from rlhpc.runtime.tcp_sockets import loopback_listeners, socket_inodes
 
 log = logging.getLogger(__name__)
 _LOOPBACK, _LOOK_S, _END_S, _TAIL = "127.0.0.1", 0.05, 8.0, 600
+#: Seconds between two looks at services that are ready.
+_WATCH_S = 2.0
 
 
 @dataclass
 class _Running:
-    """A service. `said` is the file with what it prints."""
+    """A service. `said` is the file with what it prints; `listeners` are the inodes of its sockets that were looked at."""
 
     section: ServiceConfig
     address: str
     process: subprocess.Popen[bytes]
     said: Path
+    listeners: frozenset[int] = frozenset()
+
+    def is_foreign(self) -> bool:
+        """Returns whether a program that is not the service's listens at its port: connections would go there."""
+        sockets = loopback_listeners(int(self.address.rpartition(":")[2]))
+        inodes = frozenset(one.inode for one in sockets)
+        if inodes <= self.listeners:
+            return False
+        if any(one.uid != os.getuid() for one in sockets):
+            return True
+        pids = [self.process.pid]
+        with contextlib.suppress(psutil.Error):
+            pids += [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
+        held = socket_inodes(pids)
+        if held is not None and not inodes <= held:
+            return True
+        self.listeners = inodes
+        return False
+
+    def tail(self) -> str:
+        """Returns the end of what it has printed, as a part of a message."""
+        text = self.said.read_bytes()[-_TAIL:].decode(errors="replace").strip()
+        return f"; it said: {text}" if text else "; it said nothing"
 
 
 class Services:
@@ -50,8 +81,8 @@ class Services:
     def __init__(
         self, sections: Sequence[ServiceConfig], folder: Path | None = None, ports: Mapping[str, str] | None = None
     ) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="rlhpc-services-") if sections and not folder else None
-        where = folder or Path(self._temporary.name if self._temporary else "")
+        self._temporary = make_temporary_folder("services") if sections and not folder else None
+        where = folder or self._temporary or Path()
         self._running: list[_Running] = []
         try:
             for section in sections:
@@ -62,6 +93,23 @@ class Services:
             self.close()
             raise
         self.addresses = {running.section.name: running.address for running in self._running}
+        self._next_look = time.monotonic() + _WATCH_S
+
+    def check(self) -> None:
+        """Looks at the services, now and then.
+
+        Raises:
+            ConfigError: One has ended, or its port is another program's.
+        """
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _WATCH_S
+        for running in self._running:
+            name, status = running.section.name, running.process.poll()
+            if status is not None:
+                raise ConfigError(f"agent.services[{name}] ended with status {status} during the run{running.tail()}")
+            if running.is_foreign():
+                raise ConfigError(_foreign(running))
 
     def close(self) -> None:
         """Ends them, with all that they have started."""
@@ -76,7 +124,7 @@ class Services:
                 running.process.wait()
         self._running.clear()
         if self._temporary is not None:
-            self._temporary.cleanup()
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def placed_in(value: Any, addresses: Mapping[str, str]) -> Any:
@@ -103,7 +151,7 @@ def _start(section: ServiceConfig, folder: Path, before: str | None) -> _Running
     with said.open("ab") as file:
         process = subprocess.Popen(
             run_module("rlhpc.language.agents.keeper", *command), stdin=subprocess.PIPE, stdout=file, stderr=file,
-            env={**os.environ, "PORT": str(port)},
+            env={**os.environ, **without_proxy(), "PORT": str(port)},
         )  # fmt: skip
     return _Running(section, f"{_LOOPBACK}:{port}", process, said)
 
@@ -113,24 +161,38 @@ def _await_ready(running: _Running) -> None:
     deadline = time.monotonic() + section.timeout_s
     while not _is_ready(running):
         ended = running.process.poll()
+        if running.is_foreign():
+            raise ConfigError(_foreign(running))
         if ended is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
             continue
-        tail = running.said.read_bytes()[-_TAIL:].decode(errors="replace").strip()
         why = f"ended with status {ended}" if ended is not None else (
             f"was not ready ({section.ready}) within timeout_s ({section.timeout_s:g} s)"
         )  # fmt: skip
-        raise ConfigError(
-            f"agent.services[{section.name}] {why}" + (f"; it said: {tail}" if tail else "; it said nothing")
-        )
+        raise ConfigError(f"agent.services[{section.name}] {why}{running.tail()}")
     log.info("service %s is ready at %s", section.name, running.address)
 
 
+def _foreign(running: _Running) -> str:
+    return (
+        f"agent.services[{running.section.name}]: a program that is not this service listens at its address {running.address} "
+        f"(another user's, or of this user outside it){running.tail()}. Start the run again: it takes another port"
+    )
+
+
 def _is_ready(running: _Running) -> bool:
+    """Returns whether a service answers, and whether it is the service that answers."""
+    answers = _answers(running)
+    return answers and running.process.poll() is None and not running.is_foreign()
+
+
+def _answers(running: _Running) -> bool:
     ready, (host, _, port) = running.section.ready, running.address.partition(":")
     if ready.startswith("line:"):
         return ready[5:].strip().encode() in running.said.read_bytes()
     try:
+        if not loopback_listeners(int(port)) or running.is_foreign():
+            return False
         if ready == "port":
             socket.create_connection((host, int(port)), 1.0).close()
             return True

@@ -7,12 +7,13 @@ import collections
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlhpc.language.agents.messages import Message, Refused, Renderer, canonical, key_of, keys_of
+from rlhpc.language.agents.messages import OVER, Message, Refused, Renderer, canonical, key_of, keys_of
 from rlhpc.language.agents.parsers import Parsers, Reply
+from rlhpc.language.agents.threads import Threads
 from rlhpc.language.agents.tree import Tree, Turn
 from rlhpc.language.data.pictures import Seen
 from rlhpc.language.engines.base import Completion, SamplingParams
@@ -21,11 +22,17 @@ from rlhpc.language.engines.base import Completion, SamplingParams
 _KEPT = 32
 #: Calls of an episode that may be under way at a time.
 MOST_AT_ONCE = 32
-OVER = "context_length_exceeded"
+#: Calls longer than the context that any episode may make; one of more turns may make as many as these.
+_OVERLONG = 8
 #: Seconds that a reply is gone on with for a client that has hung up, and may ask again.
 PATIENCE_S = 10.0
 #: How names of episodes begin that are made here.
 NAMED = "rs-"
+
+
+def stop_reason(finish_reason: str) -> str:
+    """Returns `stop` or `length`, the two ends that clients know: a draw that did not end by itself was cut short."""
+    return "stop" if finish_reason == "stop" else "length"
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,8 @@ class Session:
         key: Whoever has it speaks for this episode.
         name: What a client with one key a process calls it; `names`: what else clients have called it.
         closed: Whether it has ended: what is drawn from then on does not count.
+        encoding: Lock of the calls that are made into tokens.
+        bytes_in: Sum of the bodies that are being read and made into tokens.
     """
 
     def __init__(self, number: int, sampling: SamplingParams, seed: int, limits: Limits) -> None:
@@ -98,9 +107,12 @@ class Session:
         self.tree = Tree()
         self.closed = False
         self.counts = collections.Counter[str]()
+        #: Held while a conversation of this episode is made into tokens: one at a time.
+        self.encoding = asyncio.Lock()
+        self.bytes_in = 0
         self._answers: collections.OrderedDict[str, _Asked] = collections.OrderedDict()
         self._asked = collections.Counter[bytes]()
-        self._begun = self._under_way = 0
+        self._begun = self._under_way = self._overlong = 0
 
     # -- once for each call ---------------------------------------------------------------------------------------
 
@@ -142,22 +154,36 @@ class Session:
 
     async def chat(
         self, messages: Any, tools: Any, role: int, sampling: SamplingParams, renderer: Renderer, parsers: Parsers, draw: Draw,
+        threads: Threads,
     ) -> Answer:  # fmt: skip
         """Answers a conversation.
 
         Raises:
             Refused: It cannot be answered.
         """
-        if not isinstance(messages, list) or not messages:
-            raise Refused("messages must be a list with at least one message")
-        said = [canonical(message) for message in messages]
-        keys = keys_of(said, tools)
-        prompt, parent, seen = renderer.prompt(self.tree, said, keys, tools, role)
-        completion = await self._draw(prompt, self._by(role, sampling), draw, seen)
-        reply = parsers.read(completion.token_ids, tools)
+        async with self.encoding:
+            self._check_limits()
+            try:
+                encoded = await threads.call_to_end(self._encode, messages, tools, role, renderer)
+            except Refused as why:
+                self._overlong += why.code == OVER
+                raise
+        keys, prompt, parent, pictures = encoded
+        completion = await self._draw(prompt, self._by(role, sampling), draw, pictures)
+        reply = parsers.read(completion.token_ids, tools, sampling.stop, prompt)
         message = reply.message()
-        turn = self._record(prompt, parent, completion, role, (*keys, key_of(canonical(message))), seen)
+        turn = self._record(prompt, parent, completion, role, (*keys, key_of(canonical(message))), pictures)
         return Answer(turn, prompt, reply, message)
+
+    def _encode(
+        self, messages: list[Any], tools: Any, role: int, renderer: Renderer
+    ) -> tuple[tuple[str, ...], list[int], int | None, Seen | None]:
+        """Returns the keys of a conversation, and its `Renderer.prompt`. In a worker thread."""
+        renderer.check_count(messages)
+        canonicals = [canonical(message) for message in messages]
+        renderer.check_length(canonicals, tools)
+        keys = keys_of(canonicals, tools)
+        return keys, *renderer.prompt(self.tree, canonicals, keys, tools, role)
 
     async def tokens(self, prompt: list[int], role: int, sampling: SamplingParams, draw: Draw) -> Answer:
         """Goes on from tokens.
@@ -182,20 +208,15 @@ class Session:
             )
         return self.limits.roles.index(model)
 
-    def sampling_of(self, most: Any, stop: Any, stop_token_ids: Any = ()) -> SamplingParams:
+    def sampling_of(
+        self, most: int | None = None, stop: str | Sequence[str] = (), stop_token_ids: Sequence[int] = ()
+    ) -> SamplingParams:
         """How tokens are drawn for a call: as the run says; a client may want fewer of them, and have them end earlier."""
-        texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        if not all(isinstance(text, str) and text for text in texts):
-            raise Refused("stop must be a text, or a list of texts")
-        try:
-            ends = tuple(int(token) for token in stop_token_ids or ())
-            wanted = self.sampling.max_new_tokens if most is None else int(most)
-        except (TypeError, ValueError):
-            raise Refused("max_tokens must be an integer, and stop_token_ids integers") from None
-        if wanted < 1:
-            raise Refused("max_tokens must be at least 1")
+        texts = (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop))
+        ends = tuple(sorted(set(stop_token_ids)))
+        limit = self.sampling.max_new_tokens if most is None else most
         left = self.limits.tokens - sum(len(turn.token_ids) for turn in self.tree.turns)
-        most_now = min(wanted, self.sampling.max_new_tokens, max(left, 1))
+        most_now = min(limit, self.sampling.max_new_tokens, max(left, 1))
         return replace(self.sampling, max_new_tokens=most_now, stop=texts, stop_token_ids=ends)
 
     def _by(self, role: int, sampling: SamplingParams) -> SamplingParams:
@@ -203,16 +224,24 @@ class Session:
         policies = self.limits.policies
         return replace(sampling, policy=policies[role]) if policies else sampling
 
+    def _check_limits(self) -> None:
+        """Raises:
+        Refused: The episode gets no more turns, or too many of its calls were longer than the context."""
+        limits, drawn = self.limits, sum(len(turn.token_ids) for turn in self.tree.turns)
+        allowed = max(limits.turns, _OVERLONG)
+        for reached, what in (
+            (self._begun >= limits.turns, f"agent.max_turns ({limits.turns})"),
+            (drawn >= limits.tokens, f"agent.max_tokens ({limits.tokens})"),
+            (self._overlong >= allowed, f"{allowed} calls that were longer than the context"),
+        ):
+            if reached:
+                self.counts["refused"] += 1
+                raise Refused(f"the episode has reached {what}", code=OVER)
+
     async def _draw(
         self, prompt: list[int], sampling: SamplingParams, draw: Draw, seen: Seen | None = None
     ) -> Completion:
-        drawn = sum(len(turn.token_ids) for turn in self.tree.turns)
-        if self._begun >= self.limits.turns or drawn >= self.limits.tokens:
-            self.counts["refused"] += 1
-            what = f"agent.max_turns ({self.limits.turns})" if self._begun >= self.limits.turns else (
-                f"agent.max_tokens ({self.limits.tokens})"
-            )  # fmt: skip
-            raise Refused(f"the episode has reached {what}", code=OVER)
+        self._check_limits()
         if self._under_way >= MOST_AT_ONCE:
             self.counts["refused"] += 1
             raise Refused(f"{MOST_AT_ONCE} calls of the episode are under way", 429, "rate_limit_exceeded")
@@ -226,8 +255,9 @@ class Session:
         self._under_way += 1
         try:
             completion = await draw(self, prompt, sampling, seed, seen)
-        except Refused:
+        except Refused as why:
             self._begun -= 1
+            self._overlong += why.code == OVER
             raise
         finally:
             self._under_way -= 1

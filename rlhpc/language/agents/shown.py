@@ -10,14 +10,13 @@ from typing import Any
 
 from rlhpc.language.data.images import from_url, read_images
 from rlhpc.language.data.pictures import Looker, looks, make_looker, size_of
+from rlhpc.language.hugging_face import REPLY, render_chat
 from rlhpc.runtime.errors import ConfigError
 
 #: Largest picture of a client: bytes of its file, and points. One is opened in the rank that draws.
 MOST_BYTES, MOST_POINTS = 8 << 20, 1 << 24
 _TEXTS = ("text", "input_text", "output_text")
 _PICTURES = ("image_url", "input_image", "image")
-#: Stands for a reply of which the tokens are known, in what a template writes.
-REPLY = "REPLYHERE7F3A"
 Content = str | list[dict[str, Any]]
 
 
@@ -81,9 +80,7 @@ def message_text(tokenizer: Any, message: Mapping[str, Any], ids: list[int]) -> 
         ConfigError: The template does not show what the model wrote.
     """
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": REPLY}, dict(message)]
-    text = behind_reply(
-        tokenizer, tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True), ids
-    )
+    text = behind_reply(tokenizer, render_chat(tokenizer, turns, add_generation_prompt=True), ids)
     if text is None:
         raise ConfigError(
             "rollout.agent answers with a message, but the chat template does not keep the turns before it"

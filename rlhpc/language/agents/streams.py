@@ -121,7 +121,7 @@ class MessageStream:
                 continue
             given = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
             found += [*self._block({**block, "input": {}}), self._delta(given)]
-        ended = {"stop_reason": reply["stop_reason"], "stop_sequence": None}
+        ended = {"stop_reason": reply["stop_reason"], "stop_sequence": reply["stop_sequence"]}
         used = {"output_tokens": reply["usage"]["output_tokens"]}
         found += [*self._close(), _event({"type": "message_delta", "delta": ended, "usage": used})]
         return [*found, _event({"type": "message_stop"})]

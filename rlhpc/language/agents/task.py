@@ -5,12 +5,27 @@ any Python from 3.8 on, nothing of rlhpc.
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.client
+import importlib.util
 import inspect
 import json
-import os
 import urllib.parse
+from pathlib import Path
 from typing import Any, Awaitable, Callable, Sequence  # noqa: UP035 (Python 3.8)
+
+
+def _load(*path: str) -> Any:
+    """A file of rlhpc as a module: the package need not be installed."""
+    file = Path(__file__).resolve().parent.joinpath(*path)
+    spec = importlib.util.spec_from_file_location(f"rlhpc_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_proxies: Any = _load("..", "..", "runtime", "proxies.py")
 
 
 class ModelError(Exception):
@@ -151,6 +166,52 @@ def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any
     return found
 
 
+def checked_outcome(outcome: Any) -> dict[str, Any]:
+    """Returns an outcome that has the form that `outcome_of` gives it: an agent's process may have written another one.
+
+    Raises:
+        ValueError: It has not.
+    """
+    if not isinstance(outcome, dict):
+        raise ValueError(f"its outcome is a {type(outcome).__name__}, no object")
+    for name, value in outcome.items():
+        if name not in _FORMS:
+            raise ValueError(f"its outcome has {name[:80]!r}; allowed: {', '.join(_FORMS)}")
+        if not _FORMS[name](value):
+            raise ValueError(f"{name} of its outcome is {repr(value)[:80]}")
+    return outcome
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (
+        isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1000
+    )
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_number(number) for number in value.values())
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_list_of(is_one: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, list) and all(is_one(item) for item in value)
+
+
+#: What an outcome may have, and in which form.
+_FORMS: dict[str, Callable[[Any], bool]] = {
+    "reward": _is_number, "rewards": _is_table, "turn_rewards": functools.partial(_is_list_of, _is_number),
+    "metrics": _is_table, "response": _is_text, "error": _is_text, "timeout": _is_flag, "cut": _is_flag,
+    "left": _is_number, "later": lambda value: _is_flag(value) or _is_list_of(_is_text, value),
+}  # fmt: skip
+
+
 async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
@@ -158,11 +219,11 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 def environment_of(ticket: dict[str, Any]) -> dict[str, str]:
     """What clients of OpenAI and Anthropic read by themselves."""
     url = urllib.parse.urlsplit(ticket["base_url"])
-    near = ",".join(dict.fromkeys([*filter(None, os.environ.get("NO_PROXY", "").split(",")), url.hostname or ""]))
     return {
+        **_proxies.without_proxy([url.hostname or ""]),
         "OPENAI_BASE_URL": ticket["base_url"], "OPENAI_API_KEY": ticket["api_key"],
         "OPENAI_API_BASE": ticket["base_url"], "ANTHROPIC_BASE_URL": f"{url.scheme}://{url.netloc}",
-        "ANTHROPIC_API_KEY": ticket["api_key"], "RLHPC_SOCKET": ticket["socket"], "NO_PROXY": near, "no_proxy": near,
+        "ANTHROPIC_API_KEY": ticket["api_key"], "RLHPC_SOCKET": ticket["socket"],
         "RLHPC_PROCESS_KEY": ticket["process_key"], "RLHPC_SESSION_ID": ticket["session_id"],
     }  # fmt: skip
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhpc.language.agents.episodes import Agent, Episode
+from rlhpc.language.agents.policy_text import valid_text
 from rlhpc.language.rewards.sandbox import Sandbox
 
 Tool = Callable[[str], Any]
@@ -24,9 +25,18 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
 }  # fmt: skip
+
+
+def _rounded(value: Any, digits: int = 0) -> Any:
+    """Rounds; to a power of ten that a value can have, for the time of `round` grows with it."""
+    if abs(digits) > _MOST_BITS:
+        raise ValueError("the value is rounded to too many digits")
+    return round(value, digits) if digits else round(value)
+
+
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs, "round": round, "min": min, "max": max, "sqrt": math.sqrt, "exp": math.exp, "log": math.log,
+    "abs": abs, "round": _rounded, "min": min, "max": max, "sqrt": math.sqrt, "exp": math.exp, "log": math.log,
     "sin": math.sin, "cos": math.cos, "tan": math.tan, "floor": math.floor, "ceil": math.ceil, "gcd": math.gcd,
 }  # fmt: skip
 _NAMES = {"pi": math.pi, "e": math.e}
@@ -155,7 +165,7 @@ class ToolAgent(Agent):
             found = tool(text.strip("\n"))
             if isinstance(found, bytes) or hasattr(found, "save"):
                 return found
-            result = str(found)
+            result = valid_text(str(found))
         except Exception as error:  # the model's mistake, or the tool's: the model is told
             result = f"error: {error}"
         # A result that contains the tags would end itself, or call another tool.

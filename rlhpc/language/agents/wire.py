@@ -2,56 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from rlhpc.language.agents.messages import Refused
-from rlhpc.language.agents.sessions import Answer
-
-#: What would have tokens drawn from another distribution than the one that is trained, so that it cannot be had.
-_CONSTRAINTS = ("logit_bias", "guided_json", "guided_regex", "guided_choice", "structured_outputs")
-
-
-def body_of(raw: bytes) -> Any:
-    """What a call says.
-
-    Raises:
-        Refused: It is no JSON object.
-    """
-    try:
-        body = json.loads(raw)
-    except ValueError:
-        raise Refused("the body is no JSON") from None
-    if not isinstance(body, dict):
-        raise Refused("the body must be a JSON object")
-    return body
-
-
-def check_chat(body: Any) -> None:
-    """Whether a call can be answered with what was asked for.
-
-    Raises:
-        Refused: It cannot.
-    """
-    if not isinstance(body, Mapping):
-        raise Refused("the body must be a JSON object")
-    if body.get("n") not in (None, 1):
-        raise Refused("n must be 1: ask again for another answer")
-    form = body.get("response_format")
-    constrained = [name for name in _CONSTRAINTS if body.get(name)]
-    if form is not None and (not isinstance(form, Mapping) or form.get("type", "text") != "text"):
-        constrained.append("response_format")
-    if constrained:
-        raise Refused(f"{constrained[0]} cannot be had: the model is trained on what it draws by itself")
+from rlhpc.language.agents.sessions import Answer, stop_reason
 
 
 def chat_reply(answer: Answer, body: Mapping[str, Any], model: str, tokenizer: Any) -> dict[str, Any]:
     """The answer to `/v1/chat/completions`."""
     turn = answer.turn
-    reason = "tool_calls" if answer.message.get("tool_calls") else turn.finish_reason
+    reason = "tool_calls" if answer.message.get("tool_calls") else stop_reason(turn.finish_reason)
     choice: dict[str, Any] = {"index": 0, "message": answer.message, "finish_reason": reason, "logprobs": None}
     if body.get("logprobs"):
         as_ids = bool(body.get("return_tokens_as_token_ids"))
@@ -70,7 +32,7 @@ def generate_reply(answer: Answer) -> dict[str, Any]:
     """The answer to `/inference/v1/generate`, in the form of vLLM's."""
     turn = answer.turn
     choice = {
-        "index": 0, "token_ids": turn.token_ids, "finish_reason": turn.finish_reason,
+        "index": 0, "token_ids": turn.token_ids, "finish_reason": stop_reason(turn.finish_reason),
         "logprobs": {"content": _logprobs(answer, None)},
     }  # fmt: skip
     return {"request_id": uuid.uuid4().hex, "choices": [choice], "versions": turn.versions}

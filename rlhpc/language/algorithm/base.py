@@ -11,11 +11,12 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from rlhpc.algorithms.losses import token_weights
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.rewards.pool import Scored
@@ -136,8 +137,8 @@ class Column:
 ROLLOUT_LOGPROBS, VERSIONS = "rollout_logprobs", "versions"
 #: What `advantages` gives; and what it adds to the batch where there is a critic: what its values are to become.
 ADVANTAGES, RETURNS = "advantages", "returns"
-#: `TokenBatch.parts_of_sequences`: there where a sequence may have several samples.
-PARTS_OF = "parts_of"
+#: `TokenBatch.sequence_tokens` of the whole minibatch: a micro-batch may have a part of a sequence's samples.
+SEQUENCE_TOKENS = "sequence_tokens"
 #: What a critic says of each token's state.
 VALUES = "values"
 #: Makers of columns that are no groups of their own.
@@ -146,21 +147,71 @@ ROLLOUT, ACTOR, VALUE_HEAD, REFERENCE = "rollout", "actor", "value_head", "refer
 
 @dataclass(frozen=True)
 class Whole:
-    """The minibatch over all ranks, of which a micro-batch is a part.
+    """The minibatch over all ranks, of which a micro-batch is a part: what losses and metrics are divided by.
 
     Attributes:
         tokens: Tokens that are trained on.
         sequences: What a role says in an episode, with such a token: most often one sample.
-        width: Tokens of its longest sequence.
+        length: Tokens that a sequence may have (`length_limit`), by which `seq-mean-token-sum-norm` divides.
     """
 
     tokens: float
     sequences: float
-    width: int
+    length: float = 1.0
 
-    def counts(self) -> dict[str, float]:
-        """For `rlhpc.algorithms`: the arguments by which a part's loss becomes its share of the whole's."""
-        return {"global_tokens": self.tokens, "global_seqs": self.sequences}
+    @classmethod
+    def of(cls, batch: TokenBatch, length: float = 1.0, all_reduce: Reduce | None = None) -> Whole:
+        """Counts a minibatch, and adds the column `sequence_tokens` to it. Called before samples change ranks and before they
+        are cut into micro-batches: a rank has all samples of its sequences.
+
+        Args:
+            batch: This rank's samples.
+            length: See `Whole.length`.
+            all_reduce: Sums over the ranks; None where there is one.
+        """
+        batch.columns[SEQUENCE_TOKENS] = batch.sequence_tokens()
+        trained = torch.repeat_interleave(batch.sequence(), batch.lengths)[batch.mask]
+        counts = torch.tensor([float(len(trained)), float(len(trained.unique()))])
+        tokens, sequences = (all_reduce(counts) if all_reduce else counts).tolist()
+        return cls(tokens, sequences, length)
+
+    def weights(self, batch: TokenBatch, loss_agg: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`[T]`: a micro-batch's share of an aggregated loss is Σ weight · loss over its tokens (`token_weights`).
+
+        Args:
+            batch: The micro-batch.
+            loss_agg: `algorithm.loss_agg`.
+            dtype: Of the result.
+        """
+        known = batch.columns.get(SEQUENCE_TOKENS)
+        of_sequence = batch.sequence_tokens() if known is None else known
+        return token_weights(
+            batch.mask, loss_agg, tokens=self.tokens, seqs=self.sequences, seq_tokens=of_sequence, length=self.length,
+            dtype=dtype,
+        )  # fmt: skip
+
+    def loss(self, values: Tensor, batch: TokenBatch, loss_agg: str) -> Tensor:
+        """A micro-batch's share of an aggregated loss.
+
+        Args:
+            values: `[T]`, the loss of each token.
+            batch, loss_agg: See `weights`.
+        """
+        return (values.masked_fill(~batch.mask, 0) * self.weights(batch, loss_agg, values.dtype)).sum()
+
+    def mean(self, values: Tensor, batch: TokenBatch) -> Tensor:
+        """A micro-batch's share of a mean over all trained tokens, detached: a metric."""
+        return self.loss(values.detach(), batch, "token-mean")
+
+    def of_means(self, means: Mapping[str, Any], batch: TokenBatch) -> dict[str, Tensor]:
+        """A micro-batch's shares of means over all trained tokens, from its means over its own."""
+        count = batch.mask.sum()
+        return {name: torch.as_tensor(mean) * count / max(self.tokens, 1.0) for name, mean in means.items()}
+
+
+def length_limit(cfg: GrpoConfig) -> int:
+    """Tokens that the model may write in an episode: the constant of `algorithm.loss_agg: seq-mean-token-sum-norm`."""
+    return cfg.rollout.max_new_tokens if cfg.agent.kind == "inline" else cfg.agent.max_tokens
 
 
 class LanguageAlgorithm(abc.ABC):

@@ -19,7 +19,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhpc.algorithms.losses import aggregate
 from rlhpc.language.algorithm.base import ROLLOUT_LOGPROBS, VALUES, Column, LogitReader, Reduce, Scorer, Whole
 from rlhpc.language.algorithm.policy_gradient import OLD, PolicyGradient
 from rlhpc.language.config import GrpoConfig
@@ -124,31 +123,26 @@ class Distillation(PolicyGradient):
 
     def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
         """See `LanguageAlgorithm.advantages`."""
-        found = torch.zeros(batch.tokens)
+        advantages = torch.zeros(batch.tokens, dtype=batch.reward.dtype)
         if self.reward_coef:
-            found = self.reward_coef * super().advantages(batch, all_reduce)
+            advantages = self.reward_coef * super().advantages(batch, all_reduce)
         if self.sampled:
             old = batch.columns[OLD if self.cfg.algorithm.recompute_logprobs else ROLLOUT_LOGPROBS]
             gap = batch.columns[TEACHER_LOGPROBS].clamp_min(FLOOR) - old
-            found = found + self.coef * torch.where(batch.mask, gap, 0.0)
-        return found
+            advantages = advantages + self.coef * torch.where(batch.mask, gap, 0.0)
+        return advantages
 
     def loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole) -> tuple[Tensor, dict[str, Tensor]]:
         """See `LanguageAlgorithm.loss`."""
-        agg, counts, mask = self.cfg.algorithm.loss_agg, whole.counts(), batch.padded(batch.mask)
         # Where the distillation is alone, the log-probs are for metrics, and need no gradient of the size of the logits.
         with torch.set_grad_enabled(self._more and torch.is_grad_enabled()):
             loss, parts = super().loss(scores, batch, whole)
         if self.sampled:
             gap = scores.logprobs.detach() - batch.columns[TEACHER_LOGPROBS].clamp_min(FLOOR)
-            parts[DIVERGENCE] = aggregate(batch.padded(gap), mask, "token-mean", **counts)
+            parts[DIVERGENCE] = whole.mean(gap, batch)
             return loss, parts
         assert scores.read is not None
-        far = batch.padded(scores.read)
-        distilled = aggregate(far, mask, agg, **counts)
-        if agg == "seq-mean-token-sum-norm":
-            distilled = distilled * (mask.shape[1] / whole.width)
-        loss = loss + self.coef * distilled
-        parts[DIVERGENCE] = aggregate(far.detach(), mask, "token-mean", **counts)
+        loss = loss + self.coef * whole.loss(scores.read, batch, self.cfg.algorithm.loss_agg)
+        parts[DIVERGENCE] = whole.mean(scores.read, batch)
         parts["loss"] = loss.detach()
         return loss, parts

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from rlhpc.algorithms import calculate_adv_and_returns, kl_penalty, policy_loss
-from rlhpc.algorithms.losses import aggregate, entropy_loss
 from rlhpc.algorithms.registry import ADVANTAGES as ESTIMATORS
 from rlhpc.algorithms.registry import POLICY_LOSSES
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.algorithm.base import (
     ADVANTAGES,
-    PARTS_OF,
     RETURNS,
     ROLLOUT,
     ROLLOUT_LOGPROBS,
@@ -91,10 +89,8 @@ class PolicyGradient(LanguageAlgorithm):
             batch: By episodes.
         """
         mask = batch.padded(batch.mask)
-        rewards = torch.zeros(mask.shape)
-        # Samples of an episode stand in an order of their own: the last turn is the one that ended last.
-        late = batch.padded(batch.turn) * mask.shape[1] + torch.arange(mask.shape[1])
-        last = torch.where(mask, late, -1).argmax(1)
+        rewards = torch.zeros(mask.shape, dtype=batch.reward.dtype)
+        last = (mask * torch.arange(mask.shape[1])).argmax(1)
         lines = torch.nonzero(mask.any(1)).flatten()
         turns = mask * batch.padded(batch.columns[TURN_REWARDS]) if self.turns else rewards
         rewards[lines, last[lines]] = (batch.reward - turns.sum(1))[lines]
@@ -131,37 +127,24 @@ class PolicyGradient(LanguageAlgorithm):
 
     def loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole) -> tuple[Tensor, dict[str, Tensor]]:
         """See `LanguageAlgorithm.loss`."""
-        cfg, counts = self.cfg.algorithm, whole.counts()
-        columns = {name: batch.padded(values) for name, values in batch.columns.items() if values.dim() == 1}
-        mask, logprobs = batch.padded(batch.mask), batch.padded(scores.logprobs)
-        behaviour = columns[ROLLOUT_LOGPROBS]
-        # Losses are means over samples; where a sequence is several of them, their parts have to add up to its own mean.
-        # Policy losses are homogeneous in the advantages.
-        parts_of = columns.get(PARTS_OF) if cfg.loss_agg == "seq-mean-token-mean" else None
-        if parts_of is not None:
-            columns[ADVANTAGES] = columns[ADVANTAGES] * parts_of
-        # What is divided by a width is by that of the whole minibatch, not of this micro-batch.
-        norm = mask.shape[1] / whole.width if cfg.loss_agg == "seq-mean-token-sum-norm" else 1.0
-        loss, found = self._policy_loss(logprobs, mask, columns, counts)
-        loss = norm * loss
+        cfg = self.cfg.algorithm
+        loss, measured = self._policy_loss(scores.logprobs, batch, whole)
         parts: dict[str, Tensor] = {"policy_loss": loss.detach()}
         if self.kl_coef:
-            kl = kl_penalty(logprobs, columns[REFERENCE], cfg.kl_type)
-            parts["ref_kl"] = aggregate(kl.detach(), mask, "token-mean", **counts)
+            kl = kl_penalty(scores.logprobs, batch.columns[REFERENCE], cfg.kl_type)
+            parts["ref_kl"] = whole.mean(kl, batch)
             if cfg.kl_in == "loss":
-                loss = loss + self.kl_coef * norm * aggregate(_weighed(kl, parts_of), mask, cfg.loss_agg, **counts)
+                loss = loss + self.kl_coef * whole.loss(kl, batch, cfg.loss_agg)
         if scores.entropy is not None:
-            entropy = batch.padded(scores.entropy)
-            weighed = _weighed(entropy, parts_of)
-            loss = loss - cfg.entropy_coef * norm * entropy_loss(weighed, mask, cfg.loss_agg, **counts)
-            parts["entropy"] = aggregate(entropy.detach(), mask, "token-mean", **counts)
+            loss = loss - cfg.entropy_coef * whole.loss(scores.entropy, batch, cfg.loss_agg)
+            parts["entropy"] = whole.mean(scores.entropy, batch)
         else:  # a sample estimate costs nothing
-            parts["entropy"] = aggregate(-logprobs.detach(), mask, "token-mean", **counts)
-        share = mask.sum() / max(whole.tokens, 1.0)
-        parts |= {name: torch.as_tensor(value) * share for name, value in found.items()}
-        gap = torch.where(mask, logprobs.detach() - behaviour, 0.0)
-        parts["mismatch_kl"] = aggregate(kl_penalty(-gap, torch.zeros_like(gap), "k3"), mask, "token-mean", **counts)
-        parts["mismatch_abs"] = aggregate(gap.abs(), mask, "token-mean", **counts)
+            parts["entropy"] = whole.mean(-scores.logprobs, batch)
+        parts |= whole.of_means(measured, batch)
+        gap = scores.logprobs.detach() - batch.columns[ROLLOUT_LOGPROBS]
+        gap = gap.masked_fill(~batch.mask, 0)
+        parts["mismatch_kl"] = whole.mean(kl_penalty(-gap, torch.zeros_like(gap), "k3"), batch)
+        parts["mismatch_abs"] = whole.mean(gap.abs(), batch)
         if self.own_values:
             loss = loss + self._value_loss(scores, batch, whole, parts)
         for name in self.process:
@@ -174,18 +157,16 @@ class PolicyGradient(LanguageAlgorithm):
         """Of the model's own head; adds its metrics."""
         assert scores.values is not None
         cfg = self.cfg.algorithm
-        loss, measured = value_part(scores.values, batch, cfg, whole.counts())
-        if cfg.loss_agg == "seq-mean-token-sum-norm":
-            loss = loss * (batch.width / whole.width)
+        loss, measured = value_part(scores.values, batch, cfg, whole)
         parts |= {"value_loss": loss.detach(), **measured}
         return cfg.value_coef * loss
 
-    def _policy_loss(
-        self, logprobs: Tensor, mask: Tensor, columns: dict[str, Tensor], counts: dict[str, float]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        cfg, behaviour = self.cfg.algorithm, columns[ROLLOUT_LOGPROBS]
-        recomputed = columns[OLD] if cfg.recompute_logprobs else None
-        extra: dict[str, Any] = dict(counts)
+    def _policy_loss(self, logprobs: Tensor, batch: TokenBatch, minibatch: Whole) -> tuple[Tensor, dict[str, Any]]:
+        """Returns the share of the minibatch's loss that log-probs `[T]` have, and means over the micro-batch's own tokens."""
+        cfg = self.cfg.algorithm
+        behaviour = batch.padded(batch.columns[ROLLOUT_LOGPROBS])
+        recomputed = batch.padded(batch.columns[OLD]) if cfg.recompute_logprobs else None
+        extra: dict[str, Any] = {}
         if self._proximal:
             old, extra["proximal_logprobs"] = behaviour, recomputed
             extra["behave_weight_cap"] = cfg.tis_cap
@@ -195,11 +176,8 @@ class PolicyGradient(LanguageAlgorithm):
         else:
             old = behaviour
         return policy_loss(
-            cfg.loss_type, logprobs=logprobs, old_logprobs=old, advantages=columns[ADVANTAGES], loss_mask=mask,
+            cfg.loss_type, logprobs=batch.padded(logprobs), old_logprobs=old,
+            advantages=batch.padded(batch.columns[ADVANTAGES]), loss_mask=batch.padded(batch.mask),
             clip_ratio_low=cfg.clip_ratio_low, clip_ratio_high=cfg.clip_ratio_high, clip_ratio_c=cfg.clip_ratio_c,
-            loss_agg=cfg.loss_agg, **extra,
+            weights=batch.padded(minibatch.weights(batch, cfg.loss_agg, logprobs.dtype)), **extra,
         )  # fmt: skip
-
-
-def _weighed(values: Tensor, by: Tensor | None) -> Tensor:
-    return values if by is None else values * by

@@ -49,22 +49,22 @@ def turn_advantages(batch: TokenBatch, rewards: Tensor, credit: Credit) -> Tenso
     """
     owner = torch.repeat_interleave(batch.sequence(), batch.lengths)
     keys = torch.stack([owner, batch.turn], 1)[batch.mask]
-    found = torch.zeros(batch.tokens)
+    credits = torch.zeros(batch.tokens, dtype=rewards.dtype)
     if not len(keys):
-        return found
+        return credits
     turns, which = keys.unique(dim=0, return_inverse=True)  # by sequence, then in the order of time
-    paid = torch.zeros(len(turns)).index_add(0, which, rewards[batch.mask])
+    turn_rewards = torch.zeros(len(turns), dtype=rewards.dtype).index_add(0, which, rewards[batch.mask])
     like = batch.turn[batch.mask] if credit.by == TURN else _states(batch)
     place = torch.repeat_interleave(batch.group * (int(batch.role.max()) + 1) + batch.role, batch.lengths)[batch.mask]
     groups = torch.zeros(len(turns), 2, dtype=torch.long)
     groups[which] = torch.stack([place, like], 1)
     advantages, _ = calculate_adv_and_returns(
-        credit.estimator, rewards=to_go(paid, turns[:, 0], credit.gamma)[:, None],
+        credit.estimator, rewards=to_go(turn_rewards, turns[:, 0], credit.gamma)[:, None],
         loss_mask=torch.ones(len(turns), 1, dtype=torch.bool), group_ids=groups.unique(dim=0, return_inverse=True)[1],
         gamma=1.0,
     )  # fmt: skip
-    found[batch.mask] = advantages[which, 0]
-    return found
+    credits[batch.mask] = advantages[which, 0]
+    return credits
 
 
 def credited(batch: TokenBatch, whole: Tensor, rewards: Tensor, credit: Credit, all_reduce: Reduce | None) -> Tensor:
@@ -97,7 +97,7 @@ def to_go(paid: Tensor, sequence: Tensor, gamma: float) -> Tensor:
     for at in range(len(found) - 1, -1, -1):
         after = found[at] + (gamma * after if at + 1 < len(of) and of[at + 1] == of[at] else 0.0)
         found[at] = after
-    return torch.tensor(found)
+    return torch.tensor(found, dtype=paid.dtype)
 
 
 def _states(batch: TokenBatch) -> Tensor:

@@ -7,13 +7,18 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.language.hugging_face import no_progress_bar
+from rlhpc.runtime.errors import ConfigError, UserError
+from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.host import node_name, process_id
 
 if TYPE_CHECKING:
     from rlhpc.language.model_config import FrozenModelConfig
@@ -24,20 +29,21 @@ MODELS = ("tiny", "tiny_vl", "smollm2")
 _MAKING_S = 300.0
 
 
-def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None) -> str:
+def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None, *, weights: bool = True) -> str:
     """What transformers is to load for `actor.model`: the path as it stands, or the folder of a built-in model.
 
     Args:
         model: `actor.model`: model_path; and kwargs, which `builtin:tiny` and `builtin:tiny_vl` take (see
             `make_tiny_model` and `make_tiny_vision_model`). Or a path alone.
         folder: Where built-in models are kept; default `RLHPC_MODELS`, or `models` in the working directory.
+        weights: False leaves out the weights of a model that takes long to decode.
 
     Raises:
         ConfigError: There is no such built-in model, or it does not take these kwargs.
     """
     path = model if isinstance(model, str) else str(model.model_path)
     if not path.startswith(PREFIX):
-        return str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
+        return str(expand_home(path)) if expand_home(path).is_dir() else path
     name = path.removeprefix(PREFIX).lower()
     if name not in MODELS:
         raise ConfigError(
@@ -48,10 +54,27 @@ def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None) ->
     parent = folder or Path(os.environ.get("RLHPC_MODELS", "models"))
     target = (parent / (f"{name}-{digest}" if options else name)).absolute()
     if not (target / "config.json").is_file():
-        with _after_others(target):
+        with _after_others(target), no_progress_bar():
             if not (target / "config.json").is_file():
-                _make(name, target, options)
+                _make(name, target, options, weights)
     return str(target)
+
+
+@contextlib.contextmanager
+def trial_models() -> Iterator[Callable[[FrozenModelConfig], str]]:
+    """Yields a `resolve_model` whose built-in models last as long as the context; messages call them by their names.
+
+    Raises:
+        UserError: The caller's.
+    """
+    with tempfile.TemporaryDirectory(prefix="rlhpc-trial-") as temporary:
+        folder = re.compile(rf"{re.escape(temporary)}/(\w+?)(-[0-9a-f]{{8}})?\b")
+        try:
+            yield lambda model: resolve_model(model, Path(temporary), weights=False)
+        except UserError as error:
+            if (text := folder.sub(rf"{PREFIX}\1", str(error))) == str(error):
+                raise
+            raise type(error)(text) from None
 
 
 @contextlib.contextmanager
@@ -77,14 +100,14 @@ def _after_others(target: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _make(name: str, target: Path, options: dict[str, Any]) -> None:
+def _make(name: str, target: Path, options: dict[str, Any], weights: bool) -> None:
     """Makes the folder beside its place and moves it there; another process may have done the same meanwhile."""
     from rlhpc.language.data.packaged import smollm2
     from rlhpc.language.data.tiny import make_tiny_model
     from rlhpc.language.data.tiny_vision import make_tiny_vision_model
 
     makers = {"tiny": make_tiny_model, "tiny_vl": make_tiny_vision_model}
-    staging = target.with_name(f".{target.name}-{os.getpid()}")
+    staging = target.with_name(f".{target.name}-{node_name()}-{process_id()}")
     try:
         if name in makers:
             try:
@@ -94,7 +117,7 @@ def _make(name: str, target: Path, options: dict[str, Any]) -> None:
         elif options:
             raise ConfigError(f"actor.model.kwargs: builtin:{name} takes none; found {', '.join(options)}")
         else:
-            smollm2(staging)
+            smollm2(staging, weights=weights)
         try:
             staging.rename(target)
         except OSError:

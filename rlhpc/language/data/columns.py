@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlhpc.language.data.conversations import Message, is_plain, last_turn, read_messages, read_tools, written
 from rlhpc.language.data.images import check_images, names_of, read_images
 from rlhpc.language.data.parts import belongs
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.data.tables import DatasetFolder, Hdf5File, Joined, JsonLines, ParquetFile, Row, Table
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import find_files
+from rlhpc.runtime.files import expand_home, find_files
 
 if TYPE_CHECKING:
     from rlhpc.language.config import DataSourceConfig
@@ -45,7 +46,8 @@ class ColumnProblems:
         self._table, self._key = table, key
         self._prompt, self._answer = cfg.prompt_key, cfg.answer_key
         self._response, self._level = cfg.response_key, cfg.level_key
-        self._images, base = cfg.images_key, Path(cfg.path or "").expanduser()
+        self._tools, self._demonstrates = cfg.tools_key, False
+        self._images, base = cfg.images_key, expand_home(cfg.path or "")
         self._folder = base if base.is_dir() else base.parent
         rows = self._select(filters, part, cfg.eval_fraction)
         if cfg.size is not None and cfg.size < len(rows):
@@ -58,17 +60,25 @@ class ColumnProblems:
     def __getitem__(self, index: int) -> Prompt:
         number = self._rows[index]
         row = self._table.row(number)
-        messages, shown = self._conversation(row[self._prompt], number)
-        named = {self._prompt, self._answer, self._response, self._level, self._images}
+        messages, response, turn = self._demonstration(row, number)
+        named = {self._prompt, self._answer, self._response, self._level, self._images, self._tools}
         return Prompt(
             id=number,
-            messages=messages,
+            messages=tuple(messages),
             answer=_text(row[self._answer]) if self._answer else "",
             meta={name: plain(value) for name, value in row.items() if name not in named and _is_plain(value)},
-            response=_text(row.get(self._response)) or shown,
+            response=response,
             level=_text(row[self._level]) if self._level else "",
             images=self._shown(row, number, read_images) if self._images else (),
+            tools=self._shown_tools(row, number),
+            turn=turn,
+            place=self._table.place(number),
         )
+
+    @property
+    def sparse(self) -> bool:
+        """Says whether null stands for keys that are absent (`Table.sparse`)."""
+        return self._table.sparse
 
     def place(self, index: int) -> str:
         """File and row of a problem, for messages."""
@@ -78,26 +88,50 @@ class ColumnProblems:
         """The columns of a problem's row."""
         return self._table.columns(self._rows[index])
 
+    def expect_responses(self) -> None:
+        """Reads the column of responses as demonstrations: texts or messages. Otherwise it may hold anything."""
+        self._demonstrates = True
+
     def require_responses(self) -> None:
         """Sees to it that each problem has a demonstration.
 
         Raises:
             ConfigError: One has none; names file and row.
         """
+        self.expect_responses()
         chosen = set(self._rows)
         for number, row in enumerate(self._table.rows([self._prompt, self._response])):
-            if number not in chosen or _text(row.get(self._response)):
-                continue
-            if not self._conversation(row[self._prompt], number)[1]:
+            if number in chosen and not self._demonstration(row, number)[1]:
                 if self._response not in row:
                     self._missing("response_key", self._response, number)
                 raise ConfigError(
                     f"{self._table.place(number)}: the demonstration, column {self._response!r}, is empty"
                 )
 
+    def require_answers(self, why: str) -> None:
+        """Sees to it that each problem has a reference answer.
+
+        Args:
+            why: What needs it, for the message.
+
+        Raises:
+            ConfigError: One has none; names file and row.
+        """
+        if not self._answer:
+            raise ConfigError(
+                f"{self._key}.answer_key is null, and {why} compares with a reference answer; name its column"
+            )
+        chosen = set(self._rows)
+        for number, row in enumerate(self._table.rows([self._answer])):
+            if number in chosen and not _text(row[self._answer]).strip():
+                raise ConfigError(
+                    f"{self._table.place(number)}: column {self._answer!r} is {_excerpt(row[self._answer])}, and {why} "
+                    "compares with a reference answer; take the row out, or another reward"
+                )
+
     def _select(self, filters: str | None, part: str, fraction: float) -> list[int]:
         wanted_keys = {"prompt_key": self._prompt, "answer_key": self._answer, "level_key": self._level,
-                       "images_key": self._images}  # fmt: skip
+                       "images_key": self._images, "tools_key": self._tools}  # fmt: skip
         column, _, wanted = (filters or "").partition("=")
         if filters:
             wanted_keys["split"] = column
@@ -110,11 +144,12 @@ class ColumnProblems:
             if filters and _text(row[column]) != wanted:
                 continue
             messages, _ = self._conversation(row[self._prompt], number)
-            said = json.dumps(messages, sort_keys=True)
+            content = json.dumps(messages, sort_keys=True, default=_python)
+            self._shown_tools(row, number)
             if self._images:
                 self._shown(row, number, check_images)
-                said += names_of(row[self._images])  # many pictures have one question
-            if belongs(said, part, fraction):
+                content += names_of(row[self._images])  # many pictures have one question
+            if belongs(content, part, fraction):
                 rows.append(number)
         if filters and not rows and len(self._table):
             raise ConfigError(
@@ -122,27 +157,59 @@ class ColumnProblems:
             )
         return rows
 
-    def _conversation(self, value: Any, number: int) -> tuple[tuple[dict[str, str], ...], str]:
-        """Messages up to where the model is to speak, and the last assistant's turn or ""."""
-        if isinstance(value, str) and value:
-            return ({"role": "user", "content": value},), ""
-        if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and value:
-            messages = []
-            for message in value:
-                if not isinstance(message, Mapping) or not all(
-                    isinstance(message.get(k), str) for k in ("role", "content")
-                ):
-                    break
-                messages.append({k: v for k, v in message.items() if isinstance(v, str)})
-            else:
-                shown = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
-                if messages:
-                    return tuple(messages), shown
-        found = json.dumps(plain(value))[:80] if _is_plain(value) else type(value).__name__
+    def _conversation(self, value: Any, number: int) -> tuple[list[Message], Message | None]:
+        """Messages up to where the model is to speak, and the last assistant's turn or None."""
+        if isinstance(value, str) and (value.strip() or (value and self._images)):
+            return [{"role": "user", "content": value}], None
+        why = ""
+        if isinstance(value, (list, tuple)):
+            try:
+                messages = read_messages(value, sparse=self._table.sparse, pictures=self._images is not None)
+                before, turn = last_turn(messages)
+                if before:
+                    return before, turn
+                why = ": it has the assistant's turn alone"
+            except ConfigError as error:
+                why = f": {error}"
         raise ConfigError(
-            f"{self._table.place(number)}: column {self._prompt!r} is {found}; a prompt is a text that is not empty, or a "
-            'list of messages {"role": …, "content": …}'
+            f"{self._table.place(number)}: column {self._prompt!r} is {_excerpt(value)}{why}; a prompt is a text that is not "
+            'empty, or a list of messages {"role": …, "content": …}'
         )
+
+    def _demonstration(self, row: Row, number: int) -> tuple[list[Message], str, Message | None]:
+        """Messages up to where the model is to speak, and the demonstration: as text, and as a message where it is more."""
+        messages, turn = self._conversation(row[self._prompt], number)
+        value = row.get(self._response)
+        if value is None or value in ("", [], ()):
+            return messages, written(turn) if turn else "", turn if turn and not is_plain(turn) else None
+        if not self._demonstrates or isinstance(value, (bool, int, float)):
+            return messages, _text(value), None
+        place = f"{self._table.place(number)}: column {self._response!r}"
+        if isinstance(value, str):
+            before, last = list[Message](), {"role": "assistant", "content": value}
+        else:
+            try:
+                before, final = last_turn(read_messages(value, sparse=self._table.sparse))
+            except ConfigError as error:
+                raise ConfigError(f"{place} is {_excerpt(value)}: {error}; a demonstration is a text, or a list of messages "
+                                  "of which the last is the assistant's") from None  # fmt: skip
+            if final is None:
+                raise ConfigError(f"{place} is {_excerpt(value)}: the last message is not the assistant's")
+            last = final
+        if turn is not None and turn != last:
+            raise ConfigError(
+                f"{place} is a demonstration, and column {self._prompt!r} ends with another, the assistant's turn: set "
+                f"{self._key}.response_key to a column that is not there, or take the turn away"
+            )
+        return [*messages, *before], written(last), None if is_plain(last) else last
+
+    def _shown_tools(self, row: Row, number: int) -> tuple[dict[str, Any], ...]:
+        if not self._tools:
+            return ()
+        try:
+            return read_tools(row[self._tools], sparse=self._table.sparse)
+        except ConfigError as error:
+            raise ConfigError(f"{self._table.place(number)}: column {self._tools!r}: {error}") from None
 
     def _shown(self, row: Row, number: int, how: Callable[[Any, Path], Found]) -> Found:
         try:
@@ -186,7 +253,7 @@ def hf(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
     _no_kwargs(cfg, key)
     if not cfg.path:
         raise ConfigError(f"{key}.path is not set; source hf reads a folder written by save_to_disk of datasets")
-    folder = Path(cfg.path).expanduser()
+    folder = expand_home(cfg.path)
     if not folder.is_dir():
         raise ConfigError(
             f"{key}.path is {cfg.path!r}; there is no such folder. A dataset of the hub gets one by "
@@ -208,6 +275,10 @@ def _python(value: Any) -> Any:
     if hasattr(value, "isoformat"):
         return value.isoformat()
     raise TypeError(f"{type(value).__name__} has no JSON")
+
+
+def _excerpt(value: Any) -> str:
+    return json.dumps(plain(value), ensure_ascii=False)[:80] if _is_plain(value) else type(value).__name__
 
 
 def _is_plain(value: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhpc.language.data.pictures import size_of
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 
 _URL = "data:image/"
 _FORMS = "a file's path, a data URL (data:image/png;base64,…), {bytes: …}, or a list of these"
@@ -103,5 +104,5 @@ def _png(image: Any) -> bytes:
 
 
 def _path(one: str, folder: Path) -> Path:
-    path = Path(one).expanduser()
+    path = expand_home(one)
     return path if path.is_absolute() else folder / path

@@ -16,11 +16,15 @@ from rlhpc.language.data.tiny import maker_parser, run_maker
 from rlhpc.runtime.errors import ConfigError
 
 
-def smollm2(folder: str | Path) -> int:
+def smollm2(folder: str | Path, *, weights: bool = True) -> int:
     """Writes SmolLM2-135M-Instruct as a Hugging Face folder, with its chat template.
 
+    Args:
+        folder: Where it is written.
+        weights: False writes the configuration and the tokenizer alone.
+
     Returns:
-        Number of parameters.
+        Number of parameters that are written.
 
     Raises:
         ConfigError: A package is missing; says how to get it.
@@ -35,22 +39,25 @@ def smollm2(folder: str | Path) -> int:
     try:
         import gguf  # noqa: F401
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     except ImportError as error:
         raise ConfigError(f"reading GGUF needs {error.name}: pip install gguf 'rlhpc[llm]'") from None
     source = {"pretrained_model_name_or_path": str(files[0].parent), "gguf_file": files[0].name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    decoded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    known = {name: value for name, value in decoded.config.to_dict().items() if name not in _LEFT_OUT}
-    config = LlamaConfig(**known)
+    decoded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32) if weights else None
+    described = AutoConfig.from_pretrained(**source) if decoded is None else decoded.config
+    config = LlamaConfig(**{name: value for name, value in described.to_dict().items() if name not in _LEFT_OUT})
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    if decoded is None:
+        config.save_pretrained(folder)
+        return 0
     # A fresh model: the decoded one carries a quantization configuration that vLLM and later loads would act on.
     model = LlamaForCausalLM(config).float()
     model.load_state_dict(decoded.state_dict())
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    Path(folder).mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     return int(sum(parameter.numel() for parameter in model.parameters()))
 
 

@@ -89,6 +89,41 @@ def choose(
     return list(drawn)
 
 
+def choose_contents(
+    cfg: DataSourceConfig, sizes: Sequence[int], content: Callable[[int], str], *, part: str, key: str
+) -> list[int]:
+    """Returns numbers of `cfg.size` problems with different contents, as `choose`, where numbers may have the same content.
+
+    Args:
+        cfg: A section `data.train` or `data.eval[i]`.
+        sizes: How many numbers each level has; they are numbered through.
+        content: Describes all that a problem shows. It decides the part, whatever the seed and the number.
+        part: "train" or "eval".
+        key: What messages call the section.
+
+    Raises:
+        ConfigError: There are not that many.
+    """
+    rng, fraction = random.Random(f"{cfg.source} {cfg.seed}"), procedural_fraction(cfg)
+    count, total = cfg.size or DEFAULT_SIZE[part], sum(sizes)
+    numbers = range(total) if total <= _LISTED else rng.sample(range(total), _LISTED)
+    order = list(numbers)
+    rng.shuffle(order)
+    chosen: dict[bytes, int] = {}
+    for number in order:
+        text = content(number)
+        if belongs(text, part, fraction):
+            chosen.setdefault(hashlib.blake2b(text.encode(), digest_size=16).digest(), number)
+        if len(chosen) == count:
+            break
+    if cfg.size and len(chosen) < cfg.size:
+        raise ConfigError(
+            f"{key}.size is {cfg.size}, but only {len(chosen)} different problems are in the {part} part; leave size out to "
+            f"take up to {DEFAULT_SIZE[part]}, or make kwargs allow more problems"
+        )
+    return list(chosen.values())
+
+
 def locate(number: int, sizes: Sequence[int]) -> tuple[int, int]:
     """Level of a problem, and its number in the level."""
     for level, size in enumerate(sizes):

@@ -137,7 +137,7 @@ class Looker:
         try:
             return self._widened(prompt.images, ids)
         except ConfigError as error:
-            raise ConfigError(f"prompt {prompt.id}: {error}") from None
+            raise ConfigError(f"{prompt.where}: {error}") from None
 
     def seen(self, images: Sequence[bytes], at: Sequence[int]) -> Seen:
         """Pictures of which the first tokens stand at these places."""
@@ -170,13 +170,18 @@ class Looker:
                 f"there are {len(images)} pictures, and the text has {len(places)} places for them after the chat "
                 f"template of {self._name}: write {MARK} once for each, or not at all, and not the template's own sign for one"
             )
-        found, at, before = list[int](), list[int](), 0
+        widened, at, before = list[int](), list[int](), 0
         for place, image in zip(places, images, strict=True):
-            found += ids[before:place]
-            at.append(len(found))
-            found += [self.token] * int(self._one(image)[1].prod() // self._merge**2)
+            widened += ids[before:place]
+            at.append(len(widened))
+            widened += [self.token] * self._tokens(image)
             before = place + 1
-        return [*found, *ids[before:]], at
+        return [*widened, *ids[before:]], at
+
+    def _tokens(self, image: bytes) -> int:
+        """Returns how many tokens a picture becomes, of which only the size is read."""
+        width, height = size_of(image)
+        return int(self._cutter.get_number_of_image_patches(height, width, {})) // self._merge**2
 
     @property
     def most(self) -> int:
@@ -278,7 +283,7 @@ def parts_of(message: dict[str, str]) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-def placed(messages: Sequence[dict[str, str]], count: int) -> list[dict[str, Any]]:
+def placed(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     """A conversation with places for pictures: where it says `MARK`, or, if it does so nowhere, before the last question."""
     found = [dict(message) for message in messages]
     if not any(MARK in message["content"] for message in found):

@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import random
-import select
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.data.parts import DEFAULT_SIZE, arguments, belongs
 from rlhpc.language.data.prompts import Prompt
+from rlhpc.runtime.descriptors import readable
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.import_paths import python_path, run_module
 from rlhpc.runtime.lookup import required
@@ -257,7 +257,7 @@ class _Maker:
             try:
                 asked.write(json.dumps([task, kwargs, seed, position]).encode() + b"\n")
                 asked.flush()
-                if not select.select([answers], [], [], _PATIENCE_S)[0]:
+                if not readable([answers.fileno()], _PATIENCE_S):
                     raise DeadlineExceeded(f"problem {position} of {task} was not made in {_PATIENCE_S} s")
                 entry: Entry = pickle.load(answers)
             except (OSError, EOFError) as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from rlhpc.language.data.prompts import Demonstrating, Prompt, PromptDataset
+from rlhpc.language.data.prompts import Answering, Demonstrating, Located, Prompt, PromptDataset
 from rlhpc.language.data.wording import Wording
+from rlhpc.language.rewards.base import ChecksProblems, Comparing
+from rlhpc.language.rewards.registry import REWARDS
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import Registry
 
@@ -30,7 +32,9 @@ SOURCES: Registry[Callable[..., PromptDataset]] = Registry(
 )  # fmt: skip
 register_source = SOURCES.register
 PARTS = ("train", "eval")
-_MADE_UP = ("reasoning_gym", "arithmetic", "code", "drawn", "environment")
+#: Sources that read files.
+FILES = ("jsonl", "parquet", "hdf5", "hf")
+MADE_UP = ("reasoning_gym", "arithmetic", "code", "drawn", "environment")
 
 
 def make_dataset(
@@ -55,7 +59,7 @@ def make_dataset(
         raise ConfigError(f"{key}.eval_fraction is {cfg.eval_fraction}; allowed: from 0 to below 1")
     if cfg.size is not None and cfg.size < 1:
         raise ConfigError(f"{key}.size is {cfg.size}; allowed: 1 or more, or null")
-    if cfg.images_key and cfg.source.lower() in _MADE_UP:
+    if cfg.images_key and cfg.source.lower() in MADE_UP:
         raise ConfigError(
             f"{key}.images_key is {cfg.images_key!r}, and source {cfg.source} makes its problems up, without columns: leave "
             "it out"
@@ -74,6 +78,38 @@ def make_dataset(
     return worded
 
 
+def check_problems(terms: Iterable[str], dataset: WordedDataset, key: str) -> None:
+    """Refuses problems that a term of the reward cannot judge: programs without tests, problems without the reference answer
+    that it compares with. Files are read to their end; of any other source the first problem tells.
+
+    Args:
+        terms: Names of rewards (`reward.terms`).
+        dataset: The problems.
+        key: What messages call the section.
+
+    Raises:
+        ConfigError: Names file and row, and what is wrong with the problem.
+    """
+    problems = dataset.problems
+    for name in terms:
+        if name.lower() not in REWARDS.names() and ":" not in name:
+            continue  # a group that rates answers
+        reward = REWARDS.find(name)
+        if isinstance(reward, Comparing) and reward.needs_answer:
+            _require_answers(dataset, f"the reward {name!r}", key)
+        if not isinstance(reward, ChecksProblems):
+            continue
+        for index in range(len(problems) if isinstance(problems, Located) else 1):
+            try:
+                reward.check_problem(problems[index].meta)
+            except ValueError as error:
+                place = problems.place(index) if isinstance(problems, Located) else f"its problem {index}"
+                raise ConfigError(
+                    f"{key}: {place}: reward.terms has {name!r}, which cannot judge this problem: {error}. Mend the row or "
+                    "leave it out; docs/how-to/rewards.md says which tests are read"
+                ) from None
+
+
 class WordedDataset:
     """A source's problems, in the words of `prompt_template` and `system_prompt`."""
 
@@ -85,6 +121,13 @@ class WordedDataset:
 
     def __getitem__(self, index: int) -> Prompt:
         return self.wording(self.problems[index])
+
+
+def _require_answers(dataset: WordedDataset, why: str, key: str) -> None:
+    if isinstance(dataset.problems, Answering):
+        dataset.problems.require_answers(why)
+    elif not dataset[0].answer.strip():
+        raise ConfigError(f"{key}: its problems have no reference answer, and {why} compares with one")
 
 
 def _require_responses(dataset: WordedDataset, cfg: DataSourceConfig, key: str) -> None:

@@ -41,6 +41,10 @@ class PromptSampler:
         self.drawn += self.batch
         return batch
 
+    def of_step(self, step: int, part: int = 0, parts: int = 1) -> list[int]:
+        """Positions of the batch of a step, from 1; of one of several ranks that share it, those of its part."""
+        return [self.at((step - 1) * self.batch + draw) for draw in range(part, self.batch, parts)]
+
     def at(self, draw: int) -> int:
         """Position of the given draw, from 0."""
         epoch, place = divmod(draw, self.n)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,13 @@ Row = dict[str, Any]
 
 
 class Table(Protocol):
-    """Rows with named columns."""
+    """Rows with named columns.
+
+    Attributes:
+        sparse: Whether a key that an object lacks may stand in it as null, since all objects of a column share their keys.
+    """
+
+    sparse: bool
 
     def __len__(self) -> int: ...
 
@@ -39,10 +46,19 @@ class Table(Protocol):
 class JsonLines:
     """One JSON object per line; `.gz` is unpacked. Empty lines do not count."""
 
+    sparse = False
+
     def __init__(self, path: Path) -> None:
         self.path = path
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            numbered = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
+        try:
+            with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+                numbered = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
+        except (
+            OSError,
+            EOFError,
+            zlib.error,
+        ) as error:  # no gzip, one that is cut off or damaged, or an unreadable file
+            raise ConfigError(f"{path} cannot be read: {first_line(error)}") from None
         # Bytes rather than parsed rows: a third of the memory.
         self._lines = [line for _, line in numbered]
         self._numbers = array("q", (number for number, _ in numbered))
@@ -75,6 +91,8 @@ class JsonLines:
 
 class ParquetFile:
     """One Parquet file, in memory as Arrow keeps it."""
+
+    sparse = True
 
     def __init__(self, path: Path) -> None:
         required("pyarrow.parquet", "Parquet files need pyarrow")
@@ -114,6 +132,8 @@ class Hdf5File:
     Texts are UTF-8 strings; a column with the attribute `encoding = "json"` holds JSON texts (a conversation, a list of
     tests).
     """
+
+    sparse = False
 
     def __init__(self, path: Path, group: str = "/") -> None:
         import h5py
@@ -172,6 +192,8 @@ class DatasetFolder:
         key: What messages call the section.
     """
 
+    sparse = True
+
     def __init__(self, path: Path, split: str | None, key: str) -> None:
         datasets = required("datasets", "source hf needs datasets")
         self.path = path
@@ -220,6 +242,7 @@ class Joined:
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self._tables = list(tables)
+        self.sparse = any(table.sparse for table in tables)
         self._ends = list(accumulate(len(table) for table in tables))
 
     def __len__(self) -> int:

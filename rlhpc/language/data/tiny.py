@@ -16,6 +16,8 @@ from typing import Any
 
 from rlhpc.language.hugging_face import transformers
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.exit_codes import report_errors
+from rlhpc.runtime.writable import unwritable
 
 VOCABULARY = string.digits + "+-*= " + string.ascii_lowercase
 """Characters of the default tokenizer."""
@@ -132,15 +134,17 @@ def maker_parser(module: str, about: str, **numbers: int) -> argparse.ArgumentPa
 
 
 def run_maker(parser: argparse.ArgumentParser, make: Callable[..., int], argv: list[str] | None) -> int:
-    """Has `make` write the model that the words ask for, and says how large it is."""
+    """Writes the model that the command line describes, and prints its size; returns the exit code."""
     options = vars(parser.parse_args(argv))
-    try:
-        parameters = make(options.pop("folder"), **options)
-    except ConfigError as error:
-        print(f"rlhpc: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"{parameters} parameters")
-    return 0
+    folder = Path(options.pop("folder"))
+
+    def command() -> int:
+        if reason := unwritable(folder):
+            raise ConfigError(f"the folder is {folder}; {reason}; choose another place")
+        print(f"{make(folder, **options)} parameters")
+        return 0
+
+    return report_errors(command)
 
 
 def main(argv: list[str] | None = None) -> int:

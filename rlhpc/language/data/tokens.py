@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import difflib
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rlhpc.language.data.conversations import Message, find_unwritten, require_plain
+from rlhpc.language.data.images import digest_of
 from rlhpc.language.data.pictures import Looker, Seen, make_looker
 from rlhpc.language.data.prompts import Prompt, PromptDataset
-from rlhpc.language.hugging_face import transformers
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.language.hugging_face import render_chat, special_tokens, template_file, transformers, turn_end
+from rlhpc.runs.hub import has_tokenizer, is_hub_name
+from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.errors import ConfigError, StorageError
+from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.host import state_folder
 from rlhpc.runtime.lookup import meant
+from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.shown import first_line
 
 OVERLONG = ("error", "drop")
+#: Of what is kept about problems that were looked at.
+_VERSION = 1
 
 
 def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: str = "actor.model.model_path") -> Any:
@@ -27,12 +40,12 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: st
     if not path:
         raise ConfigError(f"{key} is not set; a language model needs a Hugging Face folder or hub name")
     package = transformers()
-    folder = Path(path).expanduser()
+    folder = expand_home(path)
     if folder.is_dir():
-        if not any(folder.glob("*token*")) and not any(folder.glob("vocab.*")):
+        if not has_tokenizer(folder):
             there = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
             raise ConfigError(f"{key} is {path!r}, a folder without a tokenizer; it has: {there}")
-    elif folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+    elif not is_hub_name(path):
         raise ConfigError(f"{key} is {path!r}; there is no such folder{_nearest(folder)}")
     try:
         tokenizer = package.AutoTokenizer.from_pretrained(
@@ -59,6 +72,7 @@ class PromptTokenizer:
         overlong: `data.overlong_prompts`: "error" or "drop".
         chat_template: `data.….chat_template`; false gives the model the bare text of the messages, one per line.
         key: What messages call the section.
+        context: Most tokens of the model or its engine, of which a prompt must leave one; None where that is not known.
 
     Raises:
         ConfigError: The tokenizer has no chat template, where one is wanted.
@@ -72,6 +86,7 @@ class PromptTokenizer:
         chat_template: bool = True,
         *,
         key: str = "data.train",
+        context: int | None = None,
     ) -> None:
         if overlong not in OVERLONG:
             raise ConfigError(
@@ -86,6 +101,10 @@ class PromptTokenizer:
             )
         self.tokenizer, self.chat_template, self.key = tokenizer, chat_template, key
         self.max_prompt_tokens, self.overlong = max_prompt_tokens, overlong
+        self.limit = "data.max_prompt_tokens"
+        if context is not None and context - 1 < max_prompt_tokens:
+            self.max_prompt_tokens, self.limit = context - 1, f"the model's context of {context} tokens"
+        self._known: set[tuple[str, ...]] = set()
 
     @cached_property
     def looker(self) -> Looker:
@@ -101,32 +120,84 @@ class PromptTokenizer:
             )
         return make_looker(str(self.tokenizer.name_or_path))
 
+    @cached_property
+    def _turn_end(self) -> int | None:
+        return turn_end(self.tokenizer)
+
     def seen(self, prompt: Prompt, at: Sequence[int]) -> Seen | None:
         """What a prompt shows, whose pictures begin where `encode` says; None if it shows nothing."""
         return self.looker.seen(prompt.images, at) if prompt.images else None
 
-    def text(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """What the model reads, special tokens of the chat template included."""
-        if not self.chat_template or messages[0]["role"] == "raw":
-            return "\n".join(message["content"] for message in messages)
-        from jinja2 import TemplateError
+    def text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Returns what the model reads, special tokens of the chat template included.
 
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise ConfigError(f"the chat template refuses a conversation of {roles}: {error}") from None
-        return text
+        Raises:
+            ConfigError: The template raises.
+        """
+        if self._is_bare(messages):
+            return "\n".join(message["content"] for message in messages)
+        return render_chat(self.tokenizer, messages, tools, add_generation_prompt=add_generation_prompt)
+
+    def _is_bare(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        return not self.chat_template or messages[0]["role"] == "raw"
 
     def _messages(self, prompt: Prompt) -> Sequence[dict[str, Any]]:
         return self.looker.asked(prompt) if prompt.images else prompt.messages
 
-    def encode_messages(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         """Token ids of a conversation, of any length."""
-        text = self.text(messages, add_generation_prompt=add_generation_prompt)
-        return self._ids(text, bare=not self.chat_template or messages[0]["role"] == "raw")
+        text = self.text(messages, tools, add_generation_prompt=add_generation_prompt)
+        return self._ids(text, bare=self._is_bare(messages))
+
+    def check(self, prompt: Prompt) -> list[str]:
+        """Refuses a problem of which the chat template would leave something out.
+
+        Returns:
+            Keys of earlier turns that the template leaves out on purpose (reasoning).
+
+        Raises:
+            ConfigError: Something would be lost; names file and line.
+        """
+        try:
+            return self._check(prompt)
+        except ConfigError as error:
+            raise ConfigError(f"{prompt.where}: {error}") from None
+
+    def _check(self, prompt: Prompt) -> list[str]:
+        messages = [*prompt.messages, *([prompt.turn] if prompt.turn else [])]
+        if self._is_bare(prompt.messages):
+            require_plain(messages, prompt.tools)
+            return []
+        plain = not prompt.tools and all(message.keys() == {"role", "content"} for message in messages)
+        shape = tuple(f"{message['role']} {bool(message['content'].strip())}" for message in messages)
+        if plain and shape in self._known:
+            return []
+
+        def render(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+            with_pictures = self._messages(Prompt(prompt.id, tuple(messages), images=prompt.images))
+            return self.text(with_pictures, tools, add_generation_prompt=prompt.turn is None)
+
+        lost, old = find_unwritten(messages, prompt.tools, render)
+        if lost:
+            raise ConfigError(
+                f"the chat template ({template_file(self.tokenizer)}) leaves out {', '.join(lost)}: take it out of the "
+                "data, or use a model whose template writes it"
+            )
+        if plain:
+            self._known.add(shape)
+        return old
 
     def encode(self, prompt: Prompt) -> tuple[list[int], list[int]] | None:
         """Token ids up to where the response begins, and at which of them each picture does; None for a prompt that is to be
@@ -135,10 +206,14 @@ class PromptTokenizer:
         Raises:
             ConfigError: The prompt is longer than allowed, or empty.
         """
-        ids, at = self._widened(prompt, self.encode_messages(self._messages(prompt)))
+        try:
+            ids = self.encode_messages(self._messages(prompt), prompt.tools)
+        except ConfigError as error:
+            raise ConfigError(f"{prompt.where}: {error}") from None
+        ids, at = self._widened(prompt, ids)
         if not ids:
-            raise ConfigError(f"prompt {prompt.id} has no tokens: {_shown(prompt)}")
-        fits = self._fits(prompt, len(ids), self.max_prompt_tokens, "data.max_prompt_tokens", "tokens")
+            raise ConfigError(f"{prompt.where} has no tokens: {_shown(prompt)}")
+        fits = self._fits(prompt, len(ids), self.max_prompt_tokens, self.limit, "tokens")
         return (ids, at) if fits else None
 
     def encode_demonstration(
@@ -146,11 +221,12 @@ class PromptTokenizer:
     ) -> tuple[list[int], list[bool], list[int]] | None:
         """Token ids of prompt, response and end token, and which of them SFT trains on: response and end.
 
-        The prompt's ids are those that `encode` gives.
+        The prompt's ids are those that `encode` gives. A response that is a whole message (`Prompt.turn`) is what the chat
+        template writes for it.
 
         Args:
             prompt: Has a response.
-            max_tokens: Most tokens in all, such as the model's context.
+            max_tokens: Most tokens in all, by `actor.max_tokens_per_micro_batch`.
 
         Returns:
             ids and loss mask, equally long, and at which id each picture begins; None for a problem that is to be dropped.
@@ -159,7 +235,7 @@ class PromptTokenizer:
             ConfigError: There is no response or no end token, or it is too long.
         """
         if not prompt.response:
-            raise ConfigError(f"prompt {prompt.id} has no demonstration (data.train.response_key): {_shown(prompt)}")
+            raise ConfigError(f"{prompt.where} has no demonstration (data.train.response_key): {_shown(prompt)}")
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(
                 f"the tokenizer of {self.tokenizer.name_or_path} has no end token (eos_token); sft needs one"
@@ -168,25 +244,56 @@ class PromptTokenizer:
         if encoded is None:
             return None
         ids, at = encoded
-        bare = not self.chat_template or prompt.messages[0]["role"] == "raw"
+        bare = self._is_bare(prompt.messages)
+        prompt_text = self.text(self._messages(prompt), prompt.tools)
+        text = self._turn_text(prompt, prompt_text) if prompt.turn else prompt.response
         # Encoded together where the prompt's ids come out the same: some tokenizers put a space before any text.
-        together, _ = self._widened(prompt, self._ids(self.text(self._messages(prompt)) + prompt.response, bare=bare))
-        if together[: len(ids)] == ids and len(together) > len(ids):
-            response = together[len(ids) :]
+        try:
+            joined = self._ids(prompt_text + text, bare=bare)
+        except ConfigError as error:
+            raise ConfigError(f"{prompt.where}: {error}") from None
+        joined, _ = self._widened(prompt, joined)
+        if joined[: len(ids)] == ids and len(joined) > len(ids):
+            response = joined[len(ids) :]
         else:
-            response = self.tokenizer(prompt.response, add_special_tokens=False)["input_ids"]
-        end = [] if response[-1:] == [self.tokenizer.eos_token_id] else [self.tokenizer.eos_token_id]
+            response = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        end_token = self.tokenizer.eos_token_id if bare or self._turn_end is None else self._turn_end
+        end = [] if response[-1:] == [end_token] or (prompt.turn and response[-1] in self._special) else [end_token]
         whole = [*ids, *response, *end]
         if max_tokens is not None and not self._fits(
-            prompt, len(whole), max_tokens, "the model's context", "tokens with its response"
+            prompt, len(whole), max_tokens, "actor.max_tokens_per_micro_batch", "tokens with its response"
         ):
             return None
         return whole, [False] * len(ids) + [True] * (len(whole) - len(ids)), at
 
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return special_tokens(self.tokenizer)
+
+    def _turn_text(self, prompt: Prompt, prompt_text: str) -> str:
+        """Returns what the template writes for the turn of a demonstration, up to the token that ends it."""
+        if self._is_bare(prompt.messages):
+            self.check(prompt)  # it refuses
+        assert prompt.turn is not None
+        try:
+            full = self.text([*self._messages(prompt), prompt.turn], prompt.tools, add_generation_prompt=False)
+        except ConfigError as error:
+            raise ConfigError(f"{prompt.where}: {error}") from None
+        if not full.startswith(prompt_text):
+            raise ConfigError(
+                f"{prompt.where}: the chat template ({template_file(self.tokenizer)}) writes the conversation otherwise where "
+                "the assistant's last turn follows, so that no response can be told from it: take another template, or give "
+                "that turn as a text"
+            )
+        text = full[len(prompt_text) :]
+        names = [self.tokenizer.convert_ids_to_tokens(number) for number in self._special]
+        end = max((text.rfind(name) + len(name) for name in names if name in text), default=0)
+        return text[:end] if end and not text[end:].strip() else text
+
     def fitting(
         self, dataset: PromptDataset, *, demonstrations: bool = False, max_tokens: int | None = None
-    ) -> PromptDataset:
-        """The problems that are not too long. Looks at all of them.
+    ) -> FittingPrompts:
+        """The problems that are not too long. Looks at all of them, or at what was found of the same ones before.
 
         Args:
             dataset: All problems.
@@ -194,27 +301,71 @@ class PromptTokenizer:
             max_tokens: Most of these.
 
         Raises:
-            ConfigError: One is too long and `overlong` is "error", or none is left.
+            ConfigError: One is too long and `overlong` is "error"; the chat template leaves something of one out, or
+                refuses it; or none is left.
         """
-
-        def fits(prompt: Prompt) -> bool:
-            encoded = self.encode_demonstration(prompt, max_tokens) if demonstrations else self.encode(prompt)
-            return encoded is not None
-
-        kept = [index for index in range(len(dataset)) if fits(dataset[index])]
-        if not kept:
-            also = f", or with their responses than the context of {max_tokens}" if max_tokens is not None else ""
-            raise ConfigError(
-                f"all {len(dataset)} prompts are longer than data.max_prompt_tokens={self.max_prompt_tokens}{also}"
+        file = state_folder("prompts") / f"{self._digest(dataset, demonstrations, max_tokens)}.json"
+        known = _read_known(file)
+        if known is None:
+            known = self._look(dataset, demonstrations, max_tokens)
+            with contextlib.suppress(OSError, StorageError):
+                replace_durably(file, json.dumps(known).encode(), sync=False)
+        if len(known["dropped"]) == len(dataset):
+            also = (
+                f", or with their responses than actor.max_tokens_per_micro_batch={max_tokens}"
+                if max_tokens is not None
+                else ""
             )
-        return dataset if len(kept) == len(dataset) else _Chosen(dataset, kept)
+            raise ConfigError(f"all {len(dataset)} prompts are longer than {self.limit}={self.max_prompt_tokens}{also}")
+        return FittingPrompts(dataset, known["dropped"], known["left_out"])
+
+    def _look(self, dataset: PromptDataset, demonstrations: bool, max_tokens: int | None) -> dict[str, list[Any]]:
+        dropped, left_out = list[int](), set[str]()
+        for index in range(len(dataset)):
+            prompt = dataset[index]
+            if not demonstrations:
+                prompt = dataclasses.replace(prompt, turn=None)
+            left_out.update(self.check(prompt))
+            encoded = self.encode_demonstration(prompt, max_tokens) if demonstrations else self.encode(prompt)
+            if encoded is None:
+                dropped.append(index)
+        return {"dropped": dropped, "left_out": sorted(left_out)}
+
+    def _digest(self, dataset: PromptDataset, demonstrations: bool, max_tokens: int | None) -> str:
+        """Returns a digest of all that lengths of problems depend on."""
+        tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
+        vocabulary = (
+            tokenizer.to_str() if tokenizer is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+        )
+        options = [
+            str(self.tokenizer.name_or_path), self.tokenizer.chat_template, self.max_prompt_tokens, self.overlong,
+            self.chat_template, demonstrations, max_tokens, _VERSION,
+        ]  # fmt: skip
+        digest = hashlib.blake2b(vocabulary.encode("utf-8", "surrogatepass"), digest_size=16)
+        digest.update(json.dumps(options, default=str).encode())
+        for index in range(len(dataset)):
+            prompt = dataset[index]
+            row = [
+                prompt.messages,
+                prompt.response,
+                prompt.turn,
+                prompt.tools,
+                [digest_of(image) for image in prompt.images],
+            ]
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+        return digest.hexdigest()
 
     def _widened(self, prompt: Prompt, ids: list[int]) -> tuple[list[int], list[int]]:
         return self.looker.widened(prompt, ids) if prompt.images else (ids, [])
 
     def _ids(self, text: str, bare: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            code = f"\\u{ord(text[error.start]):04x}"
+            raise ConfigError(f"a text has {code}, half of the pair that writes one character: take it out") from None
         # A chat template writes its own beginning; bare text gets the tokenizer's, but no end.
-        ids: list[int] = list(self.tokenizer(text, add_special_tokens=bare)["input_ids"])
+        ids: list[int] = list(self.tokenizer(text, add_special_tokens=bare, verbose=False)["input_ids"])
         return ids[:-1] if bare and ids and ids[-1] == self.tokenizer.eos_token_id and len(ids) > 1 else ids
 
     def _fits(self, prompt: Prompt, length: int, most: int, limit: str, what: str) -> bool:
@@ -222,23 +373,51 @@ class PromptTokenizer:
             return True
         if self.overlong == "error":
             raise ConfigError(
-                f"prompt {prompt.id} has {length} {what}, more than {limit} allows ({most}): {_shown(prompt)}; raise the "
+                f"{prompt.where} has {length} {what}, more than {limit} allows ({most}): {_shown(prompt)}; raise the "
                 "limit, or set data.overlong_prompts=drop"
             )
         return False
 
 
-class _Chosen:
-    """Some of the problems of a dataset."""
+class FittingPrompts:
+    """Problems of a dataset that are not too long.
 
-    def __init__(self, dataset: PromptDataset, positions: list[int]) -> None:
-        self._dataset, self._positions = dataset, positions
+    Attributes:
+        dropped: How many are.
+        left_out: Keys of messages that the chat template writes for the last turn alone (reasoning).
+    """
+
+    def __init__(self, dataset: PromptDataset, dropped: Sequence[int], left_out: Sequence[str]) -> None:
+        positions = frozenset(dropped)
+        self._dataset, self._positions = dataset, [index for index in range(len(dataset)) if index not in positions]
+        self.dropped, self.left_out = len(positions), tuple(left_out)
+
+    def notes(self, key: str) -> list[str]:
+        """Returns what a person is to know of them at the start, in sentences."""
+        notes = []
+        if self.dropped:
+            count = self.dropped + len(self)
+            notes.append(
+                f"{key}: {self.dropped} of {count} problems are dropped, because they are too long "
+                "(data.overlong_prompts=drop)"
+            )
+        if self.left_out:
+            notes.append(f"{key}: the chat template leaves {', '.join(self.left_out)} out of turns before the last")
+        return notes
 
     def __len__(self) -> int:
         return len(self._positions)
 
     def __getitem__(self, index: int) -> Prompt:
         return self._dataset[self._positions[index]]
+
+
+def _read_known(file: Path) -> dict[str, list[Any]] | None:
+    try:
+        known = read_json(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return known if isinstance(known, dict) and known.keys() == {"dropped", "left_out"} else None
 
 
 def _shown(prompt: Prompt) -> str:

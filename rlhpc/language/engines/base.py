@@ -30,7 +30,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides the model's own; the one that ended it is the response's last."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response, such as `</tool>`; kept at its end."""
+    """Texts that end a response, such as `</tool>`; its tokens keep the one that ended it."""
     policy: int = 0
     """Which of several policies draws (`agent.policies`)."""
 
@@ -78,7 +78,7 @@ class RolloutBackend(Protocol):
     `Completion.versions` tells which token is whose.
 
     What only some engines say or can do is in `SaysForkable`, `AwaitsWeights`, `TakesParts`, `TakesShards`, `TellsWeights`,
-    `ScoresTexts`, `SaysExperts`, `DropsRequests` and `Bounded`.
+    `ScoresTexts`, `SaysExperts`, `DropsRequests`, `Bounded`, `HasContext` and `ReadsInChunks`.
     """
 
     @property
@@ -179,7 +179,11 @@ class ScoresTexts(Protocol):
     """An engine that says how likely it finds a text."""
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs of a text's tokens but the first, at temperature 1, by the present weights. What is under way goes on."""
+        """Log-probs of a text's tokens but the first, at temperature 1, by the present weights. What is under way goes on.
+
+        Args:
+            token_ids: The text, shorter than the engine's context: vLLM wants room for a token that it would draw next.
+        """
 
 
 @runtime_checkable
@@ -206,6 +210,22 @@ class Bounded(Protocol):
     """An engine that says how many sequences it makes at a time; what is added beyond waits in it, and for it."""
 
     capacity: int
+
+
+@runtime_checkable
+class HasContext(Protocol):
+    """An engine that says how long a sequence may be."""
+
+    context: int
+    """Most tokens of a prompt and its response."""
+
+
+@runtime_checkable
+class ReadsInChunks(Protocol):
+    """An engine that reads a long prompt in several passes."""
+
+    chunk: int
+    """Most tokens of a pass."""
 
 
 def taking_parts(engine: RolloutBackend) -> TakesParts | None:

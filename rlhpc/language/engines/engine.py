@@ -198,6 +198,11 @@ class Engine:
                 f"request {request.id} has token ids from {min(prompt)} to {max(prompt)}; the model's vocabulary is "
                 f"{self.vocabulary}: is the tokenizer another model's?"
             )
+        if not all(0 <= token < self.vocabulary for token in sampling.stop_token_ids):
+            raise ConfigError(
+                f"request {request.id} has stop_token_ids {sorted(sampling.stop_token_ids)[:8]}; the model's vocabulary is "
+                f"{self.vocabulary}: take tokens of this model"
+            )
         for key, value, good, allowed in (
             ("max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
             ("temperature", sampling.temperature, sampling.temperature >= 0.0, "at least 0"),

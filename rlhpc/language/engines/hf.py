@@ -23,7 +23,8 @@ from rlhpc.language.engines.forward import Forward
 from rlhpc.language.engines.kv import KeyValues, moves_into_places
 from rlhpc.language.engines.ledger import Ledger
 from rlhpc.language.engines.sampling import Rows, draw
-from rlhpc.language.hugging_face import transformers
+from rlhpc.language.fit_checks import beyond_context
+from rlhpc.language.hugging_face import no_progress_bar, transformers
 from rlhpc.language.tokens.model import auto_class
 from rlhpc.language.tokens.pictures import tell_places
 from rlhpc.language.tokens.routing import Routing, routing_of
@@ -102,7 +103,7 @@ class HFRollout(Engine):
         arguments = {"attn_implementation": options.attn_implementation, **options.engine_kwargs}
         auto = auto_class(load_model_config(options.model_path, options.trust_remote_code))
         try:
-            with self._memory(), _no_progress_bar():
+            with self._memory(), no_progress_bar():
                 model = getattr(transformers(), auto).from_pretrained(
                     options.model_path,
                     dtype=getattr(torch, options.dtype),
@@ -134,8 +135,7 @@ class HFRollout(Engine):
 
     def _check(self, request: Request) -> None:
         super()._check(request)
-        if request.sampling.stop:
-            self._stop_texts.require()
+        self._stop_texts.check(request.sampling.stop)
 
     def _queue(self, requests: Sequence[Request]) -> None:
         self._waiting.extend(requests)
@@ -294,20 +294,6 @@ class HFRollout(Engine):
         self._as_sent.clear()
 
 
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Transformers draws one for each model that it loads, also into a log file."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
 def context_length(config: Any, options: EngineOptions) -> int:
     """Longest prompt and response together.
 
@@ -322,9 +308,7 @@ def context_length(config: Any, options: EngineOptions) -> int:
             )
         return int(own)
     if own is not None and options.max_model_len > own:
-        raise ConfigError(
-            f"rollout.max_model_len is {options.max_model_len}; the model's context is {own} (at most that)"
-        )
+        raise ConfigError(beyond_context("rollout.max_model_len", options.max_model_len, own))
     return options.max_model_len
 
 

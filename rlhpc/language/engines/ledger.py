@@ -31,7 +31,7 @@ class Ledger:
         self._tokens, self._versions = (np.zeros((max_rows, 64), dtype=np.int64) for _ in range(2))
         self._logprobs = np.zeros((max_rows, 64), dtype=np.float32)
         self._noise = np.zeros((max_rows, 64), dtype=np.float64)
-        # Few different sets of end tokens are in use: a row holds the number of its set.
+        #: Sets of end tokens, by their line in `_ends`; a row holds the number of its set. There are at most as many as rows.
         self._end_sets: dict[tuple[int, ...], int] = {}
         self._ends = np.zeros((0, vocabulary), dtype=bool)
 
@@ -50,13 +50,23 @@ class Ledger:
         self._count[row], self._limit[row] = 0, limit
         self._noise[row, :limit] = uniforms(request, limit)
         self._watched[row] = bool(request.sampling.stop)
-        ends = request.sampling.stop_token_ids
-        if ends not in self._end_sets:
-            self._end_sets[ends] = len(self._ends)
-            line = np.zeros((1, self._vocabulary), dtype=bool)
-            line[0, [i for i in {*ends, *self._own_ends} if 0 <= i < self._vocabulary]] = True
+        self._end_set[row] = self._number_of(request.sampling.stop_token_ids, row)
+
+    def _number_of(self, ends: tuple[int, ...], rows: int) -> int:
+        """Returns the number of a set of end tokens; a new one takes the number of one that none of the first rows uses."""
+        if ends in self._end_sets:
+            return self._end_sets[ends]
+        used = set(self._end_set[:rows].tolist())
+        idle = next((known for known, number in self._end_sets.items() if number not in used), None)
+        number = len(self._ends) if idle is None else self._end_sets.pop(idle)
+        line = np.zeros((1, self._vocabulary), dtype=bool)
+        line[0, [i for i in {*ends, *self._own_ends} if 0 <= i < self._vocabulary]] = True
+        if idle is None:
             self._ends = np.concatenate([self._ends, line])
-        self._end_set[row] = self._end_sets[ends]
+        else:
+            self._ends[number] = line
+        self._end_sets[ends] = number
+        return number
 
     def noise(self, begin: int) -> np.ndarray:
         """The random numbers of the next token of rows from `begin` on."""

@@ -81,6 +81,7 @@ class VLLMRollout(VLLMProcess, Engine):
     """
 
     awaiting: ClassVar[Mapping[str, Any]] = {"load_format": "dummy"}
+    draws = True
 
     def __init__(
         self,
@@ -115,6 +116,7 @@ class VLLMRollout(VLLMProcess, Engine):
         VLLMProcess.__init__(self, options, config, seed, link)
         self.context = int(self._engine.model_config.max_model_len)
         self.capacity = int(self._engine.vllm_config.scheduler_config.max_num_seqs)
+        self.chunk = int(self._engine.vllm_config.scheduler_config.max_num_batched_tokens)
         self._wanted: Boxes | None = None
         self._expected = {name: math.prod(shape) for name, shape in self._shapes().items()}
         if link is not None:
@@ -167,8 +169,7 @@ class VLLMRollout(VLLMProcess, Engine):
     def _check(self, request: Request) -> None:
         super()._check(request)
         sampling = request.sampling
-        if sampling.stop:
-            self._stop_texts.require()
+        self._stop_texts.check(sampling.stop)
         if not self._filters_logged and (sampling.top_p < 1.0 or sampling.top_k > 0):
             raise ConfigError(
                 "this vLLM does not give the log-probs that losses need where rollout.top_p or top_k is on; turn them off, or "
@@ -304,9 +305,8 @@ class VLLMRollout(VLLMProcess, Engine):
 
     def _took(self, version: int) -> None:
         """All of a version is there."""
-        if self._slept or not self._options.keeps_cache:
+        if not self._options.keeps_cache:
             self._engine.reset_prefix_cache(reset_running_requests=True)
-            self._slept = False
         if self._looks:  # what the old weights saw
             self._engine.reset_encoder_cache()
         for running, token_ids, _ in self._so_far():
@@ -336,10 +336,22 @@ class VLLMRollout(VLLMProcess, Engine):
                     return [float(row[0]) for row in said]
 
     def offload(self) -> None:
-        """See `RolloutBackend.offload`. On the CPU build there is no accelerator to give back."""
-        if self._sleep(level=2):
-            self._slept = True  # the cache, too, is gone
-            self._refuses = "the rollout engine gave its weights away (offload); reload it and send new ones"
+        """See `RolloutBackend.offload`. On the CPU build there is no accelerator to give back.
+
+        Where updates bring adapters alone, the model's own weights never come again: they are kept on the host.
+        """
+        keeps_weights = self._adapters is not None
+        if self._sleep(level=1 if keeps_weights else 2):
+            self._slept = True
+            if not keeps_weights:
+                self._refuses = "the rollout engine gave its weights away (offload); reload it and send new ones"
+
+    def reload(self) -> None:
+        """See `RolloutBackend.reload`. Keys and values of before are gone: what is under way is prefilled again."""
+        super().reload()
+        if self._slept:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._slept = False
 
     def close(self) -> None:
         """Ends the engine (`RolloutBackend.close`)."""

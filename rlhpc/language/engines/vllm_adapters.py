@@ -105,6 +105,17 @@ def _pair(name: str) -> str:
     return name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
 
 
+def _unchanged(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Returns logits as they are, in the place of vLLM's addition of an adapter to the output layer.
+
+    vLLM adds one whether or not there is any, and takes the rows for those of the tokens that are drawn in this step: the
+    log-probs of a prompt have other rows. Beside other requests that is an error on CPUs, and elsewhere another request's
+    adapter.
+    """
+    del args, kwargs
+    return logits
+
+
 def take_adapters(worker: Any, tensors: dict[str, torch.Tensor], config: dict[str, Any], policy: int) -> int:
     """Puts adapters in the place of the last ones, on vLLM's worker.
 
@@ -129,6 +140,9 @@ def take_adapters(worker: Any, tensors: dict[str, torch.Tensor], config: dict[st
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
     )  # fmt: skip
     layers = len(adapter.loras)
+    if "lm_head" not in config["target_modules"]:
+        for wrapper in inner.punica_wrapper_mapping.values():
+            wrapper.add_lora_logits = _unchanged
     inner.remove_adapter(number)
     inner.add_adapter(adapter)
     inner.activate_adapter(number)

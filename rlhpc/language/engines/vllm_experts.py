@@ -11,19 +11,18 @@ from typing import Any
 
 from torch import Tensor
 
+from rlhpc.language.memory.model import EXPERT_COUNTS
 from rlhpc.runtime.errors import ConfigError
 
 #: Mixtures whose log-probs after updates were compared with those of transformers (vLLM 0.32, transformers 5.19). Of the
 #: others some break off, and some go on with wrong weights (Ernie 4.5).
 PROVEN = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
-#: What configurations call the number of experts.
-_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 
 
 def is_mixture(config: Any) -> bool:
     """Whether a Hugging Face configuration is that of a mixture of experts."""
     text = config.get_text_config()
-    return any(getattr(text, name, None) for name in _COUNTS)
+    return any(getattr(text, name, None) for name in EXPERT_COUNTS)
 
 
 def require_proven(config: Any, architecture: str = "") -> None:

@@ -75,6 +75,21 @@ def one_of_several(link: Link | None) -> Iterator[None]:
                 os.environ[variable] = value
 
 
+def sees_all_cards(size: int) -> bool:
+    """Returns whether this process's device mask shows as many accelerators as its engine has ranks.
+
+    vLLM's own all-reduce takes the number of a rank for a place in that mask. Where there is no such place it fails, and NCCL
+    has to add up.
+
+    Args:
+        size: Ranks of the engine.
+    """
+    from vllm.platforms import current_platform
+
+    mask = os.environ.get(current_platform.device_control_env_var)
+    return mask is None or len([device for device in mask.split(",") if device.strip()]) >= size
+
+
 def cores_are_apart() -> bool:
     """Whether no two ranks of the default process group that are on one host may compute on the same core."""
     mine = (host_id(), frozenset(os.sched_getaffinity(0)))

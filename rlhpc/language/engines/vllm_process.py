@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhpc.language.data.pictures import looks
-from rlhpc.language.engines.vllm_launched import one_of_several
+from rlhpc.language.engines.vllm_launched import one_of_several, sees_all_cards
 from rlhpc.language.engines.vllm_pictures import take_pictures
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.scratch import cache_folder
@@ -40,6 +40,8 @@ _LEAKED = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 _UNSEEN = ("trimesh",)
 #: Most memory that the CPU build's cache takes unless told otherwise.
 _CPU_CACHE_BYTES = 4 << 30
+#: Least number of tokens that the CPU build computes in a step.
+_CPU_BATCH_TOKENS = 4096
 
 
 class VLLMProcess:
@@ -57,6 +59,8 @@ class VLLMProcess:
 
     #: What to do where vLLM cannot be had.
     instead = "take rollout_backend hf"
+    #: Whether requests have seeds.
+    draws = False
 
     def __init__(self, options: EngineOptions, config: Any, seed: int, link: Link | None = None) -> None:
         self._options, self._sleeps, self._link = options, options.sleeps, link
@@ -116,6 +120,12 @@ class VLLMProcess:
                 arguments["mm_device_do_normalize"] = False
         if self._on_cpu:
             arguments["enforce_eager"] = True
+            if self.draws:
+                # A prompt that is prefilled in parts has its random numbers taken back, which generators of CPUs cannot do.
+                arguments["enable_chunked_prefill"] = False
+                arguments["max_num_batched_tokens"] = max(
+                    _CPU_BATCH_TOKENS, _context(config.get_text_config(), options)
+                )
             if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
                 arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config.get_text_config(), options)
         arguments.update(options.engine_kwargs)
@@ -135,6 +145,7 @@ class VLLMProcess:
                 "tensor_parallel_size": self._link.size,
                 "distributed_executor_backend": "external_launcher",
                 **({"enable_expert_parallel": True} if options.divides_experts else {}),
+                **({} if self._on_cpu or sees_all_cards(self._link.size) else {"disable_custom_all_reduce": True}),
             }
         with _leaving_no_trace(), _unseen_modules(), one_of_several(self._link), self._explained():
             if self._looks:
@@ -206,13 +217,18 @@ class VLLMProcess:
         gc.collect()
 
 
+def _context(config: Any, options: EngineOptions) -> int:
+    """Returns the number of tokens of the longest sequence."""
+    return options.max_model_len or int(getattr(config, "max_position_embeddings", 4096))
+
+
 def _cpu_cache_bytes(config: Any, options: EngineOptions) -> int:
     """Bytes for the largest number of sequences at full length, up to a limit; by itself vLLM would take most of the
     memory."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * heads * width * getattr(torch, options.dtype).itemsize
-    length = options.max_model_len or int(getattr(config, "max_position_embeddings", 4096))
+    length = _context(config, options)
     # Its blocks are of up to 128 tokens; one sequence of full length must fit whatever the limit is.
     blocks = -(-length // 128) + 1
     return int(max(token * 128 * blocks * 2, min(_CPU_CACHE_BYTES, token * 128 * blocks * options.batch)))

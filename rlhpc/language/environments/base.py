@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import random
 import re
 import typing
@@ -11,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from rlhpc.language.agents.policy_text import parse_json
 from rlhpc.language.data.prompts import Prompt
 
 Message = dict[str, Any]
@@ -184,14 +184,14 @@ class ToolEnvironment(Environment):
         if method is None:
             return f"error: there is no tool {name}; there are: {', '.join(self._methods)}"
         try:
-            given = json.loads(arguments)
+            values = parse_json(arguments)
         except ValueError:
-            given = arguments
+            values = arguments
         try:
-            found = str(method(**given) if isinstance(given, dict) else method(*filter(None, [arguments])))
+            result = str(method(**values) if isinstance(values, dict) else method(*filter(None, [arguments])))
         except Exception as error:  # the model's mistake: it is told
-            found = f"error: {error}"
-        return found if len(found) <= LONGEST else found[:LONGEST] + "…"
+            result = f"error: {error}"
+        return result if len(result) <= LONGEST else result[:LONGEST] + "…"
 
 
 def described(name: str, method: Callable[..., Any]) -> dict[str, Any]:

@@ -46,7 +46,12 @@ class EnvironmentProblems:
             problem = self._problem(number)
             return belongs(str(problem.meta.get("part", problem.question)), part, fraction)
 
-        self._numbers = choose(cfg, [self._environment.count(**given)], keep, part=part, key=key)
+        try:
+            count = self._environment.count(**given)
+            self._problem(max(count - 1, 0))
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"{key}.kwargs: {name} makes no problem of {given}: {error}") from error
+        self._numbers = choose(cfg, [count], keep, part=part, key=key)
         self._rows: list[Prompt] | None = None
         if shows:
             self._rows = [

@@ -15,10 +15,13 @@ from collections.abc import Sequence
 
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.environments.base import Said, Step, Task, ToolEnvironment, tool
+from rlhpc.runtime.errors import ConfigError
 
 _FACTS = ("home", "make")
 _FIRST, _MIDDLE = "bdfgjklmnprstvz", "aeiou"
 _PLACES = 60
+#: Names that there are, less those of places.
+_MOST_PAGES = len(_FIRST) ** 2 * len(_MIDDLE) - _PLACES
 
 
 class Bm25:
@@ -54,11 +57,16 @@ class World:
     """Pages, and an index of them.
 
     Args:
-        pages: How many; at most 1000.
-        seed: Which.
+        pages: Their number, up to 1065.
+        seed: Seed of the world.
+
+    Raises:
+        ConfigError: There are no names for so many pages.
     """
 
     def __init__(self, pages: int, seed: int) -> None:
+        if not 1 <= pages <= _MOST_PAGES:
+            raise ConfigError(f"kwargs.pages of the environment search is {pages}; allowed: 1 to {_MOST_PAGES}")
         rng = random.Random(f"search {seed}")
         names = [a + b + c for a in _FIRST for b in _MIDDLE for c in _FIRST]
         rng.shuffle(names)
@@ -101,7 +109,7 @@ class Search(ToolEnvironment):
     @classmethod
     def count(cls, pages: int = 400, world: int = 0, hops: Sequence[int] = (1, 2), careless: float = 0.0) -> int:
         """Who is asked for, what about them, over how many pages."""
-        return pages * len(_FACTS) * len(hops)
+        return len(world_of(pages, world).names) * len(_FACTS) * len(hops)
 
     @classmethod
     def problem(

@@ -6,6 +6,7 @@ import contextlib
 import random
 import sqlite3
 import time
+from typing import Any
 
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.environments.base import Said, Step, Task, ToolEnvironment, tool
@@ -48,6 +49,10 @@ _ASKED = (
     ),
 )
 _MOST_S, _ROWS = 1.0, 50
+#: Most bytes of a value and of a query; and opcodes between looks at the clock. An opcode is quick on values so small.
+_MAX_BYTES, _OPCODES = 1 << 14, 100
+#: Functions that take as long as a number in their arguments says, whatever the length of their result.
+_SLOW_FUNCTIONS = ("printf", "format")
 
 
 class Sql(ToolEnvironment):
@@ -75,7 +80,7 @@ class Sql(ToolEnvironment):
     def query(self, sql: str) -> str:
         """The rows that a query in SQL gives."""
         end = time.monotonic() + _MOST_S
-        self._connection.set_progress_handler(lambda: time.monotonic() > end, 1000)
+        self._connection.set_progress_handler(lambda: time.monotonic() > end, _OPCODES)
         rows = self._connection.execute(sql).fetchmany(_ROWS)
         self._shown = "\n".join(" | ".join(map(str, row)) for row in rows) or "no rows"
         return self._shown
@@ -104,5 +109,12 @@ def tables(seed: int) -> sqlite3.Connection:
     connection.executemany("INSERT INTO person VALUES (?, ?, ?)", people)
     connection.commit()
     allowed = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
-    connection.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in allowed else sqlite3.SQLITE_DENY)
+
+    def authorize(action: int, _: str | None, name: str | None, *__: Any) -> int:
+        slow = action == sqlite3.SQLITE_FUNCTION and str(name).lower() in _SLOW_FUNCTIONS
+        return sqlite3.SQLITE_OK if action in allowed and not slow else sqlite3.SQLITE_DENY
+
+    connection.set_authorizer(authorize)
+    for limit in (sqlite3.SQLITE_LIMIT_LENGTH, sqlite3.SQLITE_LIMIT_SQL_LENGTH):
+        connection.setlimit(limit, _MAX_BYTES)
     return connection

@@ -50,7 +50,7 @@ def largest_context(name: str, serving: Serving, room: float) -> Mapping[str, st
     del room
     if serving.engine != "vllm" or not serving.accelerated or serving.room is None:
         return {}
-    tokens = min(math.floor(serving.left() / serving.token), serving.size.context or 1 << 62)
+    tokens = min(serving.longest_in(serving.left()), serving.size.context or 1 << 62)
     return {f"{name}.max_model_len": f"{tokens} tokens"} if tokens > 0 else {}
 
 

@@ -9,23 +9,31 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rlhpc.language.data.builtin import PREFIX
 from rlhpc.language.data.tiny import SPECIAL, VOCABULARY
 from rlhpc.language.memory.known import known
+from rlhpc.runs.hub import cached_config
 from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.files import expand_home
+from rlhpc.training.targets import is_all_linear, is_target
 
 #: Families whose shapes follow from the configuration: decoder layers of attention and a gated MLP, or a mixture of them.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 _MIXTURES = ("qwen3_moe", "mixtral")
+#: What configurations call the number of experts.
+EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 #: What a configuration says where a model divides its head's result, or bounds it.
 _BEYOND_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+#: What a configuration says about keys and values, or leaves to defaults.
+_CACHE_KEYS = (
+    "layer_types", "sliding_window", "attention_chunk_size", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
+    "v_head_dim",
+)  # fmt: skip
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 #: Names of the linear layers that adapters go on, where all linear layers get one.
@@ -43,6 +51,10 @@ class ModelSize:
     Attributes:
         family: Its `model_type`.
         shapes: Of all parameters, by name; tied ones once.
+        windows: Of each layer that keeps keys and values: tokens that it looks back at most.
+        latent: Of latent attention (MLA): numbers that are kept of a token in a layer, where heads are made of them anew.
+        latent_heads: Numbers of a head that are kept otherwise.
+        linear: Names of the layers that `all-linear` gives adapters (`training.lora.linear_layers`).
         hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary: As everybody calls them.
         experts, per_token, expert_width: Of a mixture: experts of a layer, those that a token goes to, and their inner width.
         qk_norm: Whether queries and keys are normalized.
@@ -65,6 +77,10 @@ class ModelSize:
     qk_norm: bool = False
     context: int | None = None
     whole_logits: bool = False
+    linear: frozenset[str] = frozenset()
+    windows: tuple[float, ...] = ()
+    latent: int = 0
+    latent_heads: int = 0
 
     @functools.cached_property
     def parameters(self) -> int:
@@ -112,17 +128,28 @@ class ModelSize:
         Args:
             targets: `actor.lora.target_modules`.
         """
-        wanted = LINEAR if targets == "all-linear" else {targets} if isinstance(targets, str) else set(targets)
+        every = is_all_linear(targets)
         found: dict[str, tuple[int, int]] = {}
         for name, shape in self.shapes.items():
             module = name.removesuffix(".weight")
-            if module != name and len(shape) == 2 and module.rpartition(".")[2] in wanted:
+            if module != name and len(shape) == 2 and (module in self.linear if every else is_target(module, targets)):
                 found[module] = (shape[0], shape[1])
         return found
 
-    def key_value_bytes(self, itemsize: int, tensor: int = 1) -> float:
-        """Bytes of a token's keys and values on a rank, of all layers."""
-        return 2.0 * self.layers * max(self.kv_heads / tensor, 1) * self.head_dim * itemsize
+    def key_value_bytes(self, itemsize: int, tokens: float, tensor: int = 1, *, compact: bool = False) -> float:
+        """Returns the bytes of a sequence's keys and values on a rank, of all layers.
+
+        Args:
+            itemsize: Bytes of a number.
+            tokens: Length of the sequence.
+            tensor: Ranks that share the heads.
+            compact: The engine keeps no tokens beyond a layer's window, and of latent attention the latent vectors alone.
+        """
+        each = 2.0 * max(self.kv_heads / tensor, 1) * self.head_dim
+        if self.latent:
+            each = float(self.latent) if compact else self.latent_heads * max(self.heads / tensor, 1)
+        cached = sum(min(tokens, window) if compact else tokens for window in self.windows)
+        return itemsize * each * cached
 
 
 def size_of(
@@ -146,10 +173,15 @@ def size_of(
     config = config_of(path, kwargs) if config is None else config
     text = {**config, **(config.get("text_config") or {})}
     if text.get("model_type") in FAMILIES:
-        return _sized(text, dict(_shapes(text)))
+        shapes = dict(_shapes(text))
+        # What a mixture has beside attention, peft takes for its experts.
+        last_parts = _ATTENTION if _experts(text) else LINEAR
+        layers = (name.removesuffix(".weight") for name in shapes)
+        return _sized(text, shapes, frozenset(name for name in layers if name.rpartition(".")[2] in last_parts))
     if not build:
         raise NotKnown(f"{path}: models of type {text.get('model_type')} are looked at by rlhpc plan alone")
-    return _sized(text, _built(path, config))
+    defaults, shapes, linear = _built(path, config)
+    return _sized({**text, **defaults}, shapes, linear)
 
 
 def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
@@ -161,33 +193,25 @@ def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapp
     if not path:
         raise NotKnown("no model is named")
     if path == f"{PREFIX}tiny":
-        return _tiny(**{str(key): value for key, value in (kwargs or {}).items()})
+        try:
+            return _tiny(**{str(key): value for key, value in (kwargs or {}).items()})
+        except TypeError as error:  # whoever makes the model says what it takes
+            raise NotKnown(f"{path} with {dict(kwargs or {})}: {error}") from None
     if path.startswith(PREFIX):
         path = {"builtin:smollm2": "HuggingFaceTB/SmolLM2-135M"}.get(path.lower(), path)
-    file = Path(path).expanduser() / "config.json"
-    for found in (file, _cached(path)):
-        if found is not None and found.is_file():
+    file = expand_home(path) / "config.json"
+    for config_file in (file, cached_config(path)):
+        if config_file is not None and config_file.is_file():
             try:
-                return dict(json.loads(found.read_text()))
+                return dict(json.loads(config_file.read_text()))
             except (OSError, ValueError) as error:
-                raise NotKnown(f"{found} cannot be read ({error})") from error
+                raise NotKnown(f"{config_file} cannot be read ({error})") from error
     if (by_name := known(path)) is not None:
         return by_name
     raise NotKnown(
         f"{path}: no folder, nothing of it in the hub's cache here, and none of the models known by name; give a folder with "
         "its config.json (weights are not needed to plan)"
     )
-
-
-def _cached(name: str) -> Path | None:
-    """The newest config.json of a hub name in the hub's cache; nothing is asked of the hub."""
-    home = Path(os.environ.get("HF_HOME", Path("~/.cache/huggingface").expanduser()))
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    found = (cache / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json")
-    try:
-        return max(found, key=lambda path: path.stat().st_mtime, default=None)
-    except OSError:
-        return None
 
 
 def _tiny(
@@ -202,15 +226,20 @@ def _tiny(
     }  # fmt: skip
 
 
-def _sized(c: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelSize:
+def _sized(c: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], linear: frozenset[str]) -> ModelSize:
     heads = int(c.get("num_attention_heads") or c.get("n_head") or 1)
     hidden = int(c.get("hidden_size") or c.get("n_embd") or 0)
     experts = _experts(c)
     inner = int(c.get("intermediate_size") or c.get("n_inner") or 4 * hidden)
     context = c.get("max_position_embeddings") or c.get("n_positions")
+    latent = int(c.get("kv_lora_rank") or 0)
     return ModelSize(
         family=str(c.get("model_type")),
         shapes=shapes,
+        linear=linear,
+        windows=tuple(_windows(c)),
+        latent=latent + int(c.get("qk_rope_head_dim") or 0) if latent else 0,
+        latent_heads=sum(int(c.get(f"{part}_head_dim") or 0) for part in ("qk_nope", "qk_rope", "v")) if latent else 0,
         hidden=hidden,
         layers=int(c.get("num_hidden_layers") or c.get("n_layer") or 0),
         heads=heads,
@@ -225,6 +254,21 @@ def _sized(c: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Model
         context=None if context is None else int(context),
         whole_logits=any(c.get(key) not in (None, 1, 1.0) for key in _BEYOND_HEAD),
     )
+
+
+def _windows(c: Mapping[str, Any]) -> Iterator[float]:
+    """Yields for each layer that keeps keys and values how many tokens it looks back at most."""
+    layers = int(c.get("num_hidden_layers") or c.get("n_layer") or 0)
+    window = float(c.get("sliding_window") or math.inf)
+    kinds = c.get("layer_types")
+    if not kinds:  # of such families all layers are alike, but the first ones of Qwen
+        first = layers if c.get("use_sliding_window") is False else int(c.get("max_window_layers") or 0)
+        kinds = ["sliding_attention" if number >= first else "full_attention" for number in range(layers)]
+    for kind in kinds:
+        if kind == "chunked_attention":
+            yield float(c.get("attention_chunk_size") or math.inf)
+        elif "attention" in kind and "linear" not in kind:
+            yield window if kind == "sliding_attention" else math.inf
 
 
 def _shapes(c: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -281,11 +325,16 @@ def _feed_forward(c: Mapping[str, Any], number: int, at: str) -> Iterator[tuple[
     yield f"{at}.experts.down_proj", (experts, hidden, inner)
 
 
-def _built(path: str | None, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The parameters of a model of any other family, built on the meta device."""
+def _built(
+    path: str | None, config: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], frozenset[str]]:
+    """Returns facts of a model of any other family, built on the meta device: what its configuration leaves to defaults about
+    keys and values; its parameters; and its `ModelSize.linear`."""
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
+
+        from rlhpc.training.lora import linear_layers
     except ImportError as error:
         raise NotKnown(f"{path}: models of this type are built to be looked at, which needs {error.name}") from error
     try:
@@ -296,4 +345,7 @@ def _built(path: str | None, config: Mapping[str, Any]) -> dict[str, tuple[int, 
     except (KeyError, ValueError, ImportError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotKnown(f"{path}: this transformers cannot build it: {reason}") from error
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    inner = made.get_text_config()
+    facts = {key: value for key in _CACHE_KEYS if (value := getattr(inner, key, None)) is not None}
+    return facts, shapes, frozenset(linear_layers(model))

@@ -9,7 +9,7 @@ from typing import Any
 from rlhpc.config.parallel import Sizes
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import plain, select, typed
-from rlhpc.language.config import GrpoConfig, TrainedLanguageConfig
+from rlhpc.language.config import GrpoConfig, SftConfig, TrainedLanguageConfig, responses_per_step
 from rlhpc.language.memory.advice import largest_context, largest_micro_batch, nearest, wider_engines
 from rlhpc.language.memory.head import scoring_chunk
 from rlhpc.language.memory.layers import Layers
@@ -35,6 +35,8 @@ _BACKENDS = ("local", "fsdp", "deepspeed")
 #: Names of the engines that an account can be made of.
 _ENGINES = ("hf", "vllm")
 _HALF = ("bfloat16", "float16")
+#: Terms of an optimizer step that are gone when weights are sent.
+FREED_BY_A_STEP = ("gradients", "optimizer temporaries")
 
 
 def accounts(
@@ -57,12 +59,21 @@ def _account(cfg: TrainedLanguageConfig, name: str, ranks: Ranks, build: bool) -
         if name == "actor":
             return _trained(cfg, name, cfg.actor, ranks, build)
         if name == "rollout":
-            return _rollout(typed(GrpoConfig, cfg), ranks, build)
+            return _rollout(_engines_config(cfg), ranks, build)
         if name == CRITIC:
             return _trained(cfg, name, typed(GrpoConfig, cfg).critic, ranks, build)
         return _scoring(typed(GrpoConfig, cfg), name, ranks, build)
     except NotKnown as error:
         return Account(name, unknown=str(error))
+
+
+def _engines_config(cfg: TrainedLanguageConfig) -> GrpoConfig:
+    """Returns the configuration by which the engines of a run answer."""
+    if select(cfg, "rollout.parallel") is not None:
+        return typed(GrpoConfig, cfg)
+    from rlhpc.language.roles.evaluation import answering_config
+
+    return answering_config(typed(SftConfig, cfg))
 
 
 def itemsize(dtype: str, accelerated: bool) -> int:
@@ -115,7 +126,8 @@ def training_of(
     prompt, response = longest(cfg)
     grpo = typed(GrpoConfig, cfg) if _writes(cfg) else None
     roles = group_roles(grpo) if grpo is not None else {}
-    reference = grpo is not None and name == "actor" and grpo.algorithm.kl_coef > 0 and REFERENCE not in roles
+    compares = grpo is not None and grpo.algorithm.kl_coef > 0 and REFERENCE not in roles
+    reference = name == "actor" and (compares or cfg.runner.task_type.lower() == "dpo")
     eager = section.model.attn_implementation == "eager"
     causal = name == "actor" and cfg.runner.task_type.lower() != "reward_model"
     return Training(
@@ -141,7 +153,7 @@ def _tokens(cfg: RunConfig, section: LanguageActorConfig, sizes: Sizes, length: 
     """Tokens of the largest micro-batch: what may be in one, or less where an optimizer step has less for a rank."""
     if not _writes(cfg):  # nobody says how long the rows are
         return section.max_tokens_per_micro_batch
-    step = int(select(section, "global_batch_size") or select(cfg, "data.prompts_per_step") or 1)
+    step = int(select(section, "global_batch_size") or responses_per_step(typed(GrpoConfig, cfg)))
     whole = length * math.ceil(step / sizes.data)
     return max(min(section.max_tokens_per_micro_batch, whole), min(length, whole))
 
@@ -185,7 +197,7 @@ def _trained(cfg: TrainedLanguageConfig, name: str, section: LanguageActorConfig
 
 def _sending(training: Training, moments: Sequence[Moment]) -> Moment:
     """While weights are sent: what is there between steps, one weight in full, and the part that it is written to."""
-    held = [term for term in moments[-1].terms if term.name not in ("gradients", "step's temporaries")]
+    held = [term for term in moments[-1].terms if term.name not in FREED_BY_A_STEP]
     whole = 4.0 * training.size.largest if training.backend != "local" else 0.0
     return Moment("weights are sent", (*held, *terms(a_weight_in_full=whole, part_of_an_update=float(PART))))
 
@@ -245,7 +257,7 @@ def counted(parameters: int) -> str:
 
 def _rollout(cfg: GrpoConfig, ranks: Ranks, build: bool) -> Account:
     prompt, response = longest(cfg)
-    step = cfg.data.prompts_per_step * cfg.algorithm.group_size
+    step = responses_per_step(cfg)
     return _serving(
         cfg, "rollout", cfg.actor.model, cfg.rollout, cfg.rollout.rollout_backend, ranks, prompt, response, step, build
     )
@@ -299,7 +311,7 @@ def _serving(
 
 def _scoring(cfg: GrpoConfig, name: str, ranks: Ranks, build: bool) -> Account:
     if name == JUDGE:
-        step = cfg.data.prompts_per_step * cfg.algorithm.group_size
+        step = responses_per_step(cfg)
         judge = cfg.judge
         return _serving(
             cfg, name, judge.model, judge, judge.rollout_backend, ranks, judge.max_prompt_tokens, judge.max_new_tokens,
@@ -310,7 +322,7 @@ def _scoring(cfg: GrpoConfig, name: str, ranks: Ranks, build: bool) -> Account:
         raise NotKnown(f"{name} has no model that the configuration names")
     if group.scorer == ENGINE:
         prompt, response = longest(cfg)
-        step = cfg.data.prompts_per_step * cfg.algorithm.group_size
+        step = responses_per_step(cfg)
         return _serving(cfg, name, group.model, cfg.teacher, "vllm", ranks, prompt, response, step, build)
     return frozen_account(
         cfg, name, group.model, group.max_tokens, ranks, logits="logprobs" in group.scorer, build=build
@@ -323,7 +335,7 @@ def frozen_account(
     """A rank with a model that is not trained, and reads what others have written."""
     size: ModelSize = size_of(model.model_path, plain(select(model, "kwargs")), build=build)
     b = itemsize(model.dtype, ranks.accelerated)
-    step = sum(longest(cfg)) * math.ceil(cfg.data.prompts_per_step * cfg.algorithm.group_size / ranks.number)
+    step = sum(longest(cfg)) * math.ceil(responses_per_step(cfg) / ranks.number)
 
     def moment(tokens: int) -> Moment:
         layers = Layers(size, b, not ranks.accelerated)

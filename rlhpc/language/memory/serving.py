@@ -73,10 +73,17 @@ class Serving:
         """Bytes of the weights on a rank."""
         return self.copies * self.itemsize * self.size.parameters / self.tensor
 
-    @property
-    def token(self) -> float:
-        """Bytes of a token's keys and values on a rank."""
-        return self.size.key_value_bytes(self.itemsize, self.tensor)
+    def sequence(self, tokens: float) -> float:
+        """Returns the bytes of a sequence's keys and values on a rank."""
+        return self.size.key_value_bytes(self.itemsize, tokens, self.tensor, compact=self.engine == "vllm")
+
+    def longest_in(self, nbytes: float) -> int:
+        """Returns the number of tokens of the longest sequence whose keys and values a cache holds."""
+        low, high = 0, 1 << 40
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.sequence(middle) <= nbytes else (low, middle - 1)
+        return low
 
     @property
     def sequences(self) -> int:
@@ -103,17 +110,17 @@ class Serving:
         if self.engine == "vllm":
             return (Term("KV cache", self.cache_bytes(), self.cache_words()),)
         columns = -(-(self.length * _GROWTH + _MORE) // _BLOCK) * _BLOCK
-        rows = self.sequences * self.token
-        return terms(KV_cache=rows * columns, KV_cache_that_grows=rows * self.length)
+        rows = self.sequences
+        return terms(KV_cache=rows * self.sequence(columns), KV_cache_that_grows=rows * self.sequence(self.length))
 
     def cache_bytes(self) -> float:
         """Bytes of vLLM's cache: what its part of the accelerator leaves, but no less than a sequence of full length."""
-        least = self.context * self.token
+        least = self.sequence(self.context)
         if not self.accelerated:
-            blocks = self.token * 128 * (-(-self.context // 128) + 1)
+            blocks = self.sequence(128 * (-(-self.context // 128) + 1))
             return max(2 * blocks, min(CPU_CACHE, blocks * self.sequences))
         if self.room is None:
-            return max(least, self.sequences * self.length * self.token)
+            return max(least, self.sequences * self.sequence(self.length))
         return max(least, self.left())
 
     def left(self) -> float:
@@ -122,7 +129,7 @@ class Serving:
 
     def fitting(self) -> int:
         """Sequences of the run's longest length for which the cache has room."""
-        return math.floor(self.cache_bytes() / (self.length * self.token))
+        return math.floor(self.cache_bytes() / self.sequence(self.length))
 
     def cache_words(self) -> str:
         """The cache, in sequences."""
@@ -132,7 +139,7 @@ class Serving:
         """Why the engine could not be made."""
         if self.engine != "vllm" or not self.accelerated or self.room is None:
             return ()
-        share, least = self.utilization * self.room, self.context * self.token
+        share, least = self.utilization * self.room, self.sequence(self.context)
         if self.left() >= least:
             return ()
         term = "weights" if self.weights + _GRAPHS > share else "KV cache"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from rlhpc.config.parallel import Sizes
 from rlhpc.config.typed import typed
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config import GrpoConfig, responses_per_step
 from rlhpc.language.memory.advice import divisions, held
 from rlhpc.language.memory.model import size_of
 from rlhpc.language.memory.roles import counted, training_of
@@ -21,7 +21,8 @@ from rlhpc.language.memory.serving import Serving
 from rlhpc.language.memory.training import Training
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.account import GIB, SPARE, Ranks
-from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.exit_codes import report_errors
 
 MODELS = (
     "Qwen/Qwen2.5-7B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "meta-llama/Llama-3.1-70B", "Qwen/Qwen3-30B-A3B",
@@ -99,7 +100,7 @@ def _serving(cfg: GrpoConfig) -> str:
         size = size_of(model)
         for tensor in _ENGINES:
             engine = Serving(
-                size, "vllm", 2, True, ROOM, prompt, response, cfg.data.prompts_per_step * cfg.algorithm.group_size,
+                size, "vllm", 2, True, ROOM, prompt, response, responses_per_step(cfg),
                 tensor=tensor, utilization=cfg.rollout.gpu_memory_utilization, at_once=cfg.rollout.max_batch_size,
                 longest=cfg.rollout.max_model_len,
             )  # fmt: skip
@@ -118,15 +119,14 @@ def _serving(cfg: GrpoConfig) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     """`python -m rlhpc.language.memory.tables CONFIG`."""
     given = list(sys.argv[1:] if words is None else words)
-    if len(given) != 1:
-        print("rlhpc: give one configuration, such as configs/reasoning/large.yaml", file=sys.stderr)
-        return 2
-    try:
+
+    def command() -> int:
+        if len(given) != 1:
+            raise ConfigError("give one configuration, such as configs/reasoning/large.yaml")
         print(tables(given[0]))
-    except RlhpcError as error:
-        print(f"rlhpc: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+        return 0
+
+    return report_errors(command)
 
 
 if __name__ == "__main__":

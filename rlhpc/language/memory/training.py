@@ -90,7 +90,7 @@ class Training:
     @property
     def trained(self) -> int:
         """Parameters that are trained."""
-        return self.adapters() or self.size.parameters - self._headless
+        return self.adapters() if self.lora else self.size.parameters - self._headless
 
     @property
     def _headless(self) -> int:
@@ -173,8 +173,8 @@ class Training:
         temporary = 0.0 if self.accelerated else 4.0 * trained
         return {
             LOSS: (*base, *kept, *self.at_loss()),
-            BACKWARD: (*base, *kept, *terms(backward_pass_of_a_layer=self.recomputed(), a_weight_s_gradient=one)),
-            STEP: (*base, *terms(step_s_temporaries=temporary)),
+            BACKWARD: (*base, *kept, *terms(backward_pass_of_a_layer=self.recomputed(), gradient_of_a_weight=one)),
+            STEP: (*base, *terms(optimizer_temporaries=temporary)),
         }
 
     def _widest(self) -> float:
@@ -253,7 +253,7 @@ class Training:
         return {
             LOSS: (*base, *gathered, *kept, *self.at_loss(), *terms(gradients=gradients)),
             BACKWARD: (*base, *gathered, *kept, *pending, *terms(backward_pass_of_a_layer=self.recomputed())),
-            STEP: (*base, *terms(gradients=gradients, step_s_temporaries=4.0 * trained / ranks)),
+            STEP: (*base, *terms(gradients=gradients, optimizer_temporaries=4.0 * trained / ranks)),
         }
 
     # -- on the host ------------------------------------------------------------------------------------------------

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from rlhpc.runtime.errors import ConfigError
 
 _NUMBER = re.compile(r"(?<![\w.])-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
+_TEX_BRACE = re.compile(
+    r"\\.|[{}]", re.DOTALL
+)  # a backslash escapes the next character, so "\\\\}" is a row's end and a brace
 
 
 def squeeze(text: str) -> str:
@@ -25,11 +28,10 @@ def boxed(text: str) -> str | None:
         words = text[start:].removeprefix("\\boxed").removeprefix("\\fbox").split()
         return words[0].strip("$.,") if words else None  # \boxed 5
     depth = 0
-    for i in range(opened, len(text)):
-        if text[i] in "{}" and text[i - 1] != "\\":
-            depth += 1 if text[i] == "{" else -1
-            if depth == 0:
-                return text[opened + 1 : i].strip()
+    for token in _TEX_BRACE.finditer(text, opened):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if depth == 0:
+            return text[opened + 1 : token.start()].strip()
     return None
 
 

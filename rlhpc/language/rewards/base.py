@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +19,7 @@ class Sample:
         tokens: Length of the response.
         finished: Whether it ended by itself, rather than at the length limit.
         messages: The whole conversation before it, as chat templates take it.
+        tools: Definitions of the tools that the model was shown.
     """
 
     prompt: str
@@ -27,7 +28,8 @@ class Sample:
     meta: dict[str, Any] = field(default_factory=dict)
     tokens: int = 0
     finished: bool = True
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 class Reward(Protocol):
@@ -45,6 +47,26 @@ class SaysInline(Protocol):
     that says so."""
 
     inline: bool | Callable[..., bool]
+
+
+@runtime_checkable
+class ChecksProblems(Protocol):
+    """A reward that can tell, without a response, whether it can judge a problem."""
+
+    @staticmethod
+    def check_problem(meta: Mapping[str, Any]) -> None:
+        """Refuses a problem that it cannot judge.
+
+        Raises:
+            ValueError: Says what is wrong with it.
+        """
+
+
+@runtime_checkable
+class Comparing(Protocol):
+    """A reward that compares with the reference answer, so that a problem without one cannot be judged."""
+
+    needs_answer: bool
 
 
 @runtime_checkable

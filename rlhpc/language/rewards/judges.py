@@ -15,7 +15,6 @@ import os
 import pickle
 import random
 import resource
-import select
 import shutil
 import signal
 import socket
@@ -28,6 +27,7 @@ from typing import Any
 from rlhpc.language.rewards.base import Bounded, Preloading, Reward, Sample
 from rlhpc.language.rewards.registry import build_reward
 from rlhpc.runtime import wire
+from rlhpc.runtime.descriptors import readable
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.parents import adopt_orphans, die_with_parent, outlive_parent
 
@@ -82,11 +82,11 @@ class JudgeServer:
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         while True:
-            ready, _, _ = select.select([self.control, reader], [], [])
-            if reader in ready:
+            ready = readable([self.control.fileno(), reader.fileno()])
+            if reader.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     reader.recv(4096)
-            if self.control in ready:
+            if self.control.fileno() in ready:
                 asked = wire.receive(self.control)
                 if asked is None:
                     break
@@ -170,8 +170,9 @@ def _kill_tree(pid: int, itself: bool = True) -> None:
 
 
 def main() -> None:
-    """Arguments: a descriptor and the pool's process. What to judge by comes first over the socket."""
-    fd, pool = int(sys.argv[1]), int(sys.argv[2])
+    """Arguments: a descriptor, the pool's process, and the folder of the judges' files. What to judge by comes first over the
+    socket."""
+    fd, pool, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     die_with_parent(pool)  # while a user's module is imported, nobody reads the socket
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -191,6 +192,5 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     outlive_parent()  # from here on the socket tells, also where the pool's thread ends before its process
-    folder = tempfile.mkdtemp(prefix="rlhpc-judges-")
-    wire.send(control, {"ready": os.getpid(), "folder": folder})
+    wire.send(control, {"ready": os.getpid()})
     JudgeServer(control, spec, Path(folder)).serve()

@@ -5,19 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import re
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Any
 
 from rlhpc.language.rewards.answers import check_ways, extract
 from rlhpc.language.rewards.base import Sample
+from rlhpc.language.rewards.notation import MAX_CHARACTERS, parse_number, parse_word, to_latex
 from rlhpc.runtime.lookup import required
-
-_MOST_CHARACTERS = 1000
-_PLAIN = re.compile(r"([-+]?)(\d+(?:,\d{3})*|\d*)(\.\d+)?(?:[eE]([-+]?\d{1,3}))?(?:/(\d+))?")
-_UNIT = re.compile(r"\s+[A-Za-z]{2,}$")
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")
 
 
 class MathReward:
@@ -33,6 +27,7 @@ class MathReward:
             that a reader has to guess.
     """
 
+    needs_answer = True
     preload = ("math_verify",)
     memory_mb = 4096
 
@@ -49,39 +44,25 @@ class MathReward:
         return float(given is not None and equal(wanted, given))
 
 
-def equal(wanted: str, given: str) -> bool:
-    """Whether two answers are the same number, expression, set, interval or text. The reference comes first."""
-    if len(given) > _MOST_CHARACTERS:
+def equal(reference: str, answer: str) -> bool:
+    """Returns whether two answers are the same number, expression, set, interval, matrix or text, as math-verify says.
+
+    Identical texts, plain numbers of one value and identical words need no parser; every other pair goes to it.
+    """
+    if len(answer) > MAX_CHARACTERS:
         return False
-    wanted, given = _tidy(wanted), _tidy(given)
-    if wanted == given:
+    reference, answer = to_latex(reference), to_latex(answer)
+    if reference == answer:
         return True
-    number = _number(wanted)
-    if number is not None and (found := _number(_UNIT.sub("", given))) is not None:  # 18, where it says 18 dollars
-        return number == found
+    number = parse_number(reference)
+    if number is not None and number == parse_number(answer):
+        return True
+    word = parse_word(reference)
+    if word is not None and word == parse_word(answer):
+        return True
     # The caller's deadline ends what takes too long; alarms of the library's own would need the main thread.
     library = importlib.import_module("math_verify")
-    return bool(library.verify(_parsed(wanted), _parsed(given), timeout_seconds=None))
-
-
-def _tidy(answer: str) -> str:
-    answer = answer.strip().strip("$").strip()
-    for spaced in ("\\!", "\\,", "\\;", "\\ "):
-        answer = answer.replace(spaced, "")
-    return answer.removesuffix(".").strip()
-
-
-def _number(text: str) -> Fraction | None:
-    text = re.sub(r"^([-+])\s+", r"\1", text.removeprefix("\\$").removeprefix("$").strip())
-    text = _LATEX_FRACTION.sub(lambda m: f"{m[1] or m[2]}/{m[3] or m[4]}", text)
-    match = _PLAIN.fullmatch(text)
-    if match is None or not (match[2] or match[3]):
-        return None
-    below = int(match[5] or 1)
-    if below == 0:
-        return None
-    value = Fraction((match[2].replace(",", "") or "0") + (match[3] or "") + f"e{match[4] or 0}") / below
-    return -value if match[1] == "-" else value
+    return bool(library.verify(_parsed(reference), _parsed(answer), timeout_seconds=None))
 
 
 @functools.lru_cache(maxsize=4096)

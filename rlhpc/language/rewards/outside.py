@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import ast
 import collections
+import copy
+import datetime
+import json
 import math
 import operator
+import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
@@ -43,19 +48,94 @@ SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
+
+
+class Approximation:
+    """A number, or a container of numbers, that equals what is near it, as `pytest.approx` does."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None) -> None:
+        self.expected, self.relative, self.absolute = expected, rel, abs
+
+    def __eq__(self, other: object) -> bool:
+        return self._near(self.expected, other)
+
+    def _near(self, expected: Any, value: Any) -> bool:
+        if isinstance(expected, dict):
+            return (
+                isinstance(value, dict)
+                and value.keys() == expected.keys()
+                and all(self._near(item, value[key]) for key, item in expected.items())
+            )
+        if isinstance(expected, (list, tuple)):
+            return (
+                isinstance(value, (list, tuple))
+                and len(value) == len(expected)
+                and all(self._near(*pair) for pair in zip(expected, value, strict=True))
+            )
+        if isinstance(expected, bool) or not isinstance(expected, (int, float, complex, Decimal, Fraction)):
+            return bool(expected == value)
+        if isinstance(value, bool) or not isinstance(value, (int, float, complex, Decimal, Fraction)):
+            return False
+        if expected == value:
+            return True
+        absolute = 1e-12 if self.absolute is None else self.absolute
+        if self.relative is None and self.absolute is not None:
+            tolerance = absolute
+        else:
+            relative = 1e-6 if self.relative is None else self.relative
+            tolerance = max(absolute, relative * abs(complex(expected)))
+        difference = abs(complex(expected) - complex(value))
+        return math.isfinite(tolerance) and difference <= tolerance
+
+
 TYPES = {
     kind.__name__: kind
     for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
 }  # fmt: skip
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     **{f.__name__: (f, ()) for f in (abs, all, any, bool, len, float, int, str, list, tuple, set, frozenset, dict, type)},
-    **{f.__name__: (f, ()) for f in (max, min, sum, isinstance, enumerate, zip)},
-    "round": (round, ("ndigits",)), "sorted": (sorted, ("reverse",)),
+    **{f.__name__: (f, ("key",)) for f in (max, min)},
+    **{f.__name__: (f, ()) for f in (sum, isinstance, enumerate, zip)},
+    "round": (round, ("ndigits",)), "sorted": (sorted, ("reverse", "key")), "repr": (repr, ()),
+    "pytest.approx": (Approximation, ("rel", "abs")),
     "math.isclose": (math.isclose, ("rel_tol", "abs_tol")), "math.fabs": (math.fabs, ()), "math.sqrt": (math.sqrt, ()),
     "math.isnan": (math.isnan, ()), "math.isinf": (math.isinf, ()), "collections.Counter": (collections.Counter, ()),
     "range": (_range, ()),
 }  # fmt: skip
 """What is computed outside, with the keywords that are known here."""
+
+
+def _factorial(number: int) -> int:
+    if number > 5000:
+        raise ValueError("too large")
+    return math.factorial(number)
+
+
+_MOMENTS = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta)
+ANY = "*"
+"""Stands for keywords of any name."""
+KNOWN_FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    **{f.__name__: (f, ()) for f in (bytes, complex, chr, ord, bin, hex, oct, divmod)},
+    **{f"math.{f.__name__}": (f, ()) for f in (math.ceil, math.floor, math.gcd, math.hypot, math.radians, math.degrees)},
+    **{f"math.{f.__name__}": (f, ()) for f in (math.sin, math.cos, math.tan, math.exp, math.log, math.log2, math.log10)},
+    **{f"statistics.{f.__name__}": (f, ()) for f in (statistics.mean, statistics.median, statistics.mode)},
+    **{f"datetime.{f.__name__}": (f, ("days", "seconds", "minutes", "hours", "weeks")) for f in _MOMENTS[3:]},
+    **{f"datetime.{f.__name__}": (f, ("year", "month", "day", "hour", "minute", "second")) for f in _MOMENTS[:3]},
+    "reversed": (lambda items: list(reversed(items)), ()), "math.factorial": (_factorial, ()),
+    "decimal.Decimal": (Decimal, ()), "fractions.Fraction": (Fraction, ()), "json.loads": (json.loads, ()),
+    "dict": (dict, (ANY,)),
+    "collections.OrderedDict": (dict, (ANY,)), "copy.deepcopy": (copy.deepcopy, ()), "copy.copy": (copy.copy, ()),
+}  # fmt: skip
+"""Functions that are computed outside where all their arguments come from the tests; the program chooses none of them."""
+KNOWN_METHODS: dict[type, tuple[str, ...]] = {
+    dict: ("items", "keys", "values", "get", "copy"), list: ("copy", "index", "count"), tuple: ("index", "count"),
+    str: ("upper", "lower", "strip", "split", "splitlines", "join", "replace", "title", "capitalize", "startswith", "endswith",
+          "encode"),
+    bytes: ("decode",), set: ("copy", "union", "intersection", "difference"),
+}  # fmt: skip
+"""Methods of values of the tests, by type: those that change nothing."""
 CONVERSIONS = {"list", "tuple", "set", "frozenset", "dict", "sorted", "len", "str", "int", "float", "sum", "round", "min",
                 "max", "collections.Counter"}  # fmt: skip
 """Around a value of the program these may be computed inside: they have to give the very value that is expected, and the
@@ -73,6 +153,30 @@ def holds(claim: Term, answers: Sequence[Answer]) -> bool:
 
 def value_of(answers: Sequence[Answer], number: int) -> Any:
     return decode(answers[number]["value"])
+
+
+def raised(answers: Sequence[Answer], number: int, names: Sequence[str], pattern: str | None) -> bool:
+    """Tells whether statements ended with one of the exceptions. A name that the program lacks is none of its errors."""
+    text, classes = value_of(answers, number)
+    if "NameError" in classes and "NameError" not in names:
+        return False
+    message = str(text).partition(": ")[2]
+    return any(name in classes for name in names) and (pattern is None or re.search(pattern, message) is not None)
+
+
+def method(receiver: Any, name: str, arguments: Sequence[Any]) -> Any:
+    """Calls a method of `KNOWN_METHODS`."""
+    result = getattr(receiver, name)(*arguments)
+    return list(result) if isinstance(receiver, dict) and name in ("items", "keys", "values") else result
+
+
+def as_json(value: Any) -> Any:
+    """Returns a value as JSON would give it back: tuples become lists, and keys texts."""
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): as_json(item) for key, item in value.items()}
+    return value
 
 
 def after(done: Sequence[int], claim: Term) -> Term:

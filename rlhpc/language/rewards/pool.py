@@ -22,6 +22,7 @@ from rlhpc.language.rewards.registry import REWARDS, build_reward, check_argumen
 from rlhpc.runtime import wire
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.import_paths import python_path
+from rlhpc.runtime.scratch import make_temporary_folder
 
 if TYPE_CHECKING:
     from rlhpc.language.config import RewardConfig, RewardTermConfig
@@ -191,7 +192,7 @@ class RewardPool:
                 self._server.kill()
                 self._server.wait()
             self._server = None
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
         self._selector.close()
 
     def __enter__(self) -> RewardPool:
@@ -204,8 +205,9 @@ class RewardPool:
 
     def _start_server(self) -> None:
         control, theirs = socket.socketpair()
+        self._folder = str(make_temporary_folder("judges"))
         self._server = subprocess.Popen(
-            [sys.executable, "-P", "-c", _SERVER, str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-c", _SERVER, str(theirs.fileno()), str(os.getpid()), self._folder],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
             env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -217,7 +219,6 @@ class RewardPool:
         if told is None or "failed" in told:
             why = f"{told['failed']}" if told else f"the judges' server ended, or did not start within {_START_S:g} s"
             raise ConfigError(f"reward.terms: {why}")
-        self._folder = told["folder"]
         control.settimeout(5.0)
         for _ in range(self.processes):
             self._start_judge()
@@ -376,6 +377,26 @@ def make_reward(cfg: RewardConfig, terms: Sequence[RewardTermConfig] | None = No
     Raises:
         ConfigError: There are no terms, or one is unknown or cannot be built.
     """
+    return RewardPool(find_terms(cfg, terms), timeout_s=cfg.timeout_s, failed=cfg.failed, processes=cfg.processes)
+
+
+def build_inline(terms: Sequence[Term]) -> None:
+    """Builds the terms that need no process of their own.
+
+    Raises:
+        ConfigError: One does not accept its arguments.
+    """
+    for term in terms:
+        if term.inline:
+            build_reward(term.name, term.factory, term.kwargs)
+
+
+def find_terms(cfg: RewardConfig, terms: Sequence[RewardTermConfig] | None = None) -> list[Term]:
+    """Returns the terms of section `reward`, or only these of them, with checked arguments; starts and builds nothing.
+
+    Raises:
+        ConfigError: There are no terms, one is unknown or does not take its arguments, or a number is out of range.
+    """
     given_terms = cfg.terms if terms is None else terms
     if not given_terms:
         raise ConfigError("reward.terms is empty; it needs at least one term, such as [{name: math}]")
@@ -390,7 +411,7 @@ def make_reward(cfg: RewardConfig, terms: Sequence[RewardTermConfig] | None = No
         taken = [term.name for term in made]
         unique = next(n for i in range(1, len(taken) + 2) if (n := name if i == 1 else f"{name}#{i}") not in taken)
         made.append(Term(unique, factory, given.weight, kwargs))
-    return RewardPool(made, timeout_s=cfg.timeout_s, failed=cfg.failed, processes=cfg.processes)
+    return made
 
 
 def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:

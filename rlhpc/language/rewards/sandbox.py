@@ -19,7 +19,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from typing import Any
 
 from rlhpc.language.rewards import ipc, seccomp
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.scratch import make_temporary_folder, temporary_folder
 
 log = logging.getLogger(__name__)
 MECHANISMS = ("namespaces", "landlock", "seccomp")
@@ -151,6 +151,7 @@ class Sandbox:
             source: The program.
             checks: `{"kind": "value", "source": expression}`: its value comes back, encoded, to be compared out here.
                 `{"kind": "do" or "script", "source": statements}`: whether they ran without an exception.
+                `{"kind": "raises", "source": statements}`: the exception that they ended with, and its classes, as a value.
             setup: Statements to run between the two.
             wall_s: Most wall time, instead of the sandbox's own.
         """
@@ -158,7 +159,7 @@ class Sandbox:
 
     def _start(self, job: dict[str, Any], stdin: str, wall_s: float | None) -> SandboxResult:
         started = time.monotonic()
-        folder = tempfile.mkdtemp(prefix="rlhpc-box-")
+        folder = str(make_temporary_folder("box"))
         nonce = secrets.token_hex(16)
         job_fd = os.memfd_create("job")
         with open(job_fd, "wb", closefd=False) as file:
@@ -236,11 +237,11 @@ class Sandbox:
     def _try_out(self) -> None:
         """Lets a program attempt what it must not, and notes what stopped it."""
         with (
-            tempfile.TemporaryDirectory(prefix="rlhpc-try-") as folder,
+            temporary_folder("try") as place,
             socket.create_server(("127.0.0.1", 0)) as server,
             ipc.objects() as reached,
         ):
-            secret = Path(folder) / "secret"
+            folder, secret = str(place), place / "secret"
             secret.write_text("secret")
             secret.chmod(0o600)
             known = {"port": server.getsockname()[1], "pid": os.getpid(), "secret": str(secret), "folder": folder,

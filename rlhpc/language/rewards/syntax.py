@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MOST_ROUNDS = 1000
@@ -34,6 +34,13 @@ def literal(node: ast.expr) -> tuple[bool, Any]:
         return True, ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return False, None
+
+
+def always_true(test: ast.expr) -> bool:
+    """Tells whether an assertion holds whatever the program does, such as that of a pair of condition and message."""
+    if isinstance(test, (ast.Tuple, ast.List, ast.Set)):
+        return bool(test.elts) and not all(isinstance(element, ast.Starred) for element in test.elts)
+    return isinstance(test, (ast.GeneratorExp, ast.Lambda))
 
 
 def returns(statement: ast.stmt) -> bool:
@@ -78,3 +85,43 @@ def written_out(value: Any) -> ast.expr:
     if not literal(written)[0]:
         raise Unclear  # inf, or a value without a notation
     return written
+
+
+def asserts(body: Sequence[ast.stmt], functions: Mapping[str, ast.FunctionDef]) -> bool:
+    """Tells whether statements assert anything when they run, in functions that they call, too."""
+    pending, entered = list[ast.AST](body), set[str]()
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            continue
+        if isinstance(node, (ast.Assert, ast.Raise)):
+            return True
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            if name.startswith("assert") or name in ("raises", "fail"):
+                return True
+        if isinstance(node, ast.Name) and node.id in functions and node.id not in entered:
+            entered.add(node.id)
+            pending += functions[node.id].body
+        pending += ast.iter_child_nodes(node)
+    return False
+
+
+def bound_names(target: ast.expr, value: Any) -> list[tuple[str, Any]]:
+    """Returns the names in the target of an assignment with their values."""
+    if isinstance(target, ast.Name):
+        return [(target.id, value)]
+    if not isinstance(target, (ast.Tuple, ast.List)) or not isinstance(value, (list, tuple, str)):
+        raise Unclear
+    if len(target.elts) != len(value):
+        raise Unclear
+    return [pair for inner, part in zip(target.elts, value, strict=True) for pair in bound_names(inner, part)]
+
+
+def containers(value: Any) -> set[int]:
+    """Returns the identities of all that can be changed in a value."""
+    if isinstance(value, (list, set)):
+        return {id(value)}.union(*(containers(item) for item in value))
+    if isinstance(value, dict):
+        return {id(value)}.union(*(containers(item) for item in value.values()))
+    return set().union(*(containers(item) for item in value)) if isinstance(value, tuple) else set()

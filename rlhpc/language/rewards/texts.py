@@ -25,6 +25,8 @@ class ExactReward:
         ignore_case: Whether upper and lower case are the same.
     """
 
+    needs_answer = True
+
     def __init__(self, extract: str | None = None, ignore_case: bool = False) -> None:
         self._extract = None if extract is None else _compiled(extract, "extract of 'exact'")
         self._ignore_case = ignore_case

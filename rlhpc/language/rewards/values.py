@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import datetime
 from collections.abc import Hashable, Iterable
 from decimal import Decimal
 from fractions import Fraction
@@ -62,6 +63,14 @@ def _decoded(kind: str, inner: Any, depth: int) -> Any:
             if number.is_finite() and abs(number.adjusted()) > _LARGEST_EXPONENT:
                 raise ValueError(f"an exponent of {number.adjusted()}")  # rounding it would make all its digits
             return number
+        case "m" if inner[0] == "timedelta":
+            days, seconds, microseconds = (int(part) for part in inner[1])
+            return datetime.timedelta(days, seconds, microseconds)
+        case "m":
+            moments: dict[str, Any] = {
+                kind.__name__: kind.fromisoformat for kind in (datetime.date, datetime.datetime, datetime.time)
+            }
+            return moments[inner[0]](str(inner[1]))
     raise ValueError(f"no value of kind {kind!r}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -13,7 +13,7 @@ from rlhpc.algorithms.finite import Skips, listed, require_finite, skips
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.config.parallel import Sizes
-from rlhpc.language.algorithm.base import RETURNS, VALUES
+from rlhpc.language.algorithm.base import RETURNS, VALUES, Whole
 from rlhpc.language.config import TrainedLanguageConfig
 from rlhpc.language.data import load_tokenizer
 from rlhpc.language.model_config import LanguageActorConfig
@@ -24,6 +24,8 @@ from rlhpc.language.tokens.trainer import ModelTrainer
 from rlhpc.runs.device import seed_process
 
 STATE = "{part}-{rank}.pt"
+#: Steps' worth of held-out rows that are looked at together.
+_HELD_OUT_STEPS = 8
 
 #: The configuration of a run that trains a language model.
 Cfg = TypeVar("Cfg", bound=TrainedLanguageConfig)
@@ -129,13 +131,55 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
             return tensor
         return self.all_reduce(tensor if self.leads else tensor.zero_())
 
-    def _counted(self, batch: TokenBatch) -> tuple[float, float]:
-        """Over all ranks: the tokens of an optimizer step that are trained on, and the sequences with such a token: what a
-        role says in an episode, in however many samples. Each rank has all of those of its sequences."""
-        trained = torch.repeat_interleave(batch.sequence(), batch.lengths)[batch.mask]
-        counts = torch.tensor([float(len(trained)), float(len(trained.unique()))])
-        tokens, sequences = self._summed(counts).tolist()
-        return tokens, sequences
+    def _count(self, batch: TokenBatch, length: float = 1.0) -> Whole:
+        """Counts a minibatch over all ranks; called before samples change ranks (`Whole.of`)."""
+        return Whole.of(batch, length, self._summed)
+
+    def _held_out_places(self, rows: int, of_step: int) -> Iterator[range]:
+        """Yields this rank's places among held-out rows, some steps' worth at a time.
+
+        Args:
+            rows: How many there are.
+            of_step: Rows of a step of training.
+        """
+        some = of_step * _HELD_OUT_STEPS
+        for first in range(0, rows, some):
+            yield range(first + self.data, min(first + some, rows), self.sizes.data)
+
+    def _optimize(
+        self,
+        minibatches: Iterable[tuple[str, TokenBatch]],
+        length: float,
+        take_step: Callable[[TokenBatch, Whole, str], dict[str, float]],
+        at_first: Container[str] = (),
+    ) -> tuple[dict[str, float], int]:
+        """Takes an optimizer step on each minibatch that has a trained token on any rank. The others take none: without a
+        gradient, Adam would move the weights by its momentum and by weight decay.
+
+        Args:
+            minibatches: What a message calls each, and this rank's samples of it.
+            length: See `Whole.length`.
+            take_step: Trains on a minibatch; its metrics, of which `grad_norm` is not finite if the step was left out.
+            at_first: Metrics of which the first step's value counts.
+
+        Returns:
+            Means over the steps that were taken, with `empty_minibatches` if there were any; and the number of steps.
+        """
+        sums, first, updates, empty = dict[str, float](), dict[str, float](), 0, 0
+        for where, batch in minibatches:
+            counts = self._count(batch, length)
+            if not counts.tokens:
+                empty += 1
+                continue
+            metrics = take_step(batch, counts, where)
+            if not math.isfinite(metrics["grad_norm"]):
+                continue
+            if not updates:
+                first = {name: value for name, value in metrics.items() if name in at_first}
+            sums = {name: sums.get(name, 0.0) + value for name, value in metrics.items()}
+            updates += 1
+        means = {"tokens": 0.0} | {name: value / updates for name, value in sums.items()} | first
+        return means | ({"empty_minibatches": float(empty)} if empty else {}) | self.skips.counted(), updates
 
     def _step(
         self, rate: float, metrics: dict[str, float], tokens: float, where: str, batch: TokenBatch

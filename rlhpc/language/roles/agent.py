@@ -224,6 +224,8 @@ class AgentWorker(Worker):
             if not (self._listen() | self._take()) and not done:
                 time.sleep(_IDLE_S)
             self._look()
+            if self._services is not None:
+                self._services.check()
             busy += time.monotonic() - start if had else 0.0
         self._ends.discard(phase)
         return {"busy_s": busy, "episodes": float(ended)}

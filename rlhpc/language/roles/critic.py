@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlhpc.language.algorithm.base import RETURNS as RETURN_OF
-from rlhpc.language.algorithm.base import VALUES
+from rlhpc.language.algorithm.base import VALUES, Whole, length_limit
 from rlhpc.language.algorithm.values import value_part
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config import GrpoConfig, minibatch_size, responses_per_step
 from rlhpc.language.model_config import LanguageActorConfig
 from rlhpc.language.roles.actor import LanguageActor
 from rlhpc.language.roles.blocks import BlockChannel
@@ -114,26 +114,16 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         batches = self._take_returns(step)
         cfg, start = self.cfg, time.perf_counter()
         whole = TokenBatch.joined(batches)
-        total = cfg.data.prompts_per_step * cfg.algorithm.group_size
-        rate, sums, updates = self._learning_rate(step), dict[str, float](), 0
-        section = cfg.critic
-        parts = minibatches(whole, total, section.global_batch_size, section.update_epochs, (self.seed, step))
-        for where, part in parts:
-            found = self._minibatch(part, rate, f"step {step}, {where}")
-            if not math.isfinite(found["grad_norm"]):
-                continue
-            for name, value in found.items():
-                sums[name] = sums.get(name, 0.0) + value
-            updates += 1
+        total, size = responses_per_step(cfg), minibatch_size(cfg, cfg.critic)
+        rate = self._learning_rate(step)
+        parts = minibatches(whole, total, size, cfg.critic.update_epochs, (self.seed, step))
+        metrics, _ = self._optimize(
+            ((f"step {step}, {where}", part) for where, part in parts),
+            length_limit(cfg),
+            partial(self._minibatch, rate),
+        )
         self.version = step
-        metrics = {name: value / updates for name, value in sums.items()} if updates else {}
-        return {
-            **metrics,
-            **self._fit(whole),
-            **self.skips.counted(),
-            "lr": rate,
-            "update_s": time.perf_counter() - start,
-        }
+        return {**metrics, **self._fit(whole), "lr": rate, "update_s": time.perf_counter() - start}
 
     def _take_returns(self, step: int) -> list[TokenBatch]:
         """What the actors trained on, with the returns that they send, in the order of the prompts."""
@@ -152,26 +142,23 @@ class CriticWorker(LanguageActor[GrpoConfig]):
                 ) from None
             if found["step"] != step:
                 continue
-            batch = found_of[found["position"]] = valued[found["position"]][found["draw"]]
+            batch = valued[found["position"]][found["draw"]]
+            batch = batch.select(torch.nonzero(torch.from_numpy(found["members"].copy())).flatten())
             batch.columns[RETURN_OF] = torch.from_numpy(found["values"].copy())
-            batch.mask = torch.from_numpy(found["mask"].copy())
+            found_of[found["position"]] = batch
             missing.discard(found["position"])
         return [found_of[position] for position in valued]
 
-    def _minibatch(self, batch: TokenBatch, rate: float, where: str) -> dict[str, float]:
+    def _minibatch(self, rate: float, batch: TokenBatch, counts: Whole, where: str) -> dict[str, float]:
         """One optimizer step over all ranks' samples."""
         batch = self._shared(batch)
-        tokens, sequences = self._counted(batch)
-        if self.skips.skip and not tokens:
-            return {"grad_norm": math.nan, "tokens": 0.0}
-        share = {"global_tokens": max(tokens, 1.0), "global_seqs": max(sequences, 1.0)}
 
         def loss(values: torch.Tensor, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            value, measured = value_part(values, part, self.cfg.algorithm, share)
+            value, measured = value_part(values, part, self.cfg.algorithm, counts)
             return value, {"loss": value.detach(), **measured}
 
         parts = self.backend.forward_backward([part for _, part in self._micro_batches(batch)], loss)
-        return self._step(rate, self._reduced(parts), tokens, where, batch)
+        return self._step(rate, self._reduced(parts), counts.tokens, where, batch)
 
     # -- checkpoint -----------------------------------------------------------------------------------------------
 

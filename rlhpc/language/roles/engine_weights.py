@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Callable
 
 from rlhpc.language.config import GrpoConfig
-from rlhpc.language.engines.base import ScoresTexts, TakesShards, TellsWeights, taking_parts
+from rlhpc.language.engines.base import HasContext, ReadsInChunks, ScoresTexts, TakesShards, TellsWeights, taking_parts
+from rlhpc.language.engines.ends import load_model_config
 from rlhpc.language.engines.engine import engine_dtype
 from rlhpc.language.engines.registry import awaiting_weights, make_engine
+from rlhpc.language.policies import policies_of
 from rlhpc.language.roles.mates import Part, RunLink, first_of_engine, ranks_of_engine
-from rlhpc.language.roles.probe import Probe, check_probe
+from rlhpc.language.roles.probe import Draw, Probe, check_probe, draw, long_text
 from rlhpc.language.roles.prompts import VERSIONS, PromptMap
 from rlhpc.language.roles.sending import sync_of
+from rlhpc.language.tokens.model import window_of
 from rlhpc.runs.device import own_device
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
@@ -62,6 +66,22 @@ class EngineWeights:
         """The next weights are complete: the last ones may have been lost on their way."""
         self._sync.forget()
 
+    def computes(self) -> dict[str, str]:
+        """Returns the engine's `dtype` and the type of its `device`."""
+        device = own_device(self._worker)
+        return {"dtype": engine_dtype(self._cfg, device), "device": device.type}
+
+    def draw(self, vocabulary: int, phase: int) -> list[Draw]:
+        """Has the engine draw from short prompts, and from one that is longer than a layer's window and than a piece of a
+        prefill, if those of the run may be (`probe.draw`)."""
+        cfg, engine = self._cfg, self._engine
+        prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens
+        context = engine.context if isinstance(engine, HasContext) else 0
+        chunk = engine.chunk if isinstance(engine, ReadsInChunks) else 0
+        config = load_model_config(str(cfg.actor.model.model_path), cfg.actor.model.trust_remote_code)
+        length = long_text(prompt + response, window_of(config), chunk, context)
+        return draw(self.part.engine, vocabulary, prompt, response, length, phase, len(policies_of(cfg).names))
+
     def take(self) -> bool:
         """Takes in a version, if one has been announced."""
         try:
@@ -71,6 +91,24 @@ class EngineWeights:
         self.part.begin_weights()
         self._take(probe)
         return True
+
+    def await_version(self, version: int, take: Callable[[], bool] | None = None) -> None:
+        """Takes in weights until they are of a version, or newer.
+
+        Args:
+            version: The actor's.
+            take: Takes in a version, if one has been announced; by default `take`.
+
+        Raises:
+            DeadlineExceeded: They did not come within `runner.step_timeout_s`.
+        """
+        deadline = time.monotonic() + self._cfg.runner.step_timeout_s
+        while self.version < version:
+            if time.monotonic() > deadline:
+                rank = f"{self._worker.group_name}-{self._worker.rank}"
+                raise DeadlineExceeded(f"the weights of step {version} did not reach {rank}")
+            if not (take or self.take)():
+                time.sleep(_IDLE_S)
 
     def _follow(self) -> None:
         """Takes in the version that another rank of the engine takes in now."""
@@ -100,7 +138,9 @@ class EngineWeights:
             self._in_parts.update_weights(update.version, proof.tensors(), complete=update.complete)
         proof.check(held)
         if probe is not None and isinstance(engine, ScoresTexts):
-            device = own_device(self._worker)
-            dtypes = {probe.dtype, engine_dtype(self._cfg, device)}
-            check_probe(engine, probe, update.version, rollout.probe_tolerance, dtypes, self._sender, device.type)
+            computes = self.computes()
+            dtypes = {probe.dtype, computes["dtype"]}
+            check_probe(
+                engine, probe, update.version, rollout.probe_tolerance, dtypes, self._sender, computes["device"]
+            )
         self.version = update.version

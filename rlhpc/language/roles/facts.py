@@ -8,15 +8,24 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rlhpc.algorithms.rewards import overlong_penalty
+from rlhpc.algorithms.rewards import overlong_penalty, varied_groups
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.agents.judged import tokens_of
+from rlhpc.language.config import RewardConfig
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles.groups import FINISHED
 
+#: The term of `reward.terms` that looks at the length alone.
+LENGTH = "length"
+
 
 def facts_of(
-    step: int, episodes: Sequence[Episode], scores: Sequence[Scored], rewards: np.ndarray, refills: int
+    step: int,
+    episodes: Sequence[Episode],
+    scores: Sequence[Scored],
+    rewards: np.ndarray,
+    refills: int,
+    differ: bool,
 ) -> dict[str, float]:
     """What a step's metrics are made of: sums over a group's episodes; what begins with `max_` is the largest.
 
@@ -26,6 +35,7 @@ def facts_of(
         scores: What the judges said of each.
         rewards: `[G]` float32.
         refills: Prompts that were tried in its place before.
+        differ: Whether the task's rewards of those that are compared differ.
     """
     lengths = [tokens_of(episode) for episode in episodes]
     versions = [
@@ -44,7 +54,7 @@ def facts_of(
         "accuracy": float(sum(score.terms.get(first, 0.0) >= 1.0 for score in scores)),
         "length": float(sum(lengths)),
         "truncated": float(len(episodes) - finished),
-        "varied": float(varied(rewards)),
+        "varied": float(differ),
         "failed": float(sum(score.failed for score in scores)),
         "stale": float(sum(behind)),
         "refills": float(refills),
@@ -87,9 +97,36 @@ def overlong(episodes: Sequence[Episode], limit: int, buffer: int) -> np.ndarray
     return punishment
 
 
+def task_rewards(scores: Sequence[Scored], reward: RewardConfig) -> np.ndarray:
+    """Rewards by which groups are filtered: the sum of `reward.terms` without penalties on length, be it the term `length` or
+    `algorithm.overlong_buffer`. DAPO (Yu et al. 2025) filters by accuracy: wrong answers of different lengths are all wrong.
+
+    Args:
+        scores: Of the answers that are compared.
+        reward: Section `reward`.
+
+    Returns:
+        `[E]`.
+    """
+    terms = [term for term in reward.terms if term.name.lower() != LENGTH]
+    if not terms or len(terms) == len(reward.terms):
+        return np.asarray([score.total for score in scores])
+    # Summed anew, as a difference of sums would be rounded.
+    weights = {term.name: term.weight for term in terms}
+    return np.asarray(
+        [
+            score.total
+            if score.failed
+            else sum(weight * score.terms.get(name, 0.0) for name, weight in weights.items())
+            for score in scores
+        ]
+    )
+
+
 def varied(rewards: np.ndarray) -> bool:
     """Whether a group's rewards differ: only then do they say anything about its responses."""
-    return bool(rewards.max() > rewards.min())
+    scores = torch.from_numpy(rewards)
+    return len(rewards) > 0 and bool(varied_groups(scores, torch.zeros(len(rewards)))[0])
 
 
 def summed(facts: dict[int, dict[str, float]]) -> dict[str, float]:

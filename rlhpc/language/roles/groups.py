@@ -33,13 +33,14 @@ class Group:
     Attributes:
         step, position: Of the prompt.
         batch: Their samples, with the columns `rollout_logprobs`, `versions` and what the algorithm wants of rollout ranks.
-        finished: `[N]` bool: a sample's episode ended by itself, not at the length limit.
+        members: `[N]` bool: a sample is trained on, and its episode is compared with the others. The other samples are left
+            out: in no statistic, and in no loss.
     """
 
     step: int
     position: int
     batch: TokenBatch
-    finished: Tensor
+    members: Tensor
 
     @cached_property
     def draw(self) -> bytes:
@@ -51,18 +52,22 @@ class Group:
 
     def pack(self) -> dict[str, Any]:
         """What goes through the channel."""
-        return {"step": self.step, "position": self.position, "finished": self.finished.numpy(), **self.batch.pack()}
+        return {"step": self.step, "position": self.position, "members": self.members.numpy(), **self.batch.pack()}
 
     def bare(self) -> dict[str, Any]:
         """What goes to a group that scores tokens: the tokens."""
         batch = replace(self.batch, columns={})
-        return {"step": self.step, "position": self.position, "finished": self.finished.numpy(), **batch.pack()}
+        return {"step": self.step, "position": self.position, "members": self.members.numpy(), **batch.pack()}
 
     @classmethod
     def unpack(cls, message: dict[str, Any]) -> Group:
         """The group in a message that `pack` made."""
-        finished = torch.from_numpy(np.array(message["finished"]))
-        return cls(message["step"], message["position"], TokenBatch.unpack(message), finished)
+        members = torch.from_numpy(np.array(message["members"]))
+        return cls(message["step"], message["position"], TokenBatch.unpack(message), members)
+
+    def trained(self) -> TokenBatch:
+        """The samples that are trained on and compared."""
+        return self.batch if bool(self.members.all()) else self.batch.select(torch.nonzero(self.members).flatten())
 
 
 def column_message(group: Group, maker: str, values: Tensor) -> dict[str, Any]:
@@ -79,7 +84,7 @@ def column_message(group: Group, maker: str, values: Tensor) -> dict[str, Any]:
 
 def group_of(
     step: int, position: int, episodes: Mapping[int, Episode], rewards: np.ndarray,
-    columns: Sequence[Mapping[str, Sequence[float]]], trains: bool, size: int,
+    columns: Sequence[Mapping[str, Sequence[float]]], trains: bool | Sequence[bool], size: int,
     agent_weight: float = 0.0, choices: int = 0,
 ) -> Group:  # fmt: skip
     """The group of some episodes.
@@ -90,19 +95,19 @@ def group_of(
         rewards: `[E]` float32, of each.
         columns: What the algorithm wants of rollout ranks, of each of the episodes' samples: one value for each of its
             `token_ids`, as the caller has checked.
-        trains: Whether their tokens are trained on.
+        trains: Which of them are trained on and compared; all, or none, if it is one word.
         size: G, members of a group.
         choices: Of routers, a token (`SaysExperts`); 0 without.
         agent_weight: Weight of what the agent says in the reward: a role's own counts as much.
     """
     samples = [(at, member, sample) for at, (member, e) in enumerate(episodes.items()) for sample in e.samples]
-    finished = [episode.finish_reason in FINISHED for episode in episodes.values()]
+    members = np.broadcast_to(np.asarray(trains, bool), len(episodes))
     ids, masks, turns = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     named: dict[str, list[np.ndarray]] = {ROLLOUT_LOGPROBS: [], VERSIONS: [], **{name: [] for name in columns[0]}}
     for (_, _, episode), extra in zip(samples, columns, strict=True):
         prompt = len(episode.prompt_ids)
         ids.append(np.asarray((*episode.prompt_ids, *episode.token_ids), np.int64))
-        masks.append(_after(prompt, np.asarray(episode.loss_mask, bool) & trains, False))
+        masks.append(_after(prompt, np.asarray(episode.loss_mask, bool), False))
         turns.append(_after(prompt, np.asarray(episode.turn_ids, np.int64), 0))
         named[ROLLOUT_LOGPROBS].append(_after(prompt, np.asarray(episode.logprobs, np.float32), 0.0))
         named[VERSIONS].append(_after(prompt, np.asarray(episode.versions, np.int32), -1))
@@ -121,7 +126,7 @@ def group_of(
         {name: _joined(values) for name, values in named.items()},
         pictures=Pictures.of([sample.seen for _, _, sample in samples]),
     )  # fmt: skip
-    return Group(step, position, batch, torch.tensor([finished[at] for at in each]))
+    return Group(step, position, batch, torch.from_numpy(members[each]))
 
 
 def columns_of(algorithm: LanguageAlgorithm, sample: Episode, score: Scored) -> dict[str, Sequence[float]]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlhpc.language.agents.registry import INLINE
 from rlhpc.language.algorithm.base import (
     ACTOR,
     ADVANTAGES,
-    PARTS_OF,
     REFERENCE,
     ROLLOUT,
     VALUE_HEAD,
@@ -24,11 +22,12 @@ from rlhpc.language.algorithm.base import (
     LogitReader,
     Scorer,
     Whole,
+    length_limit,
 )
 from rlhpc.language.algorithm.base import RETURNS as RETURNS_OF
 from rlhpc.language.algorithm.base import VERSIONS as VERSION_OF
 from rlhpc.language.algorithm.registry import make_algorithm
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config import GrpoConfig, minibatch_size, responses_per_step
 from rlhpc.language.engines.engine import engine_dtype
 from rlhpc.language.policies import policies_of
 from rlhpc.language.roles.actor import LanguageActor
@@ -47,7 +46,7 @@ from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.language.tokens.trainer import TokenTrainer
 from rlhpc.runs.device import own_device
 from rlhpc.runtime.channel import Channel
-from rlhpc.runtime.device import empty_cache
+from rlhpc.runtime.device import device_name, empty_cache
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.weights.cost import COST
 
@@ -94,12 +93,12 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         self._made_here = [c for c in self.algorithm.columns if c.by != ROLLOUT and c.by not in self._sent_here]
         self._arrivals = Arrivals(frozenset(self._sent_here))
         self._parts: list[TokenBatch] = []
-        self._draws: dict[int, bytes] = {}
+        self._members: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._received = -1
         self._weights = ActorWeights(self, cfg, prompts, trainer)
         self.temperature = cfg.rollout.temperature
         COST.pop()
-        return {"parameters": trainer.parameters_trained}
+        return {"parameters": trainer.parameters_trained, "device": device_name(trainer.device)}
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
@@ -114,12 +113,41 @@ class GrpoActor(LanguageActor[GrpoConfig]):
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def sync_weights(self, version: int, ranks: Sequence[int]) -> None:
-        """Sends the weights, as `version`, to these rollout ranks; those that are not trained only once."""
+    def sync_weights(self, version: int, ranks: Sequence[int], *, trial: bool = False, perturbed: bool = False) -> None:
+        """Sends the weights, as `version`, to these rollout ranks; those that are not trained only once.
+
+        Args:
+            version: The actor's.
+            ranks: Of the rollout group.
+            trial: Sends no probe with them: engines draw, and the trainer scores (`score_draws`).
+            perturbed: Sends each trained number changed (`TrainingBackend.perturbed`).
+        """
         if version != self.version:  # the previous update failed
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
-        with self.backend.awake():  # what is sent last is written when all has been gathered
-            self.weights.send(version, ranks, self._probe(version))
+        with self._as_probed(perturbed):  # what is sent last is written when all has been gathered
+            self.weights.send(version, ranks, None if trial else self._probe(version))
+
+    def score_draws(self, texts: Sequence[tuple[Sequence[int], int | None]], perturbed: bool = False) -> dict[str, Any]:
+        """Scores what engines drew; all ranks call it.
+
+        Args:
+            texts: Each with its policy; None if there is one.
+            perturbed: Scores with each trained number changed.
+
+        Returns:
+            `dtype`: what the trainer computes in; `scores`: of each text what `Prober.score` says.
+        """
+        _, by_role = self.policies
+        with self._as_probed(perturbed):
+            prober = self._prober_of_run()
+            scores = [
+                prober.score(text, 0 if policy is None else by_role.index(policy), perturbed=perturbed)
+                for text, policy in texts
+            ]
+        return {"dtype": prober.dtype, "scores": scores}
+
+    def _as_probed(self, perturbed: bool) -> AbstractContextManager[None]:
+        return self.backend.backend.perturbed() if perturbed else self.backend.awake()
 
     def welcome(self, version: int, ranks: Sequence[int]) -> None:
         """Sends the present weights, all of them, to rollout ranks that have just come."""
@@ -138,15 +166,19 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """What the weights say of a fixed text, where this version is looked at; all ranks call it, awake."""
         if not due(version, self.cfg.rollout.probe_interval):
             return None
+        prober = self._prober_of_run()
+        names, by_role = self.policies
+        policy = version % len(names) if names else None
+        return prober.ask() if policy is None else prober.ask(policy, by_role.index(policy))
+
+    def _prober_of_run(self) -> Prober:
         if self._prober is None:
             data, rollout = self.cfg.data, self.cfg.rollout
             text = probe_text(len(self.tokenizer), data.max_prompt_tokens + rollout.max_new_tokens - 1)
             dtypes = [self.backend.backend.dtype, getattr(torch, engine_dtype(self.cfg, own_device(self)))]
             coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
             self._prober = Prober(self.backend, text, self.pad, coarsest)
-        names, by_role = self.policies
-        policy = version % len(names) if names else None
-        return self._prober.ask() if policy is None else self._prober.ask(policy, by_role.index(policy))
+        return self._prober
 
     def refresh_reference(self, version: int) -> None:
         """Sends all weights to the reference's ranks, which score with them from then on."""
@@ -169,7 +201,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         mine = self.prompts.of_actor(self.data)
         self._parts, self._received, scored, waited = [], -1, 0.0, 0.0
         self._arrivals.begin(step)
-        self._draws.clear()
+        self._members.clear()
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
         parts = np.array_split(np.asarray(mine), min(PARTS, len(mine)))
         for part in parts:
@@ -201,19 +233,18 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return ", and ".join(told)
 
     def _taken(self, group: Group, columns: Mapping[str, torch.Tensor]) -> TokenBatch:
-        """Its samples with their columns, without what is not to be trained on."""
+        """Its samples with their columns, without those that are left out."""
         batch, cfg = group.batch, self.cfg.algorithm
-        self._draws[group.position] = group.draw
+        self._members[group.position] = group.draw, group.members
         batch.columns |= {name: values for maker, values in columns.items() for name in self._sent_here[maker]}
         batch.pad_id = self.pad
+        batch = group.trained()
         drawn = batch.columns[VERSION_OF][batch.mask]
         if len(drawn) and group.step - 1 - int(drawn.min()) > cfg.max_staleness:
             raise RlhpcError(
                 f"step {group.step}, prompt {group.position}: a token was drawn by version {int(drawn.min())}, more than "
                 f"algorithm.max_staleness ({cfg.max_staleness}) behind {group.step - 1}"
             )
-        if cfg.overlong_filter:
-            batch.mask &= torch.repeat_interleave(group.finished, batch.lengths)
         return batch
 
     def _score(self, batch: TokenBatch) -> float:
@@ -281,34 +312,27 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """
         if self._received != step:
             raise RlhpcError(f"step {step} cannot be trained: its groups did not come")
-        cfg, start = self.cfg.algorithm, time.perf_counter()
+        start = time.perf_counter()
         batch, self._parts = TokenBatch.joined(self._parts), []
         scored = self._score(batch) if self.cfg.actor.offload_in_rollout else 0.0
         reduce = self._summed if self.world_size > 1 else None
         batch.columns[ADVANTAGES] = self.algorithm.advantages(batch, reduce)
         if self._returns is not None:
             self._send_returns(step, batch, self._returns)
-        total = self.cfg.data.prompts_per_step * cfg.group_size
-        size = self.cfg.actor.global_batch_size
-        rate, sums, updates = self._learning_rate(step), dict[str, float](), 0
-        first, tokens = dict[str, float](), 0.0
-        for where, part in minibatches(batch, total, size, self._epochs(step), (self.seed, step)):
-            found = self._minibatch(part, rate, f"step {step}, {where}")
-            tokens += found["tokens"]
-            if not math.isfinite(found["grad_norm"]):
-                continue
-            if not updates:
-                first = {name: found[name] for name in self.algorithm.at_first}
-            for name, value in found.items():
-                sums[name] = sums.get(name, 0.0) + value
-            updates += 1
+        total, size = responses_per_step(self.cfg), minibatch_size(self.cfg, self.cfg.actor)
+        rate = self._learning_rate(step)
+        parts = minibatches(batch, total, size, self._epochs(step), (self.seed, step))
+        metrics, updates = self._optimize(
+            ((f"step {step}, {where}", part) for where, part in parts),
+            length_limit(self.cfg),
+            partial(self._minibatch, rate),
+            self.algorithm.at_first,
+        )
         self.version = step
-        metrics = {name: value / updates for name, value in sums.items()} if updates else {"tokens": tokens}
-        metrics |= self.skips.counted()
         if RETURNS_OF in batch.columns:
             metrics |= self._fit(batch)
         seconds = {"update_s": time.perf_counter() - start - scored, "late_score_s": scored}
-        return {**metrics, **first, "lr": rate, "updates": float(updates), **seconds, **COST.pop()}
+        return {**metrics, "lr": rate, "updates": float(updates), **seconds, **COST.pop()}
 
     def _epochs(self, step: int) -> int:
         """Passes over a step's samples: none while the critic alone is trained."""
@@ -324,32 +348,25 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                 f"batch.columns[{RETURNS_OF!r}] for it to learn from"
             )
         returns = batch.columns.pop(RETURNS_OF)
-        for position in batch.group.unique().tolist():
+        for position, (draw, members) in self._members.items():
             where = batch.tokens_of(torch.nonzero(batch.group == position).flatten())
             message = {
                 "step": step,
                 "position": position,
-                "draw": self._draws[position],
+                "draw": draw,
                 "values": returns[where].numpy(),
-                "mask": batch.mask[where].numpy(),
+                "members": members.numpy(),
             }
             if self.leads:
                 channel.put(message, key=str(self.prompts.scorer_of(CRITIC, position)))
 
-    def _minibatch(self, batch: TokenBatch, rate: float, where: str) -> dict[str, float]:
+    def _minibatch(self, rate: float, batch: TokenBatch, counts: Whole, where: str) -> dict[str, float]:
         """One optimizer step over all ranks' samples; if the returned `grad_norm` is not finite, the step was left
         out."""
-        tokens, sequences = self._counted(batch)
-        if self.cfg.agent.kind != INLINE:
-            batch.columns[PARTS_OF] = batch.parts_of_sequences()
-        width = self._most(batch.by_episode().width)
         batch = self._shared(batch)
-        if self.skips.skip and not tokens:  # all was left out: Adam would move by its momentum alone
-            return {"grad_norm": math.nan, "tokens": 0.0}
-        whole = Whole(tokens, sequences, width)
 
         def loss(scores: TokenScores, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            return self.algorithm.loss(scores, part, whole)
+            return self.algorithm.loss(scores, part, counts)
 
         packed = self.backend.packed and (self._reader is None or self._reader.packed)
         batches, entropy = [part for _, part in self._micro_batches(batch, packed=packed)], self.algorithm.entropy
@@ -357,7 +374,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             batches, loss, temperature=self.temperature, entropy=entropy, reading=self._reader
         )
         if not self.policies.names:
-            return self._step(rate, self._reduced(parts), tokens, where, batch)
-        found = self._step(rate, self._reduced(told_apart(self.policies, batches, parts)), tokens, where, batch)
+            return self._step(rate, self._reduced(parts), counts.tokens, where, batch)
+        metrics = self._step(
+            rate, self._reduced(told_apart(self.policies, batches, parts)), counts.tokens, where, batch
+        )
         norms = {f"{POLICY}{name}/grad_norm": norm for name, norm in self.backend.backend.norms.items()}
-        return per_token(self.policies, {**found, **norms})
+        return per_token(self.policies, {**metrics, **norms})

@@ -12,7 +12,7 @@ from rlhpc.language.algorithm.base import LanguageAlgorithm
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles import untrained
-from rlhpc.language.roles.facts import facts_of, not_finite, overlong, varied
+from rlhpc.language.roles.facts import facts_of, not_finite, overlong, task_rewards, varied
 from rlhpc.language.roles.groups import Group, columns_of, group_of
 from rlhpc.language.roles.work import Slot
 
@@ -25,12 +25,16 @@ class Judged:
         episodes: By member of the group, those that are compared.
         scores: Of each.
         rewards: `[E]` float32, of each.
-        why: Why they are not trained on, as one of `untrained.REASONS`; "" if they are.
+        trains: Which of them are trained on and compared. The others are in no statistic of the group, and in no loss.
+        varied: Whether the task's rewards of those differ.
+        why: Why none is trained on, as one of `untrained.REASONS`; "" if some are.
     """
 
     episodes: dict[int, Episode]
     scores: list[Scored]
     rewards: np.ndarray
+    trains: list[bool]
+    varied: bool
     why: str
 
 
@@ -78,11 +82,14 @@ class GroupMaker:
             if not skips(self._cfg):
                 asked = f"prompt {slot.position} ({slot.prompt.question!r:.80})"
                 raise nonfinite(f"step {slot.step}, {asked}, {self._where}: {fault}")
-            rewards = np.zeros_like(rewards)  # equal ones: with algorithm.filter_groups another prompt takes its place
-        if self._cfg.algorithm.filter_groups and not lacking and not varied(rewards) and may_refill:
-            return None
+            rewards = np.zeros_like(rewards)
         why = "nonfinite" if fault else "alone" if lacking else ""
-        return Judged(dict(zip(members, episodes, strict=True)), scores, rewards, why)
+        drops_cut = self._cfg.algorithm.overlong_filter
+        trains = [not why and not (drops_cut and untrained.is_cut(episode)) for episode in episodes]
+        differ = varied(task_rewards([s for s, used in zip(scores, trains, strict=True) if used], self._cfg.reward))
+        if self._cfg.algorithm.filter_groups and not lacking and not differ and may_refill:
+            return None
+        return Judged(dict(zip(members, episodes, strict=True)), scores, rewards, trains, differ, why)
 
     def group(self, slot: Slot, judged: Judged) -> tuple[Group, dict[str, float]]:
         """The group that goes to an actor, and its facts for the step's metrics."""
@@ -94,14 +101,14 @@ class GroupMaker:
             for sample in episode.samples
         ]
         made = group_of(
-            slot.step, slot.position, judged.episodes, judged.rewards, columns, trains=not judged.why, size=self._size,
+            slot.step, slot.position, judged.episodes, judged.rewards, columns, trains=judged.trains, size=self._size,
             choices=self._choices, agent_weight=self._agent_weight,
         )  # fmt: skip
         facts = {"refills": float(slot.vain)}
         if judged.why == "nonfinite":
             facts["nonfinite"] = float(self._size)
         elif not judged.why:
-            facts = facts_of(slot.step, episodes, judged.scores, judged.rewards, slot.vain)
+            facts = facts_of(slot.step, episodes, judged.scores, judged.rewards, slot.vain, judged.varied)
         return made, facts | untrained.facts(slot)
 
     def _oldest(self, slot: Slot) -> int:

@@ -4,33 +4,115 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from rlhpc.config.typed import select
-from rlhpc.language.agents.registry import check_agent
-from rlhpc.language.config import LanguageConfig
+from rlhpc.config.typed import select, typed
+from rlhpc.language.config import LanguageConfig, SftConfig, SftDataConfig, TrainedLanguageConfig
 from rlhpc.language.data import PromptDataset, PromptTokenizer, load_tokenizer, make_dataset
+from rlhpc.language.data.holdout import holdout_section
 from rlhpc.language.data.pictures import check_looking
-from rlhpc.language.engines.ends import load_model_config
+from rlhpc.language.data.preferences import Preferences
+from rlhpc.language.data.registry import check_problems
+from rlhpc.language.data.tokens import FittingPrompts
+from rlhpc.language.dpo_config import DpoConfig
+from rlhpc.language.engines.ends import context_tokens, load_model_config
 from rlhpc.language.engines.vllm_experts import is_mixture, require_proven
-from rlhpc.language.evaluate import problems_of, suites_of
-from rlhpc.language.scoring.asking import Judging
+from rlhpc.language.preference_scores import most_tokens
 from rlhpc.language.tokens.model import compute_dtype
+from rlhpc.runs.folder import note
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.zero_config import deepspeed_config
 
 
-def open_prompts(cfg: LanguageConfig) -> tuple[Any, PromptTokenizer, PromptDataset]:
-    """Tokenizer, what makes token ids of prompts, and the training prompts.
+def open_prompts(cfg: LanguageConfig, *, checked: bool = False) -> tuple[Any, PromptTokenizer, FittingPrompts]:
+    """Tokenizer, what makes token ids of prompts, and the training prompts that are not too long.
+
+    Args:
+        cfg: The configuration.
+        checked: The reward must be able to judge each problem (`check_problems`).
 
     Raises:
-        ConfigError: Model, dataset or template cannot be used; or a prompt is too long.
+        ConfigError: Model, dataset or template cannot be used; or a prompt is too long, or the template leaves something out.
     """
     tokenizer = load_tokenizer(cfg.actor.model.model_path, cfg.actor.model.trust_remote_code)
     data = cfg.data
-    encoder = PromptTokenizer(tokenizer, data.max_prompt_tokens, data.overlong_prompts, data.train.chat_template)
+    encoder = PromptTokenizer(
+        tokenizer,
+        data.max_prompt_tokens,
+        data.overlong_prompts,
+        data.train.chat_template,
+        context=context_tokens(cfg, tokenizer),
+    )
     dataset = make_dataset(data.train, "train")
-    return tokenizer, encoder, encoder.fitting(dataset) if encoder.overlong == "drop" else dataset
+    if checked:
+        check_problems([term.name for term in cfg.reward.terms], dataset, "data.train")
+    return tokenizer, encoder, encoder.fitting(dataset)
+
+
+def open_demonstrations(
+    cfg: TrainedLanguageConfig, data: SftDataConfig, tokenizer: Any, *, holdout: bool = False
+) -> tuple[PromptTokenizer, FittingPrompts]:
+    """Opens demonstrations: what makes token ids of them, and those that are not too long.
+
+    Args:
+        cfg: Of a run on demonstrations.
+        data: Its section `data`.
+        tokenizer: Of the model.
+        holdout: Those of the held-out loss in place of those of training.
+
+    Raises:
+        ConfigError: See `open_prompts`.
+    """
+    section, key = holdout_section(data.train, data.holdout) if holdout else (data.train, "data.train")
+    encoder = PromptTokenizer(
+        tokenizer, data.max_prompt_tokens, data.overlong_prompts, data.train.chat_template, key=key
+    )
+    dataset = make_dataset(section, "eval" if holdout else "train", demonstrations=True, key=key)
+    most = cfg.actor.max_tokens_per_micro_batch
+    return encoder, encoder.fitting(dataset, demonstrations=True, max_tokens=most)
+
+
+def open_pairs(cfg: DpoConfig, tokenizer: Any, *, holdout: bool = False) -> tuple[PromptTokenizer, Preferences, int]:
+    """Opens preferences: what makes token ids of them, those that are not too long, and how many are.
+
+    Args:
+        cfg: Of a DPO run.
+        tokenizer: Of the model.
+        holdout: Those of the held-out loss in place of those of training.
+
+    Raises:
+        ConfigError: They cannot be read, or one is too long and `data.overlong_prompts` is "error".
+    """
+    data = cfg.data
+    section, key = holdout_section(data.train, data.holdout) if holdout else (data.train, "data.train")
+    encoder = PromptTokenizer(tokenizer, data.max_prompt_tokens, data.overlong_prompts, section.chat_template, key=key)
+    pairs = Preferences(section, "pairs", "eval" if holdout else "train", key=key)
+    return encoder, pairs, pairs.fit(encoder, most_tokens(cfg.actor.max_tokens_per_micro_batch, "pairs"))
+
+
+def check_dpo(cfg: DpoConfig) -> Any:
+    """Refuses a model whose tokenizer cannot be used, and pairs that do not fit it.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ConfigError: Names the key, or file and row.
+    """
+    model = cfg.actor.model
+    tokenizer = load_tokenizer(model.model_path, model.trust_remote_code)
+    opened = {"data.train": open_pairs(cfg, tokenizer)}
+    if cfg.runner.val_check_interval > 0:
+        opened["held-out rows"] = open_pairs(cfg, tokenizer, holdout=True)
+    for key, (_, pairs, dropped) in opened.items():
+        if dropped:
+            note(f"{key}: {dropped} of {dropped + len(pairs)} pairs are dropped, because they are too long "
+                 "(data.overlong_prompts=drop)")  # fmt: skip
+    check_looking(cfg, load_model_config(str(model.model_path), model.trust_remote_code), False)
+    if cfg.actor.training_backend.lower() == "deepspeed":
+        deepspeed_config(cfg.actor, compute_dtype(model, "cpu"))
+    return tokenizer
 
 
 def looks_of(cfg: LanguageConfig, tokenizer: Any, dataset: PromptDataset) -> str:
@@ -83,8 +165,12 @@ def _check_divided(cfg: LanguageConfig, config: Any) -> None:
         )
 
 
-def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:
-    """Refuses what would fail after the start: model, tokenizer, dataset, rewards.
+def check_model(cfg: LanguageConfig, ranks: Mapping[str, int]) -> Any:
+    """Refuses a model that the engine or the trainer cannot take, and training prompts that do not fit it: by its config.json,
+    its tokenizer and the data.
+
+    Returns:
+        The tokenizer.
 
     Raises:
         ConfigError: Names the key.
@@ -94,7 +180,7 @@ def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:
         config = load_model_config(str(model.model_path), model.trust_remote_code)
         require_proven(config)
         _check_divided(cfg, config)
-    elif "rollout" in ranks and select(cfg, "rollout.weight_sync").lower() == "shards" and _is_mixture(cfg):
+    elif "rollout" in ranks and str(select(cfg, "rollout.weight_sync")).lower() == "shards" and _is_mixture(cfg):
         raise ConfigError(
             "rollout.weight_sync is 'shards', which sends a mixture's experts one by one, and only the engine vllm takes "
             "them so: take auto, or rollout.rollout_backend=vllm"
@@ -104,20 +190,23 @@ def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:
             f"cluster.component_placement.rollout gives each process {_size(cfg)} accelerators, and the engine hf "
             "(rollout.rollout_backend) computes on one: give it a process an accelerator, or take vllm"
         )
-    tokenizer, encoder, dataset = open_prompts(cfg)
+    if select(cfg, "data.holdout") is None:
+        tokenizer, _, dataset = open_prompts(cfg, checked=True)
+    else:
+        tokenizer = load_tokenizer(model.model_path, model.trust_remote_code)
+        sft = typed(SftConfig, cfg)
+        _, dataset = open_demonstrations(sft, sft.data, tokenizer)
+        if sft.runner.val_check_interval > 0:
+            held_out = open_demonstrations(sft, sft.data, tokenizer, holdout=True)[1]
+            for text in held_out.notes("held-out rows"):
+                note(text)
+    for text in dataset.notes("data.train"):
+        note(text)
     shows = bool(dataset[0].images or cfg.data.train.images_key)
     check_looking(cfg, load_model_config(str(model.model_path), model.trust_remote_code), shows)
-    encoder.encode(dataset[0])
     if cfg.actor.training_backend.lower() == "deepspeed":
         deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model, "cpu"))
-    if "rollout" in ranks:
-        check_agent(cfg, tokenizer)
-        Judging(cfg).close()
-        if select(cfg, "runner.val_check_interval") > 0:
-            for section in suites_of(cfg).values():
-                problems_of(cfg, section, tokenizer)
-    else:
-        encoder.encode_demonstration(dataset[0])
+    return tokenizer
 
 
 def require_looks(cfg: LanguageConfig, tokenizer: Any, dataset: PromptDataset, looks: str, node: str) -> str:

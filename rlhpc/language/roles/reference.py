@@ -11,6 +11,7 @@ from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.jobs.paths import MODEL
 from rlhpc.language.roles.prompts import PromptMap
 from rlhpc.language.roles.scoring import ScoringWorker
+from rlhpc.language.roles.sending import reference_sync_of
 from rlhpc.language.scoring.groups import REFERENCE
 from rlhpc.language.scoring.logprobs import LogProbs
 from rlhpc.runtime.errors import RlhpcError
@@ -28,8 +29,7 @@ class ReferenceWorker(ScoringWorker, SavingWorker):
         """Loads the policy from before training."""
         super().init_worker(prompts)
         receivers = [(self.group_name, list(range(self.world_size)))]
-        name = self.cfg.rollout.weight_sync
-        self._sync = make_sync(name, self, (prompts.actor_name, 0), receivers, "off", whole=True)
+        self._sync = make_sync(reference_sync_of(self.cfg), self, (prompts.actor_name, 0), receivers, "off", whole=True)
 
     def take_weights(self) -> None:
         """Becomes the policy that the actor sends."""

@@ -47,13 +47,12 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
         self.most = most_tokens(self.max_tokens, self.form)
         self.encoder: PromptTokenizer = encoder_of(cfg, cfg.data.train, self.tokenizer, "data.train")
         self.dataset = training_rows(cfg)
-        if self.encoder.overlong == "drop":
-            self.dataset.drop_overlong(self.encoder, self.most)
+        dropped = self.dataset.fit(self.encoder, self.most)
         self.sampler = PromptSampler(len(self.dataset), cfg.data.prompts_per_step, self.seed)
         self.suites: dict[str, Suite] = {}
         if cfg.runner.val_check_interval > 0:
             self.suites = suites_of(cfg, self.tokenizer, self.form)
-        return {"parameters": self.backend.parameters_trained}
+        return {"parameters": self.backend.parameters_trained, "dropped": dropped}
 
     def prefer(self, step: int) -> dict[str, float]:
         """One optimizer step on this step's rows: the mean of their losses.
@@ -62,11 +61,11 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
             Metrics, the same on all ranks.
         """
         count = self.cfg.data.prompts_per_step
-        draws = range(self.data, count, self.sizes.data)
-        rows = [self.dataset[self.sampler.at((step - 1) * count + draw)] for draw in draws]
+        rows = [self.dataset[place] for place in self.sampler.of_step(step, self.data, self.sizes.data)]
         each = EACH[self.form]
-        whole = self._shared(batch_of(rows, self.encoder, self.most, self.pad), each)
-        tokens, _ = self._counted(whole)
+        responses = batch_of(rows, self.encoder, self.most, self.pad)
+        tokens = self._count(responses).tokens
+        shared = self._shared(responses, each)
 
         def loss(values: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             rewards, targets = last_values(values, batch), batch.reward
@@ -88,8 +87,8 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
             value = losses.sum() / count
             return value, {"loss": value, **metrics}
 
-        batches = [batch for _, batch in self._evenly(cut(whole, each, self.max_tokens), whole)]
-        return self._only_step(step, self.backend.forward_backward(batches, loss), tokens, whole)
+        batches = [batch for _, batch in self._evenly(cut(shared, each, self.max_tokens), shared)]
+        return self._only_step(step, self.backend.forward_backward(batches, loss), tokens, shared)
 
     def validate(self) -> dict[str, list[dict[str, Any]]]:
         """The rewards of this rank's share of the suites' rows, with the present weights.
@@ -107,7 +106,13 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
             if not self.leads:  # another says the same
                 continue
             found[name] = [
-                {"place": place, "rewards": own, "target": row.target, "level": row.prompt.level}
+                {
+                    "place": place,
+                    "rewards": own,
+                    "target": row.target,
+                    "level": row.prompt.level,
+                    "prompt": row.prompt.question,
+                }
                 for place, row, own in zip(places, rows, rewards, strict=True)
             ]
         return found

@@ -43,6 +43,7 @@ from rlhpc.language.roles.validation import Row, Validation
 from rlhpc.language.roles.work import Begun, Slot, Takings
 from rlhpc.language.scoring.asking import AskingGroup, Judging
 from rlhpc.runs.device import own_device, seed_process
+from rlhpc.runtime.device import device_name
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
 from rlhpc.weights.cost import COST
@@ -125,7 +126,12 @@ class LanguageRolloutWorker(Worker):
         COST.pop()
         self.log.info("answers with %s by %s on %s; %d problems", path, cfg.rollout.rollout_backend, own_device(self),
                       len(self.dataset))  # fmt: skip
-        return {"problems": len(self.dataset), "looks": own}
+        return {
+            "problems": len(self.dataset),
+            "looks": own,
+            "device": device_name(own_device(self)),
+            "dropped": self.dataset.dropped,
+        }
 
     def _build(self, prompts: PromptMap) -> None:
         """Builds this rank's engine."""
@@ -249,17 +255,24 @@ class LanguageRolloutWorker(Worker):
         return self.validation.rows(self.generation, self.judges, share, deadline)
 
     @led
+    def draw(self, phase: int) -> dict[str, Any]:
+        """Has the engine draw from prompts of random tokens, for the trainer to score (`probe.draw`).
+
+        Args:
+            phase: Of the probe; prompts differ by it.
+
+        Returns:
+            `draws`; and `dtype` and `device`, which the engine computes in and on.
+        """
+        return {"draws": self.taken.draw(len(self.tokenizer), phase), **self.taken.computes()}
+
+    @led
     def take_weights(self, version: int) -> None:
         """Takes in the weights of a version, or newer ones, as the actor writes them."""
         self._await_weights(version)
 
     def _await_weights(self, version: int) -> None:
-        deadline = time.monotonic() + self.cfg.runner.step_timeout_s
-        while self.taken.version < version:
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"the weights of step {version} did not reach {self.group_name}-{self.rank}")
-            if not self._take_weights():
-                time.sleep(_IDLE_S)
+        self.taken.await_version(version, self._take_weights)
 
     def _waits_for(self) -> str:
         waits = [f"{n} ratings of {name}" for name, n in self.judges.waits_for().items()]
@@ -397,4 +410,4 @@ class LanguageRolloutWorker(Worker):
         self._groups.entrust(group.pack(), key=str(self.prompts.actor_of(slot.position)))
         for name, channel in self._scoring.items():
             channel.entrust(group.bare(), key=str(self.prompts.scorer_of(name, slot.position)))
-        self.work.deliver(slot.step, slot.position, facts)
+        self.work.deliver(slot.step, slot.position, facts, untrained.failure_of(slot))

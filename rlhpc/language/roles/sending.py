@@ -30,6 +30,12 @@ def sync_of(cfg: GrpoConfig) -> str:
     return "auto" if (adapters_apart(cfg) or cfg.agent.policies) and sends_shards(name) else name
 
 
+def reference_sync_of(cfg: GrpoConfig) -> str:
+    """Returns the strategy of the reference's weights (`reference.update_interval`): that of `rollout.weight_sync`, but they
+    travel whole."""
+    return "auto" if sends_shards(cfg.rollout.weight_sync) else cfg.rollout.weight_sync
+
+
 class ActorWeights:
     """Sends an actor's weights; all of its ranks call each method. By most strategies all gather each tensor, and the first
     sends it; by those that send shards, each sends what it holds.
@@ -53,8 +59,7 @@ class ActorWeights:
         self._sent: frozenset[str] = frozenset()
         if worker.rank == 0 and cfg.reference.update_interval and REFERENCE in prompts.scoring:
             ranks = [(REFERENCE, list(range(prompts.scoring[REFERENCE])))]
-            name = "auto" if self._by_shards else self._name
-            self._reference = make_sync(name, worker, (prompts.actor_name, 0), ranks, "off")
+            self._reference = make_sync(reference_sync_of(cfg), worker, (prompts.actor_name, 0), ranks, "off")
 
     def send(self, version: int, ranks: Sequence[int], probe: Probe | None) -> None:
         """Sends the weights to these rollout ranks; those that are not trained only once."""

@@ -33,6 +33,20 @@ def _too_old(episode: Episode, oldest: int) -> bool:
     return bool(versions) and max(versions) < oldest
 
 
+def failure_of(slot: Slot) -> str:
+    """Returns why the last of a group's episodes that failed did, or could not be judged; "" if none has."""
+    reasons = [
+        episode.outcome.error for _, episode in sorted(slot.episodes.items()) if episode.failed and episode.outcome
+    ]
+    reasons += [scored.reason for _, scored in sorted(slot.scores.items()) if scored.failed and scored.reason]
+    return reasons[-1] if reasons else ""
+
+
+def is_cut(episode: Episode) -> bool:
+    """Tells whether an episode's answer was cut off at a length limit."""
+    return episode.finish_reason not in FINISHED
+
+
 def refilled(slot: Slot) -> Counter[str]:
     """What was drawn in vain in a prompt's place, now that another one is asked there."""
     return slot.untrained + Counter(refilled=drawn(slot.episodes.values()))
@@ -58,7 +72,7 @@ def settle(slot: Slot, oldest: int, *, cut: bool, why: str) -> None:
         found["old"] += _mask_old(episode, oldest)
         if episode.branches:  # a role of which nothing is left would be compared as worth 0
             episode.branches = [s for s in episode.branches if any(s.loss_mask)] or episode.branches
-        if cut and episode.finish_reason not in FINISHED:
+        if cut and is_cut(episode):
             found["cut"] += drawn([episode])
 
 

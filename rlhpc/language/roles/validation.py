@@ -111,7 +111,7 @@ def validation_metrics(parts: Sequence[Mapping[str, Sequence[Row]]]) -> dict[str
             "problems": result["n"],
         }
         if samples > 1:
-            found["pass_at_k"] = result["pass_at_k"][str(samples)]
+            found[f"pass_at_{samples}"] = result["pass_at_k"][str(samples)]
             if result["majority"] is not None:
                 found["majority"] = result["majority"]
         prefix = f"eval/{suite}" if number else "eval"

@@ -36,12 +36,14 @@ class Delivery:
         step, position: Of the prompt.
         rank: Who drew the answers.
         facts: See `facts_of`.
+        failure: Why an episode of it failed, or could not be judged; "" if none.
     """
 
     step: int
     position: int
     rank: int
     facts: dict[str, float]
+    failure: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class Ledger:
         self._channels: tuple[Channel, Channel] | None = None
         self._given = 0
         self._delivered: dict[int, dict[int, Delivery]] = {}
+        self.failure = ""  # the last one there was
 
     def open(self, step: int) -> None:
         """Begins behind a step: nothing of later ones is given out or delivered."""
@@ -158,7 +161,11 @@ class Ledger:
 
     def close(self, step: int) -> dict[str, float]:
         """The sums of the facts of a step's answers, all of which were delivered, in the order of the prompts."""
-        return summed({position: delivery.facts for position, delivery in self._delivered.pop(step).items()})
+        delivered = self._delivered.pop(step)
+        self.failure = next(
+            (one.failure for _, one in sorted(delivered.items(), reverse=True) if one.failure), self.failure
+        )
+        return summed({position: delivery.facts for position, delivery in delivered.items()})
 
 
 class Takings:
@@ -213,7 +220,7 @@ class Takings:
         self._work.entrust(begun, key=str(step))
         self._work.done(self._held.pop((step, begun.position)))
 
-    def deliver(self, step: int, position: int, facts: dict[str, float]) -> None:
+    def deliver(self, step: int, position: int, facts: dict[str, float], failure: str = "") -> None:
         """Says that an actor has the answers to a prompt."""
-        self._delivered.put(Delivery(step, position, self._rank, facts))
+        self._delivered.put(Delivery(step, position, self._rank, facts, failure))
         self._work.done(self._held.pop((step, position)))

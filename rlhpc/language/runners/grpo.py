@@ -22,13 +22,15 @@ from rlhpc.language.roles.untrained import REASONS
 from rlhpc.language.roles.validation import asked_of_all, validation_metrics
 from rlhpc.language.roles.work import Ledger
 from rlhpc.language.runners.agents import Agents
+from rlhpc.language.runners.agreement import ROUNDS, Agreement
 from rlhpc.language.runners.others import Made, Others
-from rlhpc.language.scoring.groups import AGENT, CRITIC, REFERENCE
+from rlhpc.language.scoring.groups import AGENT, CRITIC, REFERENCE, learning_groups
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder, note
 from rlhpc.runs.replicas import Replicas
 from rlhpc.runs.runner import Runner
 from rlhpc.runtime.channel import Channel
+from rlhpc.runtime.errors import NothingTrained
 from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.rpc import Handle
 
@@ -37,6 +39,12 @@ _SUMS = (
     "samples", "groups", "reward", "reward_squared", "accuracy", "length", "truncated", "varied", "failed", "stale",
     "max_length", "max_stale",
 )  # fmt: skip
+
+
+def _is_unjudged(total: dict[str, float]) -> bool:
+    """Returns whether each sample of a step failed to be judged, or its agent failed."""
+    samples, failed, agents = (total.get(name, 0.0) for name in ("samples", "failed", "agent_failed"))
+    return failed + agents > 0 and failed >= samples
 
 
 class ReasoningRunner(Runner[GrpoConfig]):
@@ -69,8 +77,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
         agents = others.pop(AGENT, None)
         self.others = Others(cfg, {name: group for name, group in others.items() if name != CRITIC})
         self.every = cfg.reference.update_interval if REFERENCE in others else 0
-        learning = {REFERENCE} if self.every else set()
-        self.stateless = frozenset(self.others.groups) - learning | ({AGENT} if agents else set())
+        self.learning = learning_groups(cfg)
+        self.stateless = frozenset(self.others.groups) - self.learning | ({AGENT} if agents else set())
         if self.every:
             self.groups[REFERENCE] = others[REFERENCE]
         names = {"actor_name": actor.name, "rollout_name": rollout.name}
@@ -84,7 +92,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self.agents = Agents(agents, self.prompts, self.timeout, lambda: self.max_recoveries)
         self.turns = cfg.actor.offload_in_rollout
         self.ahead = cfg.algorithm.max_staleness > 0
-        self.samples = self._in_vain = 0
+        self.samples = self._in_vain = self._unjudged = 0
         self.ledger = Ledger(self.prompts.prompts)
         self.replicas = Replicas(
             self.rollout, self._open_rollout, self._join, lambda: self.max_recoveries,
@@ -92,7 +100,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
         )  # fmt: skip
         self._made: dict[int, Made] = {}
         self._reward = math.nan
-        self._looks = ""
+        self._looks, self._dropped = "", 0
+        self._devices: list[str] = []
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -108,13 +117,16 @@ class ReasoningRunner(Runner[GrpoConfig]):
             loading.pop().wait(self.timeout)
             self.rollout.offload().wait(self.timeout)
             self.others.open_engines(self.prompts, self.timeout)
-        loading.append(self.actor.init_worker(self.folder.total, self.prompts))
+        actor = self.actor.init_worker(self.folder.total, self.prompts)
+        loading.append(actor)
         if self.critic:
             loading.append(self.critic.init_worker(self.folder.total, self.prompts))
         loading += self.others.open(self.prompts) + self.agents.open()
         for handle in loading:
             handle.wait(self.timeout)
-        self._looks = str(opened.wait(self.timeout)[0]["looks"])
+        facts = opened.wait(self.timeout)
+        self._looks, self._dropped = str(facts[0]["looks"]), int(facts[0]["dropped"])
+        self._devices = [str(fact["device"]) for fact in (*facts, *actor.wait(self.timeout)) if fact]
         if self.turns:
             self.others.rest(self.timeout)
             if self.critic:
@@ -194,13 +206,45 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self.agents.begin()
         self.ledger.open(self.step)
         self.replicas.begin()
-        sync = [self.actor.sync_weights(self.step, self.replicas.ranks)]
-        if not self.turns:
+        agreement = Agreement(self.cfg, self._devices, (self.actor.world_size, self.rollout.world_size))
+        if not agreement.is_known:
+            self._prove(agreement)
+        self._sync(receive=not self.turns)
+
+    def _sync(self, *, receive: bool, trial: bool = False, perturbed: bool = False) -> None:
+        """Sends the present weights to the engines, which take them in now, or when they wake."""
+        sync = [self.actor.sync_weights(self.step, self.replicas.ranks, trial=trial, perturbed=perturbed)]
+        if receive and not self.turns:
             sync.append(self.replicas.of_step().take_weights(self.step))
         for handle in sync:
             handle.wait(self.timeout)
-        if self.turns:
-            self.actor.offload().wait(self.timeout)
+        if not self.turns:
+            return
+        self.actor.offload().wait(self.timeout)
+        if receive:
+            self.rollout.reload().wait(self.timeout)
+            self.replicas.of_step().take_weights(self.step).wait(self.timeout)
+
+    def _prove(self, agreement: Agreement) -> None:
+        """Has each engine draw and the trainer score what it drew, with each of `agreement.ROUNDS` of weights.
+
+        Raises:
+            ConfigError: An engine does not compute what is trained.
+        """
+        largest = 0.0
+        for phase, (perturbed, weights) in enumerate(ROUNDS):
+            self._sync(receive=True, trial=True, perturbed=perturbed)
+            drawn = self.replicas.of_step().draw(phase).wait(self.timeout)
+            if self.turns:
+                self.rollout.offload().wait(self.timeout)
+
+            def score(texts: list[Any], perturbed: bool = perturbed) -> dict[str, Any]:
+                scored: dict[str, Any] = self.actor.score_draws(texts, perturbed).wait(self.timeout)[0]
+                return scored
+
+            largest = max(largest, agreement.compare(weights, drawn, score))
+            self.rollout.begin(self.step).wait(self.timeout)
+        agreement.keep(largest)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -214,6 +258,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         due = every > 0 and step % every == 0
         waking = self.rollout.reload() if self.turns else None
         made = self._made.pop(step, None) or self._start(step)
+        made.serve()
         if self.ahead and not last and not due:
             self._made[step + 1] = self._start(step + 1)
         received = self.actor.receive(step)
@@ -281,9 +326,11 @@ class ReasoningRunner(Runner[GrpoConfig]):
         return row
 
     def _start(self, step: int) -> Made:
-        """Has a step's answers written, rated and, unless the roles take turns, scored."""
+        """Has a step's answers written, rated and, unless the roles take turns, scored by groups that do not learn."""
         self.ledger.give(min(step + self.cfg.algorithm.max_staleness, self.folder.end_step))
-        return Made(step, self.ledger, self._generate, self.others, self.critic, self.agents, wait=self.turns)
+        return Made(
+            step, self.ledger, self._generate, self.others, self.critic, self.agents, wait=self.turns, learning=self.learning
+        )  # fmt: skip
 
     def _generate(self, step: int) -> Handle:
         handle: Handle = self.replicas.of_step().generate(step, len(self.replicas.firsts()))
@@ -317,9 +364,10 @@ class ReasoningRunner(Runner[GrpoConfig]):
                 larger = name.startswith("max_") or name in ("seconds", "busy_s", "sync_s")
                 total[name] = max(total.get(name, 0.0), value) if larger else total.get(name, 0.0) + value
         left_out = total.get("nonfinite", 0.0)
-        self._in_vain = self._in_vain + 1 if left_out and "samples" not in total else 0
-        if self._in_vain >= MOST_IN_A_ROW:
-            raise nonfinite(f"step {self.step}: no prompt brought anything finite, {self._in_vain} steps in a row")
+        self._in_vain = 0 if self._trains_something(total) else self._in_vain + 1
+        self._unjudged = self._unjudged + 1 if _is_unjudged(total) else 0
+        if self._unjudged > self.cfg.reward.max_failed_steps or (not self._unjudged and self._in_vain >= MOST_IN_A_ROW):
+            self._end_in_vain(left_out)
         total = dict.fromkeys(_SUMS, 0.0) | total
         n = max(total["samples"], 1.0)
         self.samples += int(total["samples"])
@@ -337,7 +385,10 @@ class ReasoningRunner(Runner[GrpoConfig]):
             "rollout/staleness": total["stale"] / n,
             "rollout/staleness_max": total["max_stale"],
             "rollout/samples": float(self.samples),
+            "rollout/step_samples": total["samples"],
         }
+        if self._dropped:
+            row["train/dropped_problems"] = float(self._dropped)
         if left_out:
             row["rollout/nonfinite"] = left_out
         if self.ahead:
@@ -350,6 +401,31 @@ class ReasoningRunner(Runner[GrpoConfig]):
         row["time/generate_s"], row["time/rollout_sync_s"] = total["busy_s"], total["sync_s"]
         row["time/tokens_per_s"] = total["tokens"] / max(total["seconds"], 1e-9)
         return row
+
+    def _trains_something(self, total: dict[str, float]) -> bool:
+        """Returns whether a sample of the step was judged and is trained on."""
+        truncated = total.get("truncated", 0.0) if self.cfg.algorithm.overlong_filter else 0.0
+        return max(total.get("failed", 0.0), truncated) < total.get("samples", 0.0)
+
+    def _end_in_vain(self, left_out: float) -> None:
+        """Ends a run that trains on nothing.
+
+        Raises:
+            NonFinite: Nothing was finite.
+            NothingTrained: Nothing could be judged, or trained on, for another reason.
+        """
+        count = self._unjudged or self._in_vain
+        steps = f"{count} steps in a row" if count > 1 else "in the whole step"
+        if left_out:
+            raise nonfinite(f"step {self.step}: no prompt brought anything finite, {steps}")
+        failure = (
+            self.ledger.failure or "all answers were truncated or left out (see rollout/ and untrained/ in the metrics)"
+        )
+        raise NothingTrained(
+            f"step {self.step}: no sample could be judged and trained on, {steps}; the last failure: {failure}. Mend it (or "
+            "allow such steps: reward.max_failed_steps), then go on from the newest checkpoint: rlhpc train <config> "
+            "runner.resume_dir=auto"
+        )
 
     # -- what the base class asks ---------------------------------------------------------------------------------
 

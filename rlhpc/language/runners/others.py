@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.roles.prompts import PromptMap, channel_to, training_phase
@@ -82,6 +82,8 @@ class Made:
         agents: The group that runs agents, if there is one.
         wait: Those that score tokens do so once the engines have given the accelerators away (`score`), rather than as answers
             come.
+        learning: Groups whose weights change from step to step. They score once the step before has ended (`serve`): a rank
+            does one call after the other, and that step yet has to train, save or send them weights.
     """
 
     def __init__(
@@ -94,14 +96,25 @@ class Made:
         agents: Agents,
         *,
         wait: bool,
+        learning: Container[str] = (),
     ) -> None:
         self.step, self._ledger, self._generate, self._others = step, ledger, generate, others
         self._agents, self._run = agents, agents.serve(training_phase(step))
         self._generated = generate(step)
         self._rated = others.rate(training_phase(step))
         self._scoring = {**({CRITIC: critic} if critic else {}), **others.scoring}
-        self._scored = {} if wait else {name: group.serve(step) for name, group in self._scoring.items()}
+        self._wait = wait
+        self._scored = dict[str, Handle]()
+        self._serve(name for name in self._scoring if name not in learning)
         self._found: list[dict[str, float]] | None = None
+
+    def serve(self) -> None:
+        """Has the groups score whose weights are by now those that the step is scored with."""
+        self._serve(name for name in self._scoring if name not in self._scored)
+
+    def _serve(self, names: Iterable[str]) -> None:
+        if not self._wait:
+            self._scored |= {name: self._scoring[name].serve(self.step) for name in names}
 
     def wait(self, timeout: float) -> list[dict[str, float]]:
         """What the rollout ranks return, and the sums over the step's samples.

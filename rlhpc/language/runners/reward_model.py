@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from rlhpc.algorithms.reward_losses import find_reward_loss
 from rlhpc.config.typed import plain
 from rlhpc.language.preference_scores import validation_metrics
@@ -19,12 +17,8 @@ class RewardModelRunner(SupervisedRunner[RewardRunConfig]):
         """See `SupervisedRunner.train`."""
         return self.actor.prefer(step)
 
-    def evaluate(self) -> dict[str, float]:
-        """Every `runner.val_check_interval` steps: on all suites of `workflow.eval_suites`."""
-        every = self.cfg.runner.val_check_interval
-        if every <= 0 or self.step % every:
-            return {}
-        begin, algorithm = time.perf_counter(), self.cfg.algorithm
-        form = find_reward_loss(algorithm.loss_type, plain(algorithm.loss_kwargs))[1]
-        found = validation_metrics(self.actor.validate().wait(self.timeout), form)
-        return {**found, "time/eval_s": time.perf_counter() - begin}
+    def validate(self) -> dict[str, float]:
+        """See `SupervisedRunner.validate`: on all suites of `workflow.eval_suites`."""
+        algorithm = self.cfg.algorithm
+        loss, form = find_reward_loss(algorithm.loss_type, plain(algorithm.loss_kwargs))
+        return validation_metrics(self.actor.validate().wait(self.timeout), form, loss)

@@ -2,54 +2,91 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
+from typing import Any, TypeVar
 
+from rlhpc.config.parallel import Sizes
 from rlhpc.jobs.signals import StopRequest
+from rlhpc.language.config import SftConfig
+from rlhpc.language.reward_config import RewardRunConfig
+from rlhpc.language.roles.prompts import PromptMap
+from rlhpc.language.roles.validation import validation_metrics
 from rlhpc.runs.folder import RunFolder
-from rlhpc.runs.kinds import Cfg
 from rlhpc.runs.runner import Runner
+from rlhpc.runtime.active_time import active_s
 from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.rpc import Handle
 
+Cfg = TypeVar("Cfg", bound=SftConfig | RewardRunConfig)
+
 
 class SupervisedRunner(Runner[Cfg]):
-    """Trains a language model on rows; a subclass says how.
+    """Trains a language model on rows; a subclass says by which call of the actor.
 
     Args:
         cfg: Configuration.
         actor: Launched group of a `LanguageActor`.
+        rollout: Launched group of `EvaluationWorker`, whose engines answer the suites; None without one.
         run, stop: As the other runners'.
     """
 
     def __init__(
-        self, cfg: Cfg, actor: WorkerGroup, *, run: RunFolder | None = None, stop: StopRequest | None = None
-    ) -> None:
+        self, cfg: Cfg, actor: WorkerGroup, rollout: WorkerGroup | None = None, *, run: RunFolder | None = None,
+        stop: StopRequest | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(cfg, {"actor": actor}, run=run, stop=stop)
-        self.actor = actor
-        self.tokens = 0
+        self.actor, self.rollout = actor, rollout
+        self.tokens = self.dropped = 0
 
     def train(self, step: int) -> Handle:
         """The actor's call for a step, which gives metrics, `tokens` among them."""
         raise NotImplementedError
 
+    def validate(self) -> dict[str, float]:
+        """Metrics of the held-out rows, with the present weights, as the actor gives them."""
+        metrics: dict[str, float] = self.actor.validate().wait(self.timeout)[0]
+        return {f"eval/{name}": value for name, value in metrics.items()}
+
     def evaluate(self) -> dict[str, float]:
-        """The metrics of the evaluation that is due after a step; none where there is no such evaluation."""
-        return {}
+        """Evaluates every `runner.val_check_interval` steps, and after the last one."""
+        every = self.cfg.runner.val_check_interval
+        if every <= 0 or (self.step % every and self.step != self.folder.total):
+            return {}
+        begin = active_s()
+        return {**self.validate(), **self.answer_suites(), "time/eval_s": active_s() - begin}
+
+    def answer_suites(self) -> dict[str, float]:
+        """Has the engines answer the suites with the present weights; returns the suites' metrics, none without engines."""
+        if self.rollout is None:
+            return {}
+        ranks = list(range(self.rollout.world_size))
+        sent = self.actor.send_weights(self.step, ranks)
+        rows = self.rollout.evaluate(self.step, ranks).wait(self.timeout)
+        sent.wait(self.timeout)
+        return validation_metrics(rows)
 
     def build(self) -> None:
-        """Loads model and datasets."""
-        self.actor.init_worker(self.folder.total).wait(self.timeout)
+        """Loads models, engines and datasets: one after the other, as an engine measures how much memory is free."""
+        self.dropped = int(self.actor.init_worker(self.folder.total).wait(self.timeout)[0]["dropped"])
+        if self.rollout is None:
+            return
+        actors = Sizes.of(self.cfg.actor.parallel, self.actor.world_size).data
+        prompts = PromptMap(
+            self.cfg.data.prompts_per_step, 1, self.rollout.world_size, actors, self.rollout.name, self.actor.name
+        )
+        self.actor.open_weights(prompts).wait(self.timeout)
+        self.rollout.init_worker(prompts).wait(self.timeout)
 
     def one_step(self) -> dict[str, float]:
         """One optimizer step, and the evaluation that is due after it."""
-        begin = time.perf_counter()
+        begin = active_s()
         trained = self.train(self.step + 1).wait(self.timeout)[0]
         self.step += 1
         self.tokens += int(trained["tokens"])
         row = {f"train/{name}": value for name, value in trained.items()}
         row["train/tokens_total"] = float(self.tokens)
-        row["time/train_tokens_per_s"] = trained["tokens"] / (time.perf_counter() - begin)
+        if self.dropped:
+            row["train/dropped_problems"] = float(self.dropped)
+        row["time/train_tokens_per_s"] = trained["tokens"] / (active_s() - begin)
         return row | self.evaluate()
 
     def state(self) -> dict[str, Any]:

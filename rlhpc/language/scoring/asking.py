@@ -135,6 +135,12 @@ class AskingGroup(Asker):
         self._round += 1
 
 
+def own_terms(cfg: LanguageConfig) -> list[Any]:
+    """Returns the terms of the reward that no group rates."""
+    rating = rating_names(cfg)
+    return [term for term in cfg.reward.terms if term.name not in rating]
+
+
 class Judging:
     """The sum of all terms of the reward.
 
@@ -148,8 +154,8 @@ class Judging:
         self._askers: Mapping[str, Asker] = askers or {}
         self._asked = frozenset(rating_names(cfg))
         self._terms = [(term.name, term.weight) for term in cfg.reward.terms]
-        own = [term for term in cfg.reward.terms if term.name not in self._asked]
-        self._pool: RewardPool | None = make_reward(cfg.reward, own) if own or not self._asked else None
+        terms = own_terms(cfg)
+        self._pool: RewardPool | None = make_reward(cfg.reward, terms) if terms or not self._asked else None
         self._own: dict[Any, Scored] = {}
         self._given: dict[Any, dict[str, float | None]] = collections.defaultdict(dict)
 

@@ -56,14 +56,14 @@ class Classifier(Rater):
         """Token ids of the conversation, the answer and, if it ended by itself, the end token."""
         messages = sample.messages or ({"role": "user", "content": sample.prompt},)
         bare = not self.encoder.chat_template or messages[0]["role"] == "raw"
-        prompt = self.encoder.encode_messages(messages)
-        together = self.tokenizer(self.encoder.text(messages) + sample.response, add_special_tokens=bare)["input_ids"]
-        if bare and together and together[-1] == self.end and len(together) > 1:
-            together = together[:-1]
-        if together[: len(prompt)] != prompt:  # some tokenizers put a space before any text
-            together = [*prompt, *self.tokenizer(sample.response, add_special_tokens=False)["input_ids"]]
-        ends = sample.finished and self.end is not None and together[-1:] != [self.end]
-        return [*together, *([int(self.end)] if ends else [])]
+        prompt, text = self.encoder.encode_messages(messages, sample.tools), self.encoder.text(messages, sample.tools)
+        joined = self.tokenizer(text + sample.response, add_special_tokens=bare)["input_ids"]
+        if bare and joined and joined[-1] == self.end and len(joined) > 1:
+            joined = joined[:-1]
+        if joined[: len(prompt)] != prompt:  # some tokenizers put a space before any text
+            joined = [*prompt, *self.tokenizer(sample.response, add_special_tokens=False)["input_ids"]]
+        ends = sample.finished and self.end is not None and joined[-1:] != [self.end]
+        return [*joined, *([int(self.end)] if ends else [])]
 
 
 def require_classifier(group: ScoringGroup) -> str:

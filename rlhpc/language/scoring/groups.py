@@ -85,6 +85,12 @@ def group_roles(cfg: GrpoConfig) -> dict[str, str]:
     return found
 
 
+def learning_groups(cfg: GrpoConfig) -> frozenset[str]:
+    """Names of the groups beside actor and rollout whose weights change from step to step, and are in checkpoints."""
+    follows = {REFERENCE} if cfg.reference.update_interval else set()
+    return frozenset(group_roles(cfg)) & ({CRITIC} | follows)
+
+
 def needs_critic(cfg: GrpoConfig) -> bool:
     """Whether a built-in algorithm is told to ask a group of that name."""
     return needs_values(cfg) and not cfg.actor.model.value_head

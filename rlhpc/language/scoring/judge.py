@@ -14,6 +14,7 @@ from rlhpc.language.config import GrpoConfig
 from rlhpc.language.data import PromptTokenizer, load_tokenizer
 from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
+from rlhpc.language.engines.ends import without_end
 from rlhpc.language.rewards.base import Sample
 from rlhpc.language.scoring.base import Rater
 from rlhpc.language.scoring.group import ScoringGroup
@@ -127,7 +128,7 @@ class Judge(Rater):
         self._counts["time/requests"] += len(requests)
         for completion in self.engine.generate(requests) if requests else ():
             ended = completion.finish_reason == "stop"
-            text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            text = self.tokenizer.decode(without_end(completion.token_ids, self.tokenizer), skip_special_tokens=True)
             found[new[completion.id]] = self._said[new[completion.id]] = (
                 self.section.reply_start + text if ended else ""
             )

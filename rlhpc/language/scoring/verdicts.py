@@ -34,6 +34,9 @@ def better_in(reply: str) -> str | None:
 
 
 def _verdict(reply: str, word: str, form: re.Pattern[str]) -> str | None:
+    reply = reply.rpartition("</think>")[2]  # what it thought is no verdict
+    if reply.lstrip().startswith("<think>"):  # and it still thinks
+        return None
     last = reply.rstrip("\n").rpartition("\n")[2]
     found = form.fullmatch(last.strip(" "))
     if found is None or len(re.findall(rf"{word}\W*[:=]", reply, re.IGNORECASE)) != 1:

@@ -184,6 +184,8 @@ class TokenBatch:
 
     def before(self, values: Tensor) -> Tensor:
         """`[T]` values moved on by one token in each sample: each token gets that of the one before it, the first 0."""
+        if not len(values):
+            return values
         moved = nn.functional.pad(values[:-1], (1, 0))
         first = self.cu_seqlens[:-1][self.lengths > 0].to(values.device)
         return moved.index_fill(0, first, 0.0)
@@ -230,29 +232,27 @@ class TokenBatch:
         return TokenBatch(cu_seqlens=cuts, columns=columns, pad_id=self.pad_id, packed=self.packed, **parts)
 
     def by_episode(self) -> TokenBatch:
-        """The same tokens, with all that one role says in an episode as one sample: what gets an advantage. If an
-        episode has several samples, the result is no input for a model."""
+        """The same tokens, with all that one role says in an episode as one sequence: what gets an advantage. A rectangle of
+        the result (`padded`) has a sequence's tokens in the order of time. If an episode has several samples, the result is no
+        input for a model."""
         if not len(self):
             return self
         same = (self.episode[1:] == self.episode[:-1]) & (self.role[1:] == self.role[:-1])
         first = torch.cat([torch.tensor([True]), ~same.cpu()])
-        cuts = torch.cat([self.cu_seqlens[:-1][first], self.cu_seqlens[-1:]])
-        parts = {name: getattr(self, name)[first] for name in _OF_SAMPLES}
-        return dataclasses.replace(self, cu_seqlens=cuts, **parts)
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        parts |= {name: getattr(self, name)[first] for name in _OF_SAMPLES}
+        return _Sequences(**{**parts, "cu_seqlens": torch.cat([self.cu_seqlens[:-1][first], self.cu_seqlens[-1:]])})
 
     def sequence(self) -> Tensor:
         """`[N]` int64: which sequence a sample is of, or a part of: what one role says in an episode."""
         roles = int(self.role.max()) + 1 if len(self) else 1
         return self.episode * roles + self.role
 
-    def parts_of_sequences(self) -> Tensor:
-        """`[T]` float32: the part of its sequence's trained tokens that a token's sample has, most often 1. A mean over a
-        sample's tokens, times this, is its share of the mean over the sequence's."""
-        which, inverse = self.sequence().unique(return_inverse=True)
-        line = torch.repeat_interleave(torch.arange(len(self)), self.lengths)
-        own = torch.zeros(len(self)).index_add(0, line, self.mask.float())
-        whole = torch.zeros(len(which)).index_add(0, inverse, own)
-        return (own / whole[inverse].clamp(min=1))[line]
+    def sequence_tokens(self) -> Tensor:
+        """`[T]` int64: trained tokens of each token's sequence, of which all samples are in this batch."""
+        sequence = self.sequence().unique(return_inverse=True)[1]
+        which = torch.repeat_interleave(sequence, self.lengths.to(sequence.device))
+        return self.mask.new_zeros(len(self) + 1, dtype=torch.long).index_add(0, which, self.mask.long())[which]
 
     def to(self, device: torch.device) -> TokenBatch:
         """On a device, but for `cu_seqlens`."""
@@ -287,6 +287,20 @@ class TokenBatch:
         if "pictures" in message:
             parts["pictures"] = Pictures.unpack(message["pictures"])
         return cls(cu_seqlens=cuts, columns=columns, pad_id=int(message["pad_id"]), **parts)
+
+
+class _Sequences(TokenBatch):
+    """Sequences of a batch, whose samples stand in an order of their own, in the order of time: by turn, then by position.
+    Each turn is trained in one sample, so a sequence's trained tokens are those of an episode in one piece."""
+
+    @cached_property
+    def places(self) -> Tensor:
+        """`[T]`: where in the rectangle each token stands."""
+        line = torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+        turns = int(self.turn.max()) + 1 if self.tokens else 1
+        order = torch.argsort(line * turns + self.turn, stable=True)
+        standing = line * self.width + torch.arange(self.tokens) - self.cu_seqlens[:-1][line]
+        return torch.empty_like(order).index_copy(0, order, standing)
 
 
 _OF_TOKENS = ("ids", "mask", "turn")

@@ -32,6 +32,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def disable_dropout(model: nn.Module) -> bool:
+    """Sets all dropout of a model to 0: that of layers, and what attention reads from attributes.
+
+    Returns:
+        Whether there was any.
+    """
+    found_any = False
+    for module in model.modules():
+        rates = [
+            name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float) and value
+        ]
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+            rates.append("p")
+        for name in rates:
+            setattr(module, name, 0.0)
+        found_any |= bool(rates)
+    return found_any
+
+
 class LanguageBlueprint(Blueprint):
     """The causal model of `actor.model`, with adapters where `actor.lora` asks for them.
 
@@ -41,6 +60,8 @@ class LanguageBlueprint(Blueprint):
         reference: Whether the model from before training is wanted, too.
         values: Whether the model gets a head for values, which only training knows: no engine and no export gets it.
         policies: Names of several policies, each an adapter of this model.
+        dropout: Whether it is trained with the dropout of its configuration, and of `actor.lora`. In reinforcement learning
+            it is not: with dropout in the update alone, the importance ratio of an unchanged policy would not be 1.
 
     Attributes:
         head: A layer that is trained beside adapters, if the model has one.
@@ -48,6 +69,7 @@ class LanguageBlueprint(Blueprint):
     """
 
     head: str | None = None
+    dropout = False
 
     identity_file = "backend.json"
     knobs = "lower actor.max_tokens_per_micro_batch"
@@ -60,9 +82,11 @@ class LanguageBlueprint(Blueprint):
         reference: bool = False,
         values: bool = False,
         policies: tuple[str, ...] = (),
+        dropout: bool = False,
     ) -> None:
         self.policies = policies
         self._describe(cfg.actor, cfg.runner.seed, device)
+        self.dropout = dropout
         self._reference = reference
         if values:
             self.head, self._aside = VALUE_HEAD, f"{VALUE_HEAD}."
@@ -95,10 +119,13 @@ class LanguageBlueprint(Blueprint):
             freeze_vision(model, self.key)
         if self._aside:
             add_value_head(model, self.seed)
-        if not self.lora_rank:
-            return model
-        head, beside = self.head, bool(self._aside)
-        return lora.attach_lora(model, actor.lora, seed=self.seed, head=head, beside=beside, names=self.policies)
+        if self.lora_rank:
+            model = lora.attach_lora(
+                model, actor.lora, seed=self.seed, head=self.head, beside=bool(self._aside), names=self.policies
+            )
+        if not self.dropout and disable_dropout(model):
+            log.info("%s: dropout is off, so that log-probs of rollout and update are those of one model", self.key)
+        return model
 
     def divide(self, module: nn.Module, mesh: Mesh) -> None:
         """See `Blueprint.divide`: by transformers' plans; rows are shared as `tokens.context` does. All ranks look at
@@ -162,17 +189,23 @@ class LanguageBlueprint(Blueprint):
 
     def identity(self) -> dict[str, Any]:
         """What must agree for a checkpoint to fit (`Blueprint.identity`)."""
-        found = {"actor.lora.rank": self.lora_rank, "actor.model.value_head": bool(self._aside)}
-        return {**found, "agent.policies": list(self.policies)} if self.policies else found
+        facts: dict[str, Any] = {"actor.lora.rank": self.lora_rank, "actor.model.value_head": bool(self._aside)}
+        if self.lora_rank:  # what was learnt is multiplied by it
+            facts["actor.lora.alpha"] = self.actor.lora.alpha
+        if self.policies:
+            facts["agent.policies"] = list(self.policies)
+        return facts
 
-    def about(self) -> dict[str, Any]:
-        """See `Blueprint.about`: what conversion needs."""
+    def about(self, module: nn.Module) -> dict[str, Any]:
+        """Returns what conversion needs (`Blueprint.about`). `frozen` names the parameters that a checkpoint lacks because
+        nothing trains them; with adapters all others are, and none is named."""
         model = self.actor.model
         return {
             "model_path": str(model.model_path),
             "trust_remote_code": model.trust_remote_code,
             "dtype": str(self.dtype).removeprefix("torch."),
             "lora": plain(self.actor.lora),
+            "frozen": [] if self.lora_rank else sorted(lora.frozen_names(module)),
         }
 
     def write_beside(self, folder: Path, module: nn.Module) -> None:
@@ -222,12 +255,16 @@ class ScalarBlueprint(LanguageBlueprint):
         seed: Of a new head, and of adapters.
         device: Where it will compute.
         key: What messages call the section.
+        dropout: See `LanguageBlueprint`.
     """
 
     head = HEAD
 
-    def __init__(self, section: LanguageActorConfig, seed: int, device: str, *, key: str = "actor") -> None:
+    def __init__(
+        self, section: LanguageActorConfig, seed: int, device: str, *, key: str = "actor", dropout: bool = False
+    ) -> None:
         self._describe(section, seed, device, key)
+        self.dropout = dropout
 
     def load(self, model: Any, **options: Any) -> Any:
         """A model of this kind: `load_scalar_model`."""

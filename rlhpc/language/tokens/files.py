@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,8 @@ import torch
 from torch import nn
 
 from rlhpc.checkpoint.state import save_tensors
-from rlhpc.language.tokens.model import export_tokenizer
+from rlhpc.language.tokens.model import CONFIG, config_file, export_tokenizer
+from rlhpc.runtime.scratch import temporary_folder
 from rlhpc.training.lora import ADAPTER
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ def model_files(module: nn.Module, model: PretrainedConfig, dtype: torch.dtype |
     config.use_cache = True  # training does without
     if dtype is not None:
         config.dtype = dtype
-    with tempfile.TemporaryDirectory(prefix="rlhpc-model-") as temporary:
-        folder = Path(temporary)
-        config.save_pretrained(folder)
+    with temporary_folder("model") as folder:
+        (folder / CONFIG).write_bytes(config_file(config, model))
         if getattr(inner, "generation_config", None) is not None:
             inner.generation_config.save_pretrained(folder)
         export_tokenizer(folder, model, pads=not inner.can_generate())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from rlhpc.language.data.pictures import looks
-from rlhpc.language.hugging_face import transformers
+from rlhpc.language.hugging_face import no_progress_bar, transformers, turn_end
 from rlhpc.language.tokens.pictures import tell_places
 from rlhpc.runtime.device import computes_bfloat16
 from rlhpc.runtime.errors import ConfigError
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: The one of them that suits the device.
 AUTO = "auto"
+#: A model's configuration in its folder.
+CONFIG = "config.json"
+_ABSENT = object()
 #: Files that say how pictures become patches.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -34,6 +38,16 @@ def pretrained_in(module: nn.Module) -> Any:
     if package is None:  # then there is no such model
         return None
     return next((part for part in module.modules() if isinstance(part, package.PreTrainedModel)), None)
+
+
+def window_of(config: Any) -> int:
+    """Returns how many tokens a layer with a sliding window, or with chunked attention, sees; 0 without such layers.
+
+    Args:
+        config: The model's configuration, of transformers.
+    """
+    text = config.get_text_config()
+    return int(getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0)
 
 
 def compute_dtype(model: PretrainedConfig, device: str | torch.device, section: str = "actor.model") -> torch.dtype:
@@ -116,7 +130,7 @@ def load_by(
         "trust_remote_code": model.trust_remote_code,
     }
     try:
-        with _quiet(package):
+        with no_progress_bar():
             maker = getattr(package, auto or writes_by(package, path, model.trust_remote_code))
             if empty:
                 config = package.AutoConfig.from_pretrained(
@@ -180,7 +194,6 @@ def export_model(
         dtype: Of the weights written.
         load: How a model like that is built: `load_causal_lm`, or `load_scalar_model`.
     """
-    package = transformers()
     skeleton = load(model, dtype=dtype, empty=True)
     state = {name: tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors}
     for name, tensor in skeleton.state_dict().items():
@@ -190,9 +203,48 @@ def export_model(
             raise ValueError(f"{name} {tuple(tensor.shape)} is missing")
     skeleton.config.use_cache = True
     folder.mkdir(parents=True, exist_ok=True)
-    with _quiet(package):
+    with no_progress_bar():
         skeleton.save_pretrained(folder, state_dict=state)
+    (folder / CONFIG).write_bytes(config_file(skeleton.config, model))
     export_tokenizer(folder, model, pads=not skeleton.can_generate())
+
+
+def config_file(config: Any, model: PretrainedConfig) -> bytes:
+    """Returns the `config.json` of a model that training began from, with what training changed.
+
+    transformers writes the keys that it knows alone, some by other names, and engines read others. So only values that differ
+    from what transformers makes of the original are taken from the trained model's configuration.
+
+    Args:
+        config: Of the trained model.
+        model: Where the model is that training began from.
+    """
+    written = json.loads(config.to_json_string())
+    source = model_file(str(model.model_path), CONFIG)
+    if source is not None:
+        read = transformers().AutoConfig.from_pretrained(
+            str(model.model_path), trust_remote_code=model.trust_remote_code
+        )
+        written = _changed(json.loads(source.read_text()), json.loads(read.to_json_string()), written)
+    return json.dumps(written, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _changed(original: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Returns a configuration with the changes between two forms of it that transformers wrote."""
+    changed = dict(original)
+    for key in before.keys() | after.keys():
+        old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
+        if old == new:
+            continue
+        if new is _ABSENT:
+            changed.pop(key, None)
+        elif isinstance(old, dict) and isinstance(new, dict) and isinstance(original.get(key), dict):
+            changed[key] = _changed(original[key], old, new)
+        else:
+            changed[key] = new
+    if "dtype" in changed and "torch_dtype" in changed:  # its former name, which some read first
+        changed["torch_dtype"] = changed["dtype"]
+    return changed
 
 
 def export_tokenizer(folder: Path, model: PretrainedConfig, *, pads: bool = False) -> None:
@@ -212,9 +264,22 @@ def export_tokenizer(folder: Path, model: PretrainedConfig, *, pads: bool = Fals
         if pads and tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.save_pretrained(folder)
+        _name_end(folder / "generation_config.json", turn_end(tokenizer))
     for name in _PROCESSORS:
         if (own := model_file(str(model.model_path), name)) is not None:
             shutil.copyfile(own, folder / name)
+
+
+def _name_end(config: Path, end: int | None) -> None:
+    """Adds the chat template's end of turn to the end tokens of a generation configuration: demonstrations end so."""
+    if end is None or not config.is_file():
+        return
+    values = json.loads(config.read_text())
+    ends = values.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if end not in ends:
+        values["eos_token_id"] = [*ends, end] if ends else end
+        config.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _generation_config(package: Any, path: str, config: Any) -> Any:
@@ -222,16 +287,3 @@ def _generation_config(package: Any, path: str, config: Any) -> Any:
         return package.GenerationConfig.from_pretrained(path)
     except OSError:  # not every model has one
         return package.GenerationConfig.from_model_config(config)
-
-
-@contextlib.contextmanager
-def _quiet(package: Any) -> Iterator[None]:
-    """Turns progress bars off: every rank would draw its own into its log."""
-    logging = package.utils.logging
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()

@@ -31,10 +31,12 @@ from rlhpc.runtime.errors import ConfigError
 NAME = "rlhpc_segments"
 #: Kinds of layers, as configurations name them, in which a token sees others through attention alone.
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
+#: Rotary positions whose factors follow from the longest position there is: in a row, that of another sample.
+_ROPES_BY_LENGTH = frozenset({"longrope", "su", "dynamic"})
 #: How far, of the largest number, what a row says may be from what its sample says alone: in float32, and in half precision.
 _FAR, _FAR_HALF = 1e-3, 0.1
-#: Where `reads_rows` notes of each call of attention whether it was given the row's samples.
-_asked: ContextVar[list[bool] | None] = ContextVar("asked", default=None)
+#: Where `reads_rows` notes of each call of attention whether it was given the row's samples, and whether a window.
+_calls: ContextVar[list[tuple[bool, bool]] | None] = ContextVar("calls", default=None)
 #: What some families ask of attention beside what is done here.
 _FURTHER = ("softcap", "s_aux", "position_bias")
 
@@ -66,9 +68,10 @@ def unpack(model: nn.Module) -> None:
 
 @torch.no_grad()
 def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype, share: RowShare | None = None) -> bool:
-    """Whether a model that was packed says of a sample in a row what it says of it alone, by one pass each over a few tokens.
+    """Returns whether a packed model says of a sample in a row what it says of it alone, by one pass each over a few tokens.
 
-    It may not: some families do not hand on to their attention what they are given, or do not heed positions.
+    It may not: some families do not hand on to their attention what they are given, do not heed positions, or keep their
+    window in a mask, which is not made here.
 
     Args:
         model: Is called; all ranks of a sharded one call it.
@@ -81,15 +84,34 @@ def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype, share
         TokenBatch.of(samples, [torch.ones(len(one)) for one in samples]).read_by(True).to(device)
         for samples in ([first, second], [second])
     )
-    given = list[bool]()
-    token = _asked.set(given)
+    calls = list[tuple[bool, bool]]()
+    token = _calls.set(calls)
     try:
-        found, expected = (_said(model, each, share) for each in (row, alone))
+        outputs = _said(model, row, share)
+        windows = [has_window for _, has_window in calls]
+        expected = _said(model, alone, share)
     finally:
-        _asked.reset(token)
-    a, b = found[len(first) : row.tokens], expected[: alone.tokens]
+        _calls.reset(token)
+    a, b = outputs[len(first) : row.tokens], expected[: alone.tokens]
     far = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-6)
-    return bool(given) and all(given) and far < (_FAR if dtype == torch.float32 else _FAR_HALF)
+    hands_on_samples = bool(calls) and all(has_segments for has_segments, _ in calls)
+    return (
+        hands_on_samples and _hands_on_windows(model, windows) and far < (_FAR if dtype == torch.float32 else _FAR_HALF)
+    )
+
+
+def _hands_on_windows(model: nn.Module, windows: list[bool]) -> bool:
+    """Returns whether each layer whose configuration gives it a sliding window hands the window on to its attention.
+
+    Args:
+        model: Was called once.
+        windows: Of each call of attention, in order, whether it was given a window.
+    """
+    config = pretrained_in(model).config.get_text_config()
+    has_window = getattr(config, "sliding_window", None) is not None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if has_window else "full_attention"]
+    expected = [kind == "sliding_attention" for kind in kinds]
+    return windows == expected if len(windows) == len(expected) else {*windows} == {*expected}
 
 
 def _said(model: nn.Module, batch: TokenBatch, share: RowShare | None) -> Tensor:
@@ -122,10 +144,18 @@ def _can(causal: Any) -> bool:
         and not causal._is_stateful
         and not getattr(config, "is_encoder_decoder", False)
         and kinds <= _LAYERS
+        and not _rope_types(config) & _ROPES_BY_LENGTH
         and getattr(config, "attn_logit_softcapping", None) is None
         and not any(name.endswith("sinks") for name, _ in causal.named_parameters())
         and "position_ids" in inspect.signature(type(trunk).forward).parameters
     )
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Returns the kinds of rotary positions that a model has, of all its kinds of layers."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    sections = [parameters, *(section for section in parameters.values() if isinstance(section, dict))]
+    return {str(section.get("rope_type", section.get("type"))) for section in sections}
 
 
 def attend(
@@ -160,9 +190,9 @@ def attend(
             f"{type(module).__name__} wants {unknown[0]} of its attention, which is not there for rows without padding; set "
             "actor.use_remove_padding=false"
         )
-    asked = _asked.get()
-    if asked is not None:
-        asked.append(segments is not None)
+    calls = _calls.get()
+    if calls is not None and not isinstance(module, Heads):  # those are a part of a call that is noted already
+        calls.append((segments is not None, sliding_window is not None))
     if segments is None:
         return _causal(module, query, key, value, scaling=scaling, dropout=dropout, window=sliding_window), None
     if segments.group is not None:

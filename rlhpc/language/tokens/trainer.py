@@ -76,8 +76,9 @@ class ModelTrainer:
                 "than of the sample alone; set it to 1"
             )
         if blueprint.packed and not self.packed:
-            unpack(self.backend.module)
-            blueprint.packed = False
+            blueprint.packed = False  # of a reference that is built later, too
+            for model in self.backend.models:
+                unpack(model)
 
     @property
     def device(self) -> torch.device:
@@ -256,6 +257,7 @@ class TokenTrainer(ModelTrainer):
         reference: Whether `reference` will be asked.
         values: Whether the model has a head for values, too.
         policies: Which roles speak by which of several policies.
+        dropout: Whether the model is trained with dropout (`LanguageBlueprint`).
     """
 
     replays = True
@@ -268,9 +270,10 @@ class TokenTrainer(ModelTrainer):
         reference: bool = False,
         values: bool = False,
         policies: Policies = ONE,
+        dropout: bool = False,
     ) -> None:
-        device = torch_device(worker.accelerators)
-        blueprint = LanguageBlueprint(cfg, device, reference=reference, values=values, policies=policies.names)
+        device, names = torch_device(worker.accelerators), policies.names
+        blueprint = LanguageBlueprint(cfg, device, reference=reference, values=values, policies=names, dropout=dropout)
         super().__init__(blueprint, cfg.actor, worker)
         self.policies = policies
 
@@ -344,7 +347,11 @@ class ScalarTrainer(ModelTrainer):
     def __init__(
         self, section: LanguageActorConfig, worker: Ranks, *, seed: int, key: str = "actor", before: bool = False
     ) -> None:
-        super().__init__(ScalarBlueprint(section, seed, torch_device(worker.accelerators), key=key), section, worker)
+        device = torch_device(worker.accelerators)
+        blueprint = ScalarBlueprint(
+            section, seed, device, key=key, dropout=not before
+        )  # a critic's values are compared
+        super().__init__(blueprint, section, worker)
         self.before = before
 
     def _values(self, called: nn.Module, batch: TokenBatch) -> torch.Tensor:

@@ -28,8 +28,8 @@ class RunFacts:
     config: Mapping[str, Any] = field(default_factory=dict)
     """The configuration, nested, without secrets."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """What the logger must know when the run is resumed, such as the service's id of the run: JSON-able, filled in by
-    `open`, kept in `loggers.json`. Empty at a fresh start."""
+    """What the logger must know when the run is resumed, such as the service's id of the run: JSON-able, kept in
+    `loggers.json` after `open`, `commit` and `close`. Empty at a fresh start."""
 
 
 class RunLogger(Protocol):

@@ -124,10 +124,12 @@ class Feed:
             while not self._over and (item := self._rows.get()) is not _END:
                 if item is _COMMIT:
                     self._logger.commit()
+                    self._memory.keep(self._name, self._run.memory)
                 elif last is None or item[0] > last:
                     self._logger.log(*item)
                 self._rows.task_done()
             self._logger.close()
+            self._memory.keep(self._name, self._run.memory)
         except Exception as error:
             # Whatever a service or its library raises: nothing of it may reach the training.
             if not self._over:
@@ -135,6 +137,8 @@ class Feed:
                 self._give_up(f"{type(error).__name__}: {first}")
             with contextlib.suppress(Exception):
                 self._logger.close()
+            with contextlib.suppress(OSError):
+                self._memory.keep(self._name, self._run.memory)
 
 
 def end_all(feeds: Iterable[Feed]) -> None:

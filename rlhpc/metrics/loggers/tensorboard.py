@@ -16,6 +16,9 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.loggers.base import RunFacts
 from rlhpc.runtime.host import node_name
 
+#: What `loggers.json` calls the last step whose row was written.
+_LAST = "step"
+
 
 class TensorBoardLogger:
     """One event a row, with all its scalars; one write an event."""
@@ -25,13 +28,16 @@ class TensorBoardLogger:
         self._purge_step: int | None = None
         self._file: IO[bytes] | None = None
         self._records: Any = None
+        self._memory: dict[str, Any] = {}
 
     def open(self, run: RunFacts, resume_step: int | None) -> int | None:
-        self._folder = RunPaths(run.folder).tensorboard
+        self._folder, self._memory = RunPaths(run.folder).tensorboard, run.memory
         if resume_step is None or not any(self._folder.glob("events.out.tfevents.*")):
             return None
-        self._purge_step = resume_step + 1
-        return resume_step
+        last = self._memory.get(_LAST)
+        there = None if last is None else min(int(last), resume_step)
+        self._purge_step = 0 if there is None else there + 1
+        return there
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -41,6 +47,7 @@ class TensorBoardLogger:
             self._begin()
         values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._memory[_LAST] = step
 
     def commit(self) -> None:
         """Nothing waits in memory."""
@@ -63,7 +70,7 @@ class TensorBoardLogger:
         self._records = RecordWriter(self._file)
         self._write(Event(wall_time=now, file_version="brain.Event:2"))
         if self._purge_step is not None:
-            # TensorBoard then hides what a killed start logged beyond the step that this one continues from.
+            # TensorBoard then hides what earlier starts logged from the first step on that this one logs.
             start = SessionLog(status=SessionLog.START)
             self._write(Event(wall_time=now, step=self._purge_step, session_log=start))
 

@@ -156,6 +156,23 @@ def _accounts(cfg: RunConfig, asked: Mapping[str, Ranks], build: bool, measure: 
     return account(cfg, asked, build=build, measure=measure)
 
 
+def memory_at_start(cfg: RunConfig, launcher: str) -> MemoryPlan | None:
+    """Returns what a start of the run goes by; None where it goes by nothing.
+
+    Args:
+        cfg: The configuration.
+        launcher: `slurm` or `local`.
+    """
+    if cfg.cluster.memory_check == OFF:
+        return None
+    try:
+        plan = build_plan(cfg, launcher=launcher)
+    except PlacementError:  # only a job knows its accelerators where the configuration leaves them open
+        return None
+    # Models of families that are not known are built for `rlhpc plan` alone: that takes longer than a submission may.
+    return memory_plan(cfg, plan, build=False)
+
+
 def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
     """Refuses a run whose ranks cannot fit, before anything is started or submitted.
 
@@ -167,14 +184,9 @@ def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
     Raises:
         ConfigError: It does not fit; names the term that is too large, and the nearest sizes that fit.
     """
-    if cfg.cluster.memory_check == OFF:
+    accounted = memory_at_start(cfg, launcher)
+    if accounted is None:
         return
-    try:
-        plan = build_plan(cfg, launcher=launcher)
-    except PlacementError:  # only a job knows its accelerators where the configuration leaves them open
-        return
-    # Models of families that are not known are built for `rlhpc plan` alone: that takes longer than a submission may.
-    accounted = memory_plan(cfg, plan, build=False)
     for doubt in accounted.doubts():
         log.warning("%s: memory may not suffice:\n  %s", source, doubt)
     found = accounted.refusals()

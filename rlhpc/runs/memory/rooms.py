@@ -6,11 +6,11 @@ import functools
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import mapping
 from rlhpc.runtime.cluster import Cluster, read_key
+from rlhpc.runtime.memory import total_memory
 
 _UNITS = {"": 20, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -73,7 +73,5 @@ def host_room(cfg: RunConfig, cluster: Cluster, node: int, *, here: bool) -> tup
     if cfg.cluster.mem is not None and not here:
         return parse_bytes(cfg.cluster.mem), "cluster.mem"
     if here:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemTotal:"):
-                return float(int(line.split()[1]) << 10), "this machine"
+        return float(total_memory()), "this machine"
     return None, ""

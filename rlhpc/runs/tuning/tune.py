@@ -13,16 +13,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from rlhpc.config import config_to_yaml, find_config, total_steps
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import select
+from rlhpc.config.yaml_loader import ConfigDumper
 from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runs.changes import training_fingerprint
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.kinds import all_kinds, kind_of
+from rlhpc.runs.memory.plan import memory_at_start
 from rlhpc.runs.tuning.calibrate import Calibration
 from rlhpc.runs.tuning.costs import Costs
 from rlhpc.runs.tuning.measure import ShortRuns, device_size
@@ -33,13 +34,16 @@ from rlhpc.runs.tuning.workload import Workload
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.lookup import load_attribute
+from rlhpc.runtime.memory import total_memory
 from rlhpc.runtime.ownership import require_own_run_folder
 from rlhpc.runtime.storage import unwritten
 
 #: Candidates in the table and in tune.json.
 _SHOWN = 10
 #: Keys that a short run does without, in the kinds of run that have them.
-NOT_IN_SHORT_RUNS = {"runner.val_check_interval": "-1", "runner.stop_return": "null"}
+NOT_IN_SHORT_RUNS = {
+    "runner.val_check_interval": "-1", "runner.stop_return": "null", "runner.keep_best": "null", "runner.patience": "0",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +103,7 @@ def space_of(asked: Asked, workload: Workload, costs: Costs, cfg: RunConfig, *, 
     target = load_config(asked.config, [*asked.overrides, *asked.machines()], site=asked.site, check=False)
     configured = configured_candidate(cfg, workload)
     labels = {place.label for place in configured.places.values()}
-    memory = psutil.virtual_memory().total if here else 0
+    memory = total_memory() if here else 0
     shape = Shape.of(target, labels, memory, device_size() if here else 0)
     return Space(Model(workload, costs, shape), configured)
 
@@ -170,7 +174,7 @@ def _find(
     workload = dataclasses.replace(workload, knobs=calibration.knobs())
     space = space_of(asked, workload, costs, cfg, here=True)
     say(f"searching {sum(1 for _ in space.counted())} numbers of ranks and settings")
-    best = search(space, max(_SHOWN, asked.verify), lambda candidate: is_allowed(asked, candidate))
+    best = search(space, max(_SHOWN, asked.verify), lambda candidate: is_allowed(asked, candidate, here=True))
     if not best:
         raise ConfigError(
             f"no placement of {', '.join(workload.groups)} on {_machines(space.model.shape)} is allowed; rlhpc plan "
@@ -181,13 +185,23 @@ def _find(
     return record
 
 
-def is_allowed(asked: Asked, candidate: Candidate) -> bool:
-    """Whether the configuration's own checks let a candidate pass."""
+def is_allowed(request: Asked, candidate: Candidate, *, here: bool) -> bool:
+    """Tells whether a candidate passes the configuration's own checks, and that of memory at a start of it.
+
+    What short runs measured of memory holds for their number of ranks alone.
+
+    Args:
+        request: What is tuned, and for which machines.
+        candidate: Places and settings.
+        here: The machines are like this one.
+    """
+    words = [*request.overrides, *request.machines(), *candidate.overrides()]
     try:
-        load_config(asked.config, [*asked.overrides, *asked.machines(), *candidate.overrides()], site=asked.site)
+        cfg = load_config(request.config, words, site=request.site)
     except RlhpcError:
         return False
-    return True
+    accounted = memory_at_start(cfg, "local" if here and cfg.cluster.num_nodes == 1 else "slurm")
+    return accounted is None or not accounted.refusals()
 
 
 def _machines(shape: Shape) -> str:
@@ -302,6 +316,6 @@ def _write(paths: RunPaths, asked: Asked, record: dict[str, Any]) -> None:
     head = f"# Made by rlhpc tune: {winner['step_s']:.4g} s a step predicted.\n"
     try:
         replace_durably(paths.tuned, json.dumps(record, indent=1).encode() + b"\n")
-        replace_durably(paths.tuned_config, (head + yaml.safe_dump(content, sort_keys=False)).encode())
+        replace_durably(paths.tuned_config, (head + yaml.dump(content, Dumper=ConfigDumper, sort_keys=False)).encode())
     except OSError as error:
         raise unwritten(error, paths.tuning) from error

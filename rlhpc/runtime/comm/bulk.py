@@ -35,6 +35,7 @@ from rlhpc.runtime.comm.offers import Offers, Withdrawn
 from rlhpc.runtime.comm.unix import send_all
 from rlhpc.runtime.errors import ChannelError
 from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.tcp_listener import ConnectionTable, TcpListener, host_of
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ _FETCH, _OFFERED, _RELEASE = b"F", b"O", b"R"
 _OK, _ERROR, _NOT_YET, _WITHDRAWN = b"+", b"-", b"~", b"x"
 #: How long a request waits for what is not offered yet, before it is told so.
 _OFFER_S = 0.5
-#: Most handshakes at a time: among peers that connect and say nothing, the oldest makes way for the next.
+#: Most handshakes at a time.
 _STRANGERS = 64
 _HANDSHAKE_S = 10.0
 #: Most transfers that a process serves at a time; others wait their turn, which costs nothing: the wire is full.
@@ -82,35 +83,29 @@ class BulkServer:
         self._name, self._keys, self._folders, self._loans = name, keys, folders, loans
         self._offers = Offers() if offers is None else offers
         self.sent = 0
-        self.sock = socket.create_server((address, 0), backlog=256)
-        self.sock.setblocking(False)
+        self._listener = TcpListener(address)
+        self.sock = self._listener.sock
         #: What is published for others: `name@address:port`.
-        self.endpoint = f"{name}@{address}:{self.sock.getsockname()[1]}"
+        self.endpoint = f"{name}@{address}:{self._listener.address[1]}"
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
-        self._strangers: dict[socket.socket, None] = {}
+        self._strangers = ConnectionTable[socket.socket](_STRANGERS)
         self._turns = threading.BoundedSemaphore(MOST_TRANSFERS)
         self.refused = 0
 
     def accept(self) -> None:
-        """Accepts one connection; call when the socket is readable."""
-        try:
-            sock, _ = self.sock.accept()
-        except OSError:
-            return
-        with self._lock:
-            if len(self._strangers) >= _STRANGERS:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                _hang_up(oldest)
-            self._strangers[sock] = None
-            self._open.add(sock)
-        sock.setblocking(True)
-        threading.Thread(target=self._serve, args=[sock], name=f"rlhpc-bulk-{self._name}", daemon=True).start()
+        """Accepts connections; call when the socket is readable."""
+        for sock in self._listener.accept():
+            with self._lock:
+                if (oldest := self._strangers.add(sock, host_of(sock))) is not None:
+                    _hang_up(oldest)
+                self._open.add(sock)
+            sock.setblocking(True)
+            threading.Thread(target=self._serve, args=[sock], name=f"rlhpc-bulk-{self._name}", daemon=True).start()
 
     def close(self) -> None:
         """Stops listening and ends all connections."""
-        self.sock.close()
+        self._listener.close()
         with self._lock:
             for sock in self._open:
                 _hang_up(sock)
@@ -121,7 +116,7 @@ class BulkServer:
                 link = self._welcome(sock)
             finally:
                 with self._lock:
-                    self._strangers.pop(sock, None)
+                    self._strangers.remove(sock)
             wake_every(sock, 0)  # 0: never; an idle connection costs nothing
             while True:
                 self._answer(link, link.hear(lambda: None))

@@ -18,9 +18,11 @@ from rlhpc.runtime.comm import unix
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.sockets import Door, choose, divided, make_socket, whole
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.runtime.host import host_id
+from rlhpc.runtime.host import host_id, process_id
 
 _numbers = itertools.count()
+#: How often a sender of what a socket did not take at once checks whether the connection is still open.
+_LOOK_MS = 1000
 
 
 class _Line:
@@ -41,9 +43,9 @@ class _Line:
         poller = select.poll()
         poller.register(self.connection.sock, select.POLLOUT)
         while True:
-            poller.poll()
+            poller.poll(_LOOK_MS)  # a socket that is closed meanwhile does not end it
             with self._lock:
-                if not self.connection.flush():
+                if self.connection.closed or not self.connection.flush():
                     self._flushing = False
                     return
 
@@ -72,7 +74,7 @@ class CallDoor:
     """
 
     def __init__(self, service: Service, tcp_address: str | None) -> None:
-        path = service.scratch.sockets / f"r-{os.getpid()}-{next(_numbers)}"
+        path = service.scratch.sockets / f"r-{process_id()}-{next(_numbers)}"
         self._listener, self._token = unix.Listener(str(path)), unix.token_of(service.keys)
         self.record = {"host": host_id(), "ipc": f"ipc://{path}", "tcp": ""}
         self._epoll = select.epoll()
@@ -151,15 +153,17 @@ class CallLines:
         """Ends a `receive` that is running in another thread."""
         os.eventfd_write(self._wake, 1)
 
-    def send(self, record: dict[str, str], frames: list[Any]) -> None:
-        """Sends to the rank whose `CallDoor` published `record`; one that is gone gets nothing: others report its end."""
+    def send(self, record: dict[str, str], frames: list[Any]) -> bool:
+        """Sends to the rank whose `CallDoor` published `record`; False if it is known to be gone: others report its end."""
         endpoint = choose(record)
         if endpoint.startswith("ipc://"):
             line = self._lines.get(endpoint) or self._connect(endpoint)
-            if line is not None:
-                line.send(frames)
+            if line is None:
+                return False
+            line.send(frames)
         else:
             self._send_far(endpoint, frames)
+        return True
 
     def _connect(self, endpoint: str) -> _Line | None:
         try:

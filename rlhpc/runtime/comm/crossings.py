@@ -6,19 +6,15 @@ the byte goes the reader's process, because device memory is scarce: what a read
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import os
-import struct
 from typing import NamedTuple
 
-from rlhpc.runtime.comm.segments import ALIGN, FREE, HEADER, USED, WRITTEN
+from rlhpc.runtime.comm.segments import ALIGN, FREE, HEADER, MAX_TRACKED, await_readers, begin_use, free_ended
 
 #: Most readers of a message.
-MOST = 256
-_PID = struct.Struct("q")
-_PIDS = HEADER - MOST * _PID.size
+MOST = MAX_TRACKED
 
 
 class Part(NamedTuple):
@@ -77,15 +73,14 @@ def make_lease(path: str) -> mmap.mmap:
 
 def lend(lease: mmap.mmap, readers: int) -> None:
     """Says that readers are to come; called by the sender of a free buffer."""
-    lease[:readers] = WRITTEN * readers
+    await_readers(lease, readers)
 
 
 def begin(lease: mmap.mmap, reader: int) -> bool:
     """Says that a reader has come; False if it is awaited no longer."""
     if lease[reader : reader + 1] == FREE:
         return False
-    _PID.pack_into(lease, _PIDS + _PID.size * reader, os.getpid())
-    lease[reader : reader + 1] = USED
+    begin_use(lease, reader)
     return True
 
 
@@ -98,14 +93,5 @@ def is_free(lease: mmap.mmap, readers: int) -> bool:
     """Whether nobody needs a buffer; called by its sender. What readers that have died had in use is freed."""
     if lease[:readers] == FREE * readers:
         return True
-    for reader in range(readers):
-        if lease[reader : reader + 1] == USED and not alive(_PID.unpack_from(lease, _PIDS + _PID.size * reader)[0]):
-            lease[reader : reader + 1] = FREE
+    free_ended(lease, readers)
     return bool(lease[:readers] == FREE * readers)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process of this host runs: one that has ended and that nobody has waited for does not."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    return False

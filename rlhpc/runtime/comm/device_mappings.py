@@ -17,11 +17,12 @@ from rlhpc.runtime.comm import crossings
 from rlhpc.runtime.comm.crossings import Crossing
 from rlhpc.runtime.comm.devices import Device, DeviceEvent, own
 from rlhpc.runtime.comm.segments import SegmentGone, map_segment
+from rlhpc.runtime.host import has_ended
 
 #: How long copies that the accelerator was asked for may take.
 _PATIENCE_S = 30.0
 _LOOK_S = 0.0005
-_PID = re.compile(r"-(\d+)-\d+$")
+_PROCESS = re.compile(r"-(\d+\.\d+)-\d+$")
 
 
 class Elsewhere(Exception):
@@ -85,9 +86,9 @@ class DeviceMappings:
         ]
 
     def _open(self, device: Device, crossing: Crossing) -> _Opened:
-        pid = _PID.search(crossing.path)
+        sender = _PROCESS.search(crossing.path)
         # An event of a process that has ended must not be waited for.
-        if pid is not None and not crossings.alive(int(pid[1])):
+        if sender is not None and has_ended(sender[1]):
             raise SegmentGone(crossing.path)
         if crossing.path in self._opened:
             return self._opened[crossing.path]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import mmap
-import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from rlhpc.runtime.comm.crossings import Crossing
 from rlhpc.runtime.comm.devices import Device, DeviceEvent, own
 from rlhpc.runtime.comm.segments import FREE, WRITTEN, capacity_of, unlink
 from rlhpc.runtime.errors import ChannelError
+from rlhpc.runtime.host import process_id
 from rlhpc.runtime.scratch import Scratch
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class _Buffer:
         self.device, self.path, self.memory, self.exported, self.event = device, path, memory, exported, event
         self.lease: mmap.mmap = crossings.make_lease(path)
         self.readers = self.size = 0
+        self.holders: Sequence[str] = ()
 
     @property
     def capacity(self) -> int:
@@ -69,7 +70,7 @@ class DevicePool:
         device = None if self._shut or not address or host != self._endpoint["host"] else own()
         return device is not None and device.address == address
 
-    def write(self, tensors: Sequence[Any], readers: int = 1) -> Crossing | None:
+    def write(self, tensors: Sequence[Any], readers: int = 1, holders: Sequence[str] = ()) -> Crossing | None:
         """Asks the accelerator to copy tensors of its own into a buffer, and lends that to readers, numbered from 0.
 
         Returns:
@@ -88,7 +89,7 @@ class DevicePool:
                     into = buffer.memory[part.offset : part.offset + part.nbytes]
                     device.copy(into.view(tensor.dtype).reshape(part.shape), tensor.detach())
             buffer.event.record()
-            buffer.readers, buffer.size = readers, size
+            buffer.readers, buffer.size, buffer.holders = readers, size, holders
             crossings.lend(buffer.lease, readers)
             self.crossed += 1
         handle = buffer.event.handle
@@ -126,6 +127,16 @@ class DevicePool:
         if why:
             self._give_up(f"another process cannot open it ({why})")
         return copied
+
+    def forget_process(self, process: str) -> None:
+        """Ends the buffers that were lent to a process that has ended (`host.process_key`) and to no other."""
+        with self._lock:
+            for buffer in list(self._buffers.values()):
+                slots = [slot for slot, holder in enumerate(buffer.holders) if holder == process]
+                for slot in slots:
+                    crossings.end(buffer.lease, slot)
+                if slots and buffer.free():
+                    self._drop(buffer)
 
     def park(self) -> int:
         """Gives device memory back; returns how much is still lent, and stays."""
@@ -165,7 +176,7 @@ class DevicePool:
         except RuntimeError as error:
             self._give_up(str(error))
             return None
-        path = str(self._scratch.shm / f"lease-{os.getpid()}-{next(_counter)}")
+        path = str(self._scratch.shm / f"lease-{process_id()}-{next(_counter)}")
         buffer = self._buffers[path] = _Buffer(device, path, memory, exported, event)
         return buffer
 

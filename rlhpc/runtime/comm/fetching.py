@@ -94,7 +94,7 @@ class Fetching:
             return view
 
         def receive_for_all() -> str:
-            here = self._pool.reserve(size, share.of)
+            here = self._pool.reserve(size, share.of, holders=share.holders)
             try:
                 receive(memoryview(here.memory))
             except BaseException:

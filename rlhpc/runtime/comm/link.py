@@ -83,6 +83,8 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_S // 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, LOST_S // 9)
     wake_every(sock, LOOK_S)
+    # A peer that takes nothing must not hold a sender for ever.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", LOST_S, 0))
 
 
 def wake_every(sock: socket.socket, seconds: float) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from rlhpc.runtime.comm.pool import SegmentPool
 from rlhpc.runtime.comm.segments import layout
+from rlhpc.runtime.host import process_id
 
 PREFIX = "loan:"
 #: Below this size, copying costs less than waiting.
@@ -41,12 +41,14 @@ class Loan:
         pending: Readers that have not released it.
     """
 
-    def __init__(self, buffers: Sequence[Any], readers: int, changed: threading.Condition) -> None:
-        self.name = f"{PREFIX}{os.getpid()}-{next(_numbers)}"
+    def __init__(
+        self, buffers: Sequence[Any], readers: int, changed: threading.Condition, holders: Sequence[str] = ()
+    ) -> None:
+        self.name = f"{PREFIX}{process_id()}-{next(_numbers)}"
         self.spans, self.size = layout(buffers)
         self._views: list[memoryview] | None = [memoryview(b).cast("B") for b in buffers]
         self.segment: str | None = None
-        self.pending, self._readers = set(range(readers)), readers
+        self.pending, self._readers, self.holders = set(range(readers)), readers, holders
         self._changed = changed
         self._reading, self._begun, self._broken, self._moved = 0, False, False, 0.0
 
@@ -99,7 +101,7 @@ class Loan:
         with self._changed:
             views, self._views = self._views, None
             if self.pending and views is not None:
-                self.segment, _ = pool.write(views, self._readers)
+                self.segment, _ = pool.write(views, self._readers, holders=self.holders)
                 for reader in set(range(self._readers)) - self.pending:
                     pool.release(self.segment, reader)
 
@@ -112,8 +114,8 @@ class Loans:
         self._changed = threading.Condition()
         self._loans: dict[str, Loan] = {}
 
-    def lend(self, buffers: Sequence[Any], readers: int) -> Loan:
-        loan = Loan(buffers, readers, self._changed)
+    def lend(self, buffers: Sequence[Any], readers: int, holders: Sequence[str] = ()) -> Loan:
+        loan = Loan(buffers, readers, self._changed, holders)
         self._loans[loan.name] = loan
         return loan
 
@@ -123,6 +125,13 @@ class Loans:
     def memory(self, path: str) -> mmap.mmap | None:
         """The memory that a segment of this process is mapped to."""
         return self._pool.memory(path)
+
+    def forget_process(self, process: str) -> None:
+        """A reader has ended (`host.process_key`): nothing waits for it."""
+        for name, loan in list(self._loans.items()):
+            for reader, holder in enumerate(loan.holders):
+                if holder == process:
+                    self.release(name, reader)
 
     def release(self, path: str, reader: int) -> None:
         """A reader of a loan, or of a segment of this process, is done with it."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.runtime.comm.segments import FREE, POPULATE, USED, map_private, map_segment
+from rlhpc.runtime.comm.segments import FREE, POPULATE, begin_use, map_private, map_segment
 from rlhpc.runtime.device import locked, locks_pages
 
 
@@ -36,7 +36,7 @@ class Mappings:
             SegmentGone: It is not there any more.
         """
         shared = self._map(path)
-        shared[reader : reader + 1] = USED
+        begin_use(shared, reader)
         memory = shared if own else map_private(path)
         # A weak reference tells when the last tensor, array or slice that looks into this view is gone.
         view = np.frombuffer(memory, np.uint8)

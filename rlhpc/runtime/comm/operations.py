@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from rlhpc.runtime.comm.answers import RemoteAnswer
@@ -26,6 +26,7 @@ class Home(Protocol):
     lane: Lane
     aborted: int
 
+    def members_changed(self, epoch: int, ended: Iterable[str] = ()) -> None: ...
     @property
     def doing(self) -> Callable[[], Any]: ...
     @property
@@ -53,8 +54,8 @@ def _get(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     name, key, target, wait, taker, owner = pickle.loads(frames[0])
     with service.lock:
         state = service.channel(name)
-        state.queue(key).taker = Taker(*taker)
-        if not wait and not state.queue(key).items:
+        state.note_taker(key, Taker(*taker))
+        if not wait and not state.count(key):
             answer(Refusal("empty"))
         else:
             state.get(key, (owner, answer.who), target, answer)
@@ -70,7 +71,7 @@ def _stat(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     name, key = pickle.loads(frames[0])
     with service.lock:
         state = service.channel(name)
-        result = (len(state.queue(key).items), state.full(key))
+        result = (state.count(key), state.full(key))
     answer.frames(pickle.dumps(result))
 
 
@@ -113,6 +114,15 @@ def _abort(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     service.aborted = int(frames[0])
 
 
+def _sync(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
+    answer.frames()  # all that the same connection has brought before has been handled
+
+
+def _members(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
+    service.members_changed(*pickle.loads(frames[0]))
+    answer.frames()
+
+
 def _note(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     if service.on_note:
         service.on_note(pickle.loads(frames[0]))
@@ -136,6 +146,8 @@ OPERATIONS: dict[bytes, Callable[[Home, RemoteAnswer, list[bytes]], None]] = {
     b"STAT": _stat,
     b"OPEN": _open,
     b"CANCEL": _cancel,
+    b"MEMBERS": _members,
+    b"SYNC": _sync,
     b"NOTE": _note,
     b"NOTED": _noted,
     b"JOIN": _join,

@@ -15,11 +15,13 @@ from rlhpc.runtime.comm.devices import address
 from rlhpc.runtime.comm.payload import Packed, forgo
 from rlhpc.runtime.comm.queues import ChannelState, Item, Outlook, Taker
 from rlhpc.runtime.comm.segments import SegmentGone, discard
+from rlhpc.runtime.comm.serialization import owned
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES, INBOX, Service
 from rlhpc.runtime.comm.share import Share
 from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
+from rlhpc.runtime.host import process_key
 
 #: Seconds that the other receivers get to confirm a message after it has failed to reach one of them.
 _LAST_CHANCE_S = 1.0
@@ -51,7 +53,7 @@ def _begin(
     record = context.member(dst_group, dst_rank)["data"]
     context.service.lane.settle()
     if record["ipc"] == context.service.endpoint["ipc"]:
-        frames = [bytes(frame) for frame in packed.frames(reader, share)]
+        frames = owned(packed.frames(reader, share))
         context.service.wait_local(
             lambda answer: context.service.channel(INBOX).put(
                 key, frames, packed.nbytes, 0, packed.segment or "", answer
@@ -62,7 +64,8 @@ def _begin(
         return lambda timeout: False
     head = pickle.dumps((INBOX, key, packed.nbytes, 0, packed.segment or "", True))
     peers = context.service.peers
-    pending = peers.begin(choose(record), b"PUT", [head, *packed.frames(reader, share)], whom)
+    frames = [head, *packed.frames(reader, share)]
+    pending = peers.begin(choose(record), b"PUT", frames, whom, context.wait_deadline)
 
     def arrived(timeout: float) -> bool:
         left = functools.partial(context.has_left, dst_group, dst_rank)
@@ -87,7 +90,8 @@ def send(
     context = current()
     far = context.member(dst_group, dst_rank)["host"] != context.host
     taker = _taker(context, dst_group, dst_rank)
-    packed = context.service.pack(obj, lend=far and not async_op, takers=[taker])
+    holders = [process_key(context.member(dst_group, dst_rank)["data"])]
+    packed = context.service.pack(obj, lend=far and not async_op, takers=[taker], holders=holders)
     if async_op:
         packed.owned()
 
@@ -117,7 +121,7 @@ def _next_item(tag: str, src_group: str, src_rank: int, timeout: float) -> Item:
 
     def act(answer: Any) -> bool:
         state = service.channel(INBOX)
-        state.queue(key).taker = taker
+        state.note_taker(key, taker)
         return state.get(key, (), None, answer)
 
     return service.wait_local(act, timeout, f"a message from {src_group}-{src_rank}")[0]
@@ -136,7 +140,7 @@ def post(obj: Any, key: str, dst_group: str, dst_rank: int) -> bool:
     """
     context = current()
     try:
-        _begin(context, context.service.pack(obj, whole=True), key, dst_group, dst_rank)(context.wait_deadline)
+        _begin(context, context.service.pack(obj, inline=True), key, dst_group, dst_rank)(context.wait_deadline)
     except ChannelError:
         if not context.has_left(dst_group, dst_rank, _NOTICE_S):
             raise
@@ -168,7 +172,7 @@ def poll(key: str) -> Any:
 
     def act(answer: Any) -> bool:
         state = service.channel(INBOX)
-        return bool(state.queue(key).items) and state.get(key, (), None, answer)
+        return bool(state.count(key)) and state.get(key, (), None, answer)
 
     items = service.wait_local(act, 0.0, key)
     return service.unpack(items[0].frames)
@@ -245,7 +249,10 @@ def begin_broadcast(
         return lambda: None
     far = all(context.member(*together[0])["host"] != context.host for together in readers)
     takers = [_taker(context, *target) for target in targets]
-    packed, key = context.service.pack(obj, len(readers), lend=far, takers=takers), _key("b", group, rank)
+    # Ranks of another host that share a copy free it together: the end of one of them frees nothing.
+    holders = [process_key(context.member(*them[0])["data"]) if len(them) == 1 else "" for them in readers]
+    packed = context.service.pack(obj, len(readers), lend=far, takers=takers, holders=holders)
+    key = _key("b", group, rank)
     under_way: list[Callable[[float], bool | None]] = []
     begun = 0
 
@@ -263,8 +270,9 @@ def begin_broadcast(
         # Send to all before waiting for one: waking them one after the other would take as long again.
         for reader, together in enumerate(readers):
             name = secrets.token_hex(8) if len(together) > 1 else ""
+            keys = tuple(process_key(context.member(*target)["data"]) for target in together) if name else ()
             for index, target in enumerate(together):
-                share = Share(name, index, len(together)) if name else None
+                share = Share(name, index, len(together), keys) if name else None
                 under_way.append(_unless_left(context, target, _begin_to(context, packed, key, target, reader, share)))
                 begun = reader + 1
     except BaseException:

@@ -16,7 +16,7 @@ from rlhpc.runtime.comm.loans import LEND_LIMIT, PREFIX, Loan, Loans
 from rlhpc.runtime.comm.mappings import Mappings
 from rlhpc.runtime.comm.pool import SegmentPool
 from rlhpc.runtime.comm.segments import AND, HEADER, discard
-from rlhpc.runtime.comm.serialization import Apart, Buffer, dumps, loads
+from rlhpc.runtime.comm.serialization import Apart, Buffer, dumps, loads, owned
 from rlhpc.runtime.comm.share import Share
 
 INLINE_LIMIT = 32 * 1024
@@ -59,7 +59,8 @@ class Packed:
         readers: int = 1,
         loans: Loans | None = None,
         lane: DevicePool | None = None,
-        whole: bool = False,
+        inline: bool = False,
+        holders: Sequence[str] = (),
     ) -> None:
         """Serializes `obj`.
 
@@ -70,10 +71,11 @@ class Packed:
             readers: How many processes will read it; processes that share what one of them fetches to their host count once.
             loans: Given if all readers are on other hosts: large data then stays where it is until `settle`.
             lane: Given if all readers compute on this process's accelerator: large tensors then stay there, if there is room.
-            whole: All of it travels in the message, which then needs nothing of this process any more.
+            inline: All of it travels in the message, which then needs nothing of this process any more.
+            holders: The readers' processes, see `segments.Segment`.
         """
         self._crossing: Crossing | None = None
-        buffers = None if lane is None else self._cross(obj, lane, readers)
+        buffers = None if lane is None else self._cross(obj, lane, readers, holders)
         if buffers is None:
             self._data, buffers = dumps(obj)
         self._origin, self.readers = origin, readers
@@ -84,18 +86,18 @@ class Packed:
         self._spans: list[tuple[int, int]] = []
         self._pool, self._loans = pool, loans
         self._loan: Loan | None = None
-        if whole or size < INLINE_LIMIT:
+        if inline or size < INLINE_LIMIT:
             self._inline = buffers
         elif loans is not None and size >= LEND_LIMIT:
-            self._loan = loans.lend(buffers, readers)
+            self._loan = loans.lend(buffers, readers, holders)
             self._path, self._spans = self._loan.name, self._loan.spans
         else:
-            self._path, self._spans = pool.write(buffers, readers)
+            self._path, self._spans = pool.write(buffers, readers, holders=holders)
         self.segment: str | None = self._path or None
         if self._crossing is not None:
             self.segment = AND.join(filter(None, (self._path, self._crossing.path)))
 
-    def _cross(self, obj: Any, lane: DevicePool, readers: int) -> list[Any] | None:
+    def _cross(self, obj: Any, lane: DevicePool, readers: int, holders: Sequence[str]) -> list[Any] | None:
         """Pickles without the tensors on the accelerator; the buffers, or None where nothing is to stay there."""
         device = own()
         if device is None:
@@ -104,7 +106,7 @@ class Packed:
         self._data, buffers = dumps(obj, apart)
         if sum(tensor.nbytes for tensor in apart.tensors) < INLINE_LIMIT:
             return None if apart.tensors else buffers
-        self._crossing = lane.write(apart.tensors, readers)
+        self._crossing = lane.write(apart.tensors, readers, holders)
         return None if self._crossing is None else buffers
 
     def frames(self, reader: int = 0, share: Share | None = None) -> list[Any]:
@@ -123,7 +125,7 @@ class Packed:
 
     def owned(self) -> None:
         """Copies what still refers to the caller's memory, so that the object may change while it is in transit."""
-        self._inline = [bytes(buffer) for buffer in self._inline]
+        self._inline = owned(self._inline)
 
     def settle(self, handed: bool, check: Callable[[], None]) -> None:
         """Call once the message has been sent: afterwards the object's memory is no longer read.
@@ -135,9 +137,9 @@ class Packed:
         if self._loan is not None:
             self._loan.settle(handed, self._pool, check)
 
-    def discard(self, first: int = 0) -> None:
-        """Frees the segment for the readers that will not come: those from number `first` on."""
-        for reader in range(first, self.readers if self.segment else 0):
+    def discard(self, first: int = 0, end: int | None = None) -> None:
+        """Frees the segment for the readers that will not come: those from number `first` on, before `end`."""
+        for reader in range(first, (self.readers if end is None else end) if self.segment else 0):
             if self._loan is not None and self._loans is not None:
                 self._loans.release(self._loan.name, reader)
             discard(str(self.segment), reader)

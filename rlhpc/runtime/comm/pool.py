@@ -18,14 +18,16 @@ from rlhpc.runtime.comm.segments import (
     ALIGN,
     FREE,
     HEADER,
-    KEPT,
     POPULATE,
     WRITTEN,
     Segment,
+    await_readers,
     capacity_of,
+    free_ended,
     layout,
     unlink,
 )
+from rlhpc.runtime.host import process_id
 from rlhpc.runtime.scratch import Scratch
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,11 @@ _IOV_MAX = 512
 _LOOKS = 16
 #: Segments in use that a pool keeps track of; what is written beyond them is forgotten as soon as its reader has come.
 _MOST = 4096
+#: Two bytes of a segment's first page are no reader's.
+_MAX_READERS = HEADER - 2
+_MAX_ENDED = 4096
+#: How often the readers of a segment in use are looked up: one that was killed does not say that it is done.
+_CHECK_S = 5.0
 _counter = itertools.count()
 
 
@@ -56,9 +63,11 @@ class SegmentPool:
         self._busy: collections.deque[Segment] = collections.deque()
         self._by_path: dict[str, Segment] = {}
         self._warned = False
+        #: Processes that have ended, the latest of them: what is written for one comes too late.
+        self._ended: dict[str, None] = {}
 
     def write(
-        self, buffers: Sequence[Any], readers: int = 1, *, keep: bool = False
+        self, buffers: Sequence[Any], readers: int = 1, *, keep: bool = False, holders: Sequence[str] = ()
     ) -> tuple[str, list[tuple[int, int]]]:
         """Copies the buffers into a segment, as `spans_of` lays them out.
 
@@ -66,6 +75,7 @@ class SegmentPool:
             buffers: Flat, contiguous.
             readers: How many will read it; they are numbered from 0.
             keep: Keep it until `drop`, for readers that come later.
+            holders: The readers' processes, see `Segment`.
 
         Returns:
             Path, and (offset, length) of each buffer.
@@ -73,8 +83,8 @@ class SegmentPool:
         Raises:
             OSError: Neither the shared memory nor the spill folder has room.
         """
-        if readers >= HEADER:
-            raise ValueError(f"a segment has at most {HEADER - 1} readers, not {readers}")
+        if readers > _MAX_READERS:
+            raise ValueError(f"a segment has at most {_MAX_READERS} readers, not {readers}")
         spans, size = layout(buffers)
         capacity = capacity_of(size)
         segment = self._take(capacity)
@@ -83,10 +93,10 @@ class SegmentPool:
         else:
             starts = (start for start, _ in spans)
             copy_into(segment.memory, zip(starts, buffers, strict=True))
-        self._hold(segment, readers, keep)
+        self._hold(segment, readers, keep, holders)
         return segment.path, spans
 
-    def reserve(self, size: int, readers: int = 1, *, keep: bool = False) -> Segment:
+    def reserve(self, size: int, readers: int = 1, *, keep: bool = False, holders: Sequence[str] = ()) -> Segment:
         """A segment for `size` bytes that somebody else writes, into its `memory` from `HEADER` on; the rest as in `write`.
 
         Raises:
@@ -94,18 +104,19 @@ class SegmentPool:
         """
         capacity = capacity_of(size)
         segment = self._take(capacity) or self._make(capacity, size, None)
-        self._hold(segment, readers, keep)
+        self._hold(segment, readers, keep, holders)
         return segment
 
-    def _hold(self, segment: Segment, readers: int, keep: bool = False) -> None:
-        segment.readers, segment.written = readers, time.monotonic()
-        segment.memory[:readers] = WRITTEN * readers
-        if keep:
-            segment.memory[HEADER - 1 : HEADER] = KEPT
+    def _hold(self, segment: Segment, readers: int, keep: bool = False, holders: Sequence[str] = ()) -> None:
+        segment.readers, segment.holders, segment.written = readers, holders, time.monotonic()
+        await_readers(segment.memory, readers, keep)
         with self._lock:
             if not keep:
                 self._busy.append(segment)
             self._by_path[segment.path] = segment
+            for slot, holder in enumerate(holders):
+                if holder in self._ended:
+                    segment.memory[slot : slot + 1] = FREE
 
     def memory(self, path: str) -> mmap.mmap | None:
         """The memory that a segment of this process is mapped to, while the pool keeps track of it."""
@@ -124,6 +135,25 @@ class SegmentPool:
         with self._lock:
             del self._by_path[path]
         unlink(path)
+
+    def forget_process(self, process: str) -> None:
+        """Frees what was written for a process that has ended (`host.process_key`), whether it had come for it or not.
+
+        Its segments are not written again: should it live after all, it sees what it saw before.
+        """
+        with self._lock:
+            self._ended[process] = None
+            if len(self._ended) > _MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
+            for segment in list(self._by_path.values()):
+                slots = [slot for slot, holder in enumerate(segment.holders) if holder == process]
+                for slot in slots:
+                    if segment.memory[slot : slot + 1] != FREE:
+                        segment.memory[slot : slot + 1] = FREE
+                        segment.pooled = False
+                if slots and segment.free() and segment in self._busy:
+                    self._busy.remove(segment)
+                    self._retire(segment)
 
     def release(self, path: str, reader: int) -> None:
         """Marks the segment as read by a reader that cannot map it."""
@@ -159,12 +189,16 @@ class SegmentPool:
     def _look(self) -> None:
         """Checks the segment that has been in use longest."""
         segment = self._busy.popleft()
+        now = time.monotonic()
+        if now - max(segment.written, segment.checked) > _CHECK_S:
+            segment.checked = now
+            free_ended(segment.memory, segment.readers)
         if segment.free():
             self._retire(segment)
             return
         awaited = segment.awaited()
-        late = segment.readers > 1 and time.monotonic() - segment.written > self._patience
-        if (len(self._busy) >= _MOST and not awaited) or (not segment.pooled and not awaited) or (awaited and late):
+        expired = segment.readers > 1 and now - segment.written > self._patience
+        if (len(self._busy) >= _MOST and not awaited) or (not segment.pooled and not awaited) or (awaited and expired):
             self._forget(segment)
         else:
             self._busy.append(segment)
@@ -194,7 +228,7 @@ class SegmentPool:
         chunks: list[Any] = [b"\0" * HEADER]
         for buffer in buffers or ():
             chunks += [buffer, b"\0" * (-len(buffer) % ALIGN)]
-        name = f"{os.getpid()}-{next(_counter)}"
+        name = f"{process_id()}-{next(_counter)}"
         for folder in (self._scratch.shm, self._scratch.spill):
             path, spilled = str(folder / name), folder == self._scratch.spill
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -6,6 +6,7 @@ when whoever waited is gone, and the answer goes to the next one.
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 from rlhpc.runtime.errors import ChannelError
 
 _ids = itertools.count(1)
+#: Keys of a channel whose last consumer is remembered.
+_MAX_TAKERS = 4096
 
 
 class Item(NamedTuple):
@@ -78,7 +81,6 @@ class KeyQueue:
     def __init__(self) -> None:
         self.items: deque[Item] = deque()
         self.nbytes = 0
-        self.taker = Taker()
         self.getters: deque[tuple[tuple[str, ...], float | None, Answer]] = deque()
         self.putters: deque[tuple[Item, Answer]] = deque()
 
@@ -94,7 +96,9 @@ class ChannelState:
     def __init__(self, maxsize: int, max_bytes: int) -> None:
         self.maxsize, self.max_bytes = maxsize, max_bytes
         self.nbytes = 0
+        #: Of keys that have items or waiters; most keys may be used once (`str(step)`).
         self.queues: dict[str, KeyQueue] = {}
+        self._takers: collections.OrderedDict[str, Taker] = collections.OrderedDict()
         #: By number: the key, who has it (the process, and the connection it came by), and the item.
         self.unacknowledged: dict[int, tuple[str, tuple[str, ...], Item]] = {}
 
@@ -103,16 +107,34 @@ class ChannelState:
             self.queues[key] = KeyQueue()
         return self.queues[key]
 
+    def count(self, key: str) -> int:
+        """Returns how many items a key holds."""
+        queue = self.queues.get(key)
+        return 0 if queue is None else len(queue.items)
+
     def full(self, key: str, nbytes: int = 0) -> bool:
-        queue = self.queue(key)
-        if self.maxsize and len(queue.items) >= self.maxsize:
+        count = self.count(key)
+        if self.maxsize and count >= self.maxsize:
             return True
-        return bool(queue.items) and self.nbytes + nbytes > self.max_bytes
+        return bool(count) and self.nbytes + nbytes > self.max_bytes
+
+    def note_taker(self, key: str, taker: Taker) -> None:
+        """Remembers where a key's last consumer is."""
+        self._takers[key] = taker
+        self._takers.move_to_end(key)
+        if len(self._takers) > _MAX_TAKERS:
+            self._takers.popitem(last=False)
+
+    def _drop_idle(self, key: str) -> None:
+        queue = self.queues.get(key)
+        if queue is not None and not (queue.items or queue.getters or queue.putters):
+            del self.queues[key]
 
     def outlook(self, key: str) -> Outlook:
         """Tells a producer what to expect before it puts; a consumer that waits for a batch may not take the item at once."""
-        queue = self.queue(key)
-        return Outlook(*queue.taker, bool(queue.getters) and queue.getters[0][1] is None)
+        queue = self.queues.get(key)
+        waiting = queue is not None and bool(queue.getters) and queue.getters[0][1] is None
+        return Outlook(*self._takers.get(key, Taker()), waiting)
 
     def put(self, key: str, frames: list[Any], nbytes: int, weight: float, segment: str, answer: Answer | None) -> bool:
         """Queues an item, or the producer that waits with it. Without an `answer`, a full queue refuses and returns False."""
@@ -120,7 +142,7 @@ class ChannelState:
         # A waiting consumer takes the item at once, so a full queue cannot have one.
         if queue.putters or self.full(key, nbytes):
             if answer is None:
-                return False
+                return False  # there are items, or one that waits
             queue.putters.append((item, answer))
             return True
         self._admit(queue, item)
@@ -138,9 +160,9 @@ class ChannelState:
             target: See above.
             answer: Given the items.
         """
-        queue = self.queue(key)
         if answer is None:
             return False
+        queue = self.queue(key)
         queue.getters.append((who, target, answer))
         self._serve(key, queue)
         return True
@@ -170,6 +192,10 @@ class ChannelState:
         return [queue.items.popleft() for _ in range(count)]
 
     def _serve(self, key: str, queue: KeyQueue) -> None:
+        self._match(key, queue)
+        self._drop_idle(key)
+
+    def _match(self, key: str, queue: KeyQueue) -> None:
         while True:
             while queue.putters and not self.full(key, queue.putters[0][0].nbytes):
                 item, answer = queue.putters.popleft()
@@ -214,6 +240,8 @@ class ChannelState:
         for key, items in lost.items():
             self._put_back(key, sorted(items, key=lambda item: item.number))
             self._serve(key, self.queue(key))
+        for key in list(self.queues):
+            self._drop_idle(key)
         return sum(map(len, lost.values()))
 
     def cancel(self, matches: Callable[[Answer], bool]) -> list[Item]:
@@ -223,6 +251,8 @@ class ChannelState:
             queue.getters = deque(g for g in queue.getters if not matches(g[2]))
             dropped += [item for item, answer in queue.putters if matches(answer)]
             queue.putters = deque(p for p in queue.putters if not matches(p[1]))
+        for key in list(self.queues):
+            self._drop_idle(key)
         return dropped
 
     def close(self, reason: str) -> None:

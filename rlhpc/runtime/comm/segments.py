@@ -7,7 +7,9 @@ writer at a time, so nothing is locked and no message is sent.
 
     0  free          1  written, its reader has not come yet          2  in use by its reader
 
-The page's last byte is 3 while the writer keeps the segment for readers that may come later.
+The page's last byte is 3 while the writer keeps the segment for readers that may come later. The byte before it is 1 where
+the page also says which process each reader in use is (pid and PID namespace), for up to 256 readers: what a process that
+was killed had in use is free again.
 
 What a reader has mapped stays its own: once all readers have come, the writer may unlink the segment and forget it.
 """
@@ -19,9 +21,12 @@ import errno
 import mmap
 import os
 import re
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from rlhpc.runtime.host import has_ended, pid_namespace
 
 #: The first page: one byte per reader.
 HEADER = mmap.PAGESIZE
@@ -30,7 +35,11 @@ ALIGN = 64
 #: Between the paths of what a message claims, where that is both a segment and a buffer on an accelerator.
 AND = "\n"
 POPULATE = getattr(mmap, "MAPPOPULATE", 0)
-_NAME = re.compile(r"(\d+)-\d+")
+#: Readers of a segment whose processes its page can hold.
+MAX_TRACKED = 256
+_PROCESS = struct.Struct("II")
+_TRACKS, _TABLE = HEADER - 2, HEADER - 8 - MAX_TRACKED * _PROCESS.size
+_NAME = re.compile(r"(\d+\.\d+)-\d+")
 
 
 class SegmentGone(Exception):
@@ -64,6 +73,31 @@ def layout(buffers: Sequence[Any]) -> tuple[list[tuple[int, int]], int]:
     return spans, sum(length + -length % ALIGN for _, length in spans)
 
 
+def await_readers(page: mmap.mmap, readers: int, keep: bool = False) -> None:
+    """Says that readers are to come, numbered from 0; called by the writer, while nobody reads."""
+    tracks = b"\1" if readers <= MAX_TRACKED else FREE
+    page[_TRACKS:HEADER] = tracks + (KEPT if keep else FREE)
+    page[:readers] = WRITTEN * readers
+
+
+def begin_use(page: mmap.mmap, reader: int) -> None:
+    """Says that a reader has come: this process."""
+    if reader < MAX_TRACKED and page[_TRACKS]:
+        _PROCESS.pack_into(page, _TABLE + _PROCESS.size * reader, os.getpid(), pid_namespace() & 0xFFFFFFFF)
+    page[reader : reader + 1] = USED
+
+
+def free_ended(page: mmap.mmap, readers: int) -> None:
+    """Frees what readers that have ended had in use; called by the writer."""
+    if not page[_TRACKS]:
+        return
+    for reader in range(readers):
+        if page[reader] == USED[0]:
+            pid, namespace = _PROCESS.unpack_from(page, _TABLE + _PROCESS.size * reader)
+            if has_ended(f"{pid}.{namespace}") and page[reader] == USED[0]:
+                page[reader : reader + 1] = FREE
+
+
 class Segment:
     """A segment as its writer knows it.
 
@@ -71,16 +105,20 @@ class Segment:
         path: Its file.
         capacity: Bytes of data that fit.
         readers: How many readers the present data is for.
+        holders: For each reader the process (`host.process_key`) that has to come, or that its message is with until then;
+            "" where that is not known.
+        checked: When the readers in use were last looked up, by `time.monotonic`.
         pooled: Whether it may be written again; one on disk may not.
         written: When the present data was written, by `time.monotonic`.
         locked: What its writer made of the memory, to be kept as long as the segment.
     """
 
-    __slots__ = ("capacity", "locked", "memory", "path", "pooled", "readers", "written")
+    __slots__ = ("capacity", "checked", "holders", "locked", "memory", "path", "pooled", "readers", "written")
 
     def __init__(self, path: str, capacity: int, memory: mmap.mmap, pooled: bool) -> None:
         self.path, self.capacity, self.memory, self.pooled = path, capacity, memory, pooled
-        self.readers, self.written = 0, 0.0
+        self.readers, self.written, self.checked = 0, 0.0, 0.0
+        self.holders: Sequence[str] = ()
         self.locked: Any = None
 
     def free(self) -> bool:
@@ -133,25 +171,34 @@ def discard(path: str, reader: int = 0) -> None:
             os.close(fd)
 
 
-def _segments(folder: Path, idle: bytes = FREE) -> Iterator[tuple[str, int, bool]]:
-    """For each segment in a folder: its path, the writer's process id, and whether somebody needs it."""
+def _segments(folder: Path) -> Iterator[tuple[str, str, bytes, bool]]:
+    """Yields of each segment in a folder: path, the writer's process, the readers' bytes, and whether it is kept."""
     for entry in os.scandir(folder) if folder.is_dir() else ():
         if (name := _NAME.fullmatch(entry.name)) is not None:
             with contextlib.suppress(OSError), open(entry.path, "rb") as file:
-                yield entry.path, int(name[1]), bool(file.read(HEADER).strip(idle))
+                page = file.read(HEADER).ljust(HEADER, FREE)
+                states = page[:MAX_TRACKED] if page[_TRACKS] else page[:_TRACKS]
+                yield entry.path, name[1], states, page[-1:] == KEPT
 
 
 def bytes_in_use(folder: Path) -> int:
     """Bytes of the segments in a folder that hold data somebody needs."""
     total = 0
-    for path, _, needed in _segments(folder):
+    for path, _, states, is_kept in _segments(folder):
         with contextlib.suppress(OSError):
-            total += os.stat(path).st_size if needed else 0
+            total += os.stat(path).st_size if is_kept or states.strip(FREE) else 0
     return total
+
+
+def segments_in_use(folder: Path, process: str) -> int:
+    """Counts the segments that a process has written and that hold data somebody needs."""
+    return sum(
+        writer == process and (is_kept or bool(states.strip(FREE))) for _, writer, states, is_kept in _segments(folder)
+    )
 
 
 def remove_idle_of_the_dead(folder: Path) -> None:
     """Removes idle segments left by processes that were killed on this host."""
-    for path, pid, needed in _segments(folder, FREE + KEPT):
-        if not needed and not os.path.exists(f"/proc/{pid}"):
+    for path, writer, states, _ in _segments(folder):
+        if not states.strip(FREE) and has_ended(writer):
             unlink(path)

@@ -10,7 +10,8 @@ import copyreg
 import io
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import Any
 
 import cloudpickle
@@ -18,6 +19,8 @@ import cloudpickle
 from rlhpc.runtime.device import landing_device
 
 Buffer = bytes | bytearray | memoryview
+_BY_REFERENCE = (type, FunctionType)
+_MAIN = ("__main__", "__mp_main__")
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -53,13 +56,28 @@ def _reduce_tensor(tensor: Any) -> Any:
             f"call .contiguous() first"
         )
     flat = data.cpu().contiguous().reshape(-1)
-    raw = flat.resolve_conj().resolve_neg().view(torch.uint8).numpy()
+    flat = flat.resolve_conj().resolve_neg()
+    # One element counts as contiguous whatever its stride; a view of its bytes needs a stride of one.
+    raw = flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()
     parameter = isinstance(tensor, torch.nn.Parameter)
     args = (pickle.PickleBuffer(raw), _dtype_name(tensor.dtype), tuple(tensor.shape), str(tensor.device))
     return rebuild_tensor, (*args, parameter, tensor.requires_grad)
 
 
-class _Pickler(pickle.Pickler):
+class _NeedsValue(Exception):
+    """A class or function of `__main__` cannot travel by reference."""
+
+
+class _ByReferencePickler(pickle.Pickler):
+    """Raises `_NeedsValue` at a class or function of `__main__`."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, _BY_REFERENCE) and obj.__module__ in _MAIN:
+            raise _NeedsValue
+        return NotImplemented
+
+
+class _Pickler(_ByReferencePickler):
     dispatch_table = copyreg.dispatch_table.copy()
 
 
@@ -93,6 +111,11 @@ class Apart:
         self._stays, self._kind = stays, sys.modules["torch"].Tensor
         self.tensors: list[Any] = []
         self._numbers: dict[int, int] = {}
+
+    def clear(self) -> None:
+        """Forgets the tensors that were met, for another attempt."""
+        self.tensors.clear()
+        self._numbers.clear()
 
     def __call__(self, obj: Any) -> int | None:
         """The number of a tensor that stays; None for anything else."""
@@ -135,12 +158,22 @@ def dumps(obj: Any, apart: Apart | None = None) -> tuple[bytes, list[memoryview]
     _know_torch()
     try:
         data, buffers = _dump(_Pickler if apart is None else _ApartPickler, obj, apart)
-        by_value = b"__main__" in data or b"__mp_main__" in data
-    except (pickle.PicklingError, AttributeError, TypeError):
-        by_value = True
-    if by_value:
+    except (_NeedsValue, pickle.PicklingError, AttributeError, TypeError):
+        if apart is not None:
+            apart.clear()
         data, buffers = _dump(_ByValuePickler if apart is None else _ByValueApartPickler, obj, apart)
     return data, [b.raw() for b in buffers]
+
+
+def pickled(obj: Any) -> bytes:
+    """Pickles `obj` into one stream: by reference where the reader can import what it needs, otherwise by value."""
+    stream = io.BytesIO()
+    try:
+        _ByReferencePickler(stream).dump(obj)
+    except (_NeedsValue, pickle.PicklingError, AttributeError, TypeError):
+        value: bytes = cloudpickle.dumps(obj)
+        return value
+    return stream.getvalue()
 
 
 def _dump(kind: Any, obj: Any, apart: Apart | None) -> tuple[bytes, list[pickle.PickleBuffer]]:
@@ -151,6 +184,20 @@ def _dump(kind: Any, obj: Any, apart: Apart | None) -> tuple[bytes, list[pickle.
         pickler.apart = apart
     pickler.dump(obj)
     return stream.getvalue(), buffers
+
+
+def owned(buffers: Iterable[Any]) -> list[Any]:
+    """Returns buffers that stay as they are whatever their owners write: all but `bytes` are copied.
+
+    A call has copied its arguments when it returns. What is sent before that needs no copy; everything that is sent or
+    handed over later (a queue, a full socket, another thread) goes through here. A read-only view is no exception: the
+    memory behind it may be written by its owner.
+    """
+    return [buffer if _is_immutable(buffer) else bytes(buffer) for buffer in buffers]
+
+
+def _is_immutable(buffer: Any) -> bool:
+    return type(buffer.obj if isinstance(buffer, memoryview) else buffer) is bytes
 
 
 def loads(data: Buffer, buffers: Sequence[Buffer] = (), tensors: Sequence[Any] = ()) -> Any:

@@ -12,11 +12,10 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zmq
@@ -38,7 +37,7 @@ from rlhpc.runtime.comm.sockets import Door, Peers, ZapDoor, make_socket
 from rlhpc.runtime.comm.traffic import Traffic
 from rlhpc.runtime.comm.unix import Connection, Listener, token_of
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
-from rlhpc.runtime.host import host_id
+from rlhpc.runtime.host import host_id, process_id
 from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.scratch import Scratch
 
@@ -93,8 +92,12 @@ class Service:
         self.held = HeldValues()
         #: Number of the newest recovery for which the driver wants the main thread's present call to be given up.
         self.aborted = 0
+        #: By connection: why an item was refused whose sender waits for no answer.
+        self._refusals: dict[str, bytes] = {}
+        #: How often ranks have come or gone, as far as is known: what was read of a member before is read again.
+        self.epoch = 0
         zap = ZapDoor(self.context, keys)
-        path = scratch.sockets / f"d-{os.getpid()}-{next(_numbers)}"
+        path = scratch.sockets / f"d-{process_id()}-{next(_numbers)}"
         listener = Listener(str(path))
         self.endpoint = {"host": host_id(), "ipc": f"ipc://{path}", "tcp": "", "bulk": ""}
         router = self._bulk = None
@@ -252,13 +255,31 @@ class Service:
 
     def consumer_died(self, who: str) -> None:
         """Puts items that a dead consumer had not acknowledged back into the queues."""
+        self._refusals.pop(who, None)
         with self.lock:
             for state in self.channels.values():
                 state.consumer_died(who)
         self._traffic.wake()
 
+    def members_changed(self, epoch: int, ended: Iterable[str] = ()) -> None:
+        """Takes in that ranks have come, or have ended (`host.process_key`), which the driver counts by `epoch`."""
+        self.epoch = max(self.epoch, epoch)
+        for process in ended:
+            self.peers.ended.add(process)
+            self.consumer_died(process)
+            self.pool.forget_process(process)
+            self.loans.forget_process(process)
+            self.lane.pool.forget_process(process)
+
     def pack(
-        self, obj: Any, readers: int = 1, *, lend: bool = False, takers: Sequence[Taker] = (), whole: bool = False
+        self,
+        obj: Any,
+        readers: int = 1,
+        *,
+        lend: bool = False,
+        takers: Sequence[Taker] = (),
+        inline: bool = False,
+        holders: Sequence[str] = (),
     ) -> Packed:
         """Serializes an object.
 
@@ -267,10 +288,12 @@ class Service:
             readers: How many processes will read it.
             lend: All are on other hosts, and the caller will `settle`.
             takers: Where they are, as far as is known.
-            whole: The message has all of it.
+            inline: The message has all of it.
+            holders: The readers' processes, see `segments.Segment`.
         """
         loans = self.loans if lend and self._bulk else None
-        return Packed(obj, self.pool, self.origin, readers, loans, self.lane.to(takers) if takers else None, whole)
+        lane = self.lane.to(takers) if takers else None
+        return Packed(obj, self.pool, self.origin, readers, loans, lane, inline, holders)
 
     def unpack(
         self, frames: Sequence[Any], *, borrow: bool = False, later: list[Callable[[], None]] | None = None
@@ -304,6 +327,8 @@ class Service:
             self.peers.close()
         self.pool.close()
         self.lane.close()
+        # it ends once all sockets of it are closed: a thread that waits at one is told
+        threading.Thread(target=self.context.term, name=f"rlhpc-end-{self.name}", daemon=True).start()
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
@@ -311,8 +336,10 @@ class Service:
         try:
             self._serve()
         except Exception as error:
+            if self._stopping:
+                return
             log.exception("the service thread of %s has ended", self.name)
-            if self._on_broken and not self._stopping:
+            if self._on_broken:
                 self._on_broken(error)
 
     def _serve(self) -> None:
@@ -347,9 +374,16 @@ class Service:
     def _handle(self, peer: Connection | bytes, message: list[bytes]) -> None:
         number, op, *frames = message
         answer = RemoteAnswer(self.reply, peer, number)
+        if number and (refusal := self._refusals.pop(answer.who, None)):
+            self.reply(peer, [number, b"error", refusal])
+            return
         try:
             OPERATIONS[op](self, answer, frames)
         except (ChannelError, KeyError, ValueError) as error:
+            text = f"{type(error).__name__}: {error}".encode()
             if number:
-                kind = b"too early" if isinstance(error, TooEarly) else b"error"
-                self.reply(peer, [number, kind, f"{type(error).__name__}: {error}".encode()])
+                self.reply(peer, [number, b"too early" if isinstance(error, TooEarly) else b"error", text])
+            elif (
+                op == b"PUT"
+            ):  # the first cause, for the sender's next request, which `Peers.confirm` makes at the latest
+                self._refusals.setdefault(answer.who, b"an item put before was refused: " + text)

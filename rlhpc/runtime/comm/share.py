@@ -26,11 +26,13 @@ class Share(NamedTuple):
     Attributes:
         name: Name of the message on this host.
         number, of: Which receiver this is, of how many.
+        holders: Their processes (`host.process_key`), where these are known.
     """
 
     name: str
     number: int
     of: int
+    holders: tuple[str, ...] = ()
 
 
 def once_for_all(

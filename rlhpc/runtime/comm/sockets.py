@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from socket import SOL_SOCKET, create_server
 from typing import Any, NamedTuple
 
@@ -35,7 +36,10 @@ _DIVIDED = b"rlhpc divided\n"
 _LENGTHS = "!%dQ"
 #: What a request raises that was answered with neither `ok` nor `error`.
 _FAILURES = {b"refused": Refused, b"too early": TooEarly}
+#: Requests that ZeroMQ still accepts once its port is shut: few, for each takes one of the descriptors that are left.
 _BACKLOG = 100
+#: How long the other side may take to read a message for which no other deadline holds.
+POST_S = 60.0
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 #: The one instruction of a packet filter that lets nothing pass: `return 0`.
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
@@ -80,8 +84,9 @@ def whole(frames: list[bytes]) -> list[bytes]:
 
 
 class Door:
-    """A TCP port that a ZeroMQ socket listens on.
+    """A TCP port that a ZeroMQ socket listens on, for ranks of other hosts.
 
+    It is no `TcpListener`, for ZeroMQ accepts by itself, on a thread that needs no interpreter.
     ZeroMQ accepts every connection, and keeps it for as long as a handshake may last. While strangers hold too
     many, `shut` has the kernel drop further requests; a process of the run asks again a second or two later.
 
@@ -124,7 +129,9 @@ def choose(record: dict[str, str]) -> str:
     if record["host"] == host_id():
         return record["ipc"]
     if not record["tcp"]:
-        raise ChannelError(f"{record} is on another host ({record['host']}) and listens on no TCP port")
+        raise ChannelError(
+            f"{record} is on another host ({record['host']}), or has a /tmp or /dev/shm of its own, and listens on no TCP port"
+        )
     return record["tcp"]
 
 
@@ -146,18 +153,30 @@ class ZapDoor:
         self.socket.send_multipart([version, request_id, b"200" if ok else b"400", b"", b"rlhpc" if ok else b"", b""])
 
 
+@contextlib.contextmanager
+def _until_the_end() -> Iterator[None]:
+    """Turns ZeroMQ's word that this process's sockets are being ended into an error of the run."""
+    try:
+        yield
+    except zmq.ContextTerminated:
+        raise ChannelError("this process has left the run: its session ended while it waited") from None
+
+
 class _ZmqClient:
     """A connection to a service on another host."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, keys: Keys) -> None:
+        self.in_step = True
         self._socket = make_socket(context, zmq.DEALER, keys, server=False)
         self._socket.connect(endpoint)
 
-    def send(self, frames: list[Any]) -> None:
-        self._socket.send_multipart(divided(frames))
+    def send(self, frames: list[Any], check: Callable[[], None]) -> None:
+        with _until_the_end():  # copied to a queue without a bound, which never makes a sender wait
+            self._socket.send_multipart(divided(frames))
 
     def receive(self, timeout: float) -> list[bytes] | None:
-        return whole(self._socket.recv_multipart()) if self._socket.poll(int(timeout * 1000)) else None
+        with _until_the_end():
+            return whole(self._socket.recv_multipart()) if self._socket.poll(int(timeout * 1000)) else None
 
     def close(self) -> None:
         self._socket.close()
@@ -177,9 +196,17 @@ class Peers:
     def __init__(self, context: zmq.Context[Any], keys: Keys, check: Callable[[], None]) -> None:
         self._context, self._keys, self._check = context, keys, check
         self._local = threading.local()
+        #: Keys of processes (`host.process_key`) that the driver has said have ended.
+        self.ended = set[str]()
+
+    @property
+    def _clients(self) -> dict[str, unix.Client | _ZmqClient]:
+        """Returns this thread's connections by endpoint."""
+        clients: dict[str, unix.Client | _ZmqClient] = self._local.__dict__.setdefault("clients", {})
+        return clients
 
     def _client(self, endpoint: str) -> unix.Client | _ZmqClient:
-        clients: dict[str, unix.Client | _ZmqClient] = self._local.__dict__.setdefault("clients", {})
+        clients = self._clients
         if endpoint not in clients:
             if endpoint.startswith("ipc://"):
                 try:
@@ -192,7 +219,7 @@ class Peers:
         return clients[endpoint]
 
     def _gone(self, endpoint: str, whom: str) -> ChannelError:
-        self._local.__dict__["clients"].pop(endpoint).close()
+        self._clients.pop(endpoint).close()
         self._grieve()
         return ChannelError(f"the process behind {endpoint} died while this one waited for {whom}")
 
@@ -202,19 +229,78 @@ class Peers:
         if record["host"] != host_id():
             return False
         try:
-            unix.connect(record["data"]["ipc"].removeprefix("ipc://"), self._keys).sock.close()
+            unix.connect(record["data"]["ipc"].removeprefix("ipc://"), self._keys, timeout=0.0).sock.close()
         except (ConnectionRefusedError, FileNotFoundError):
             return True
         except OSError:
             pass  # who cannot be reached for another reason may live
         return False
 
-    def post(self, endpoint: str, op: bytes, frames: Sequence[Any]) -> None:
-        """Sends a request that has no reply."""
+    def _send(self, endpoint: str, frames: list[Any], timeout: float, whom: str) -> None:
+        """Sends a message to a process that may have stopped reading.
+
+        Raises:
+            DeadlineExceeded: It has not read enough for `timeout` seconds.
+            ChannelError: It is gone.
+        """
+        deadline = time.monotonic() + timeout
+        client = self._client(endpoint)
+
+        def check() -> None:
+            self._check()
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"waited {timeout:.1f} s for {whom}: {endpoint} reads nothing")
+
         try:
-            self._client(endpoint).send([b"", op, *frames])
+            client.send(frames, check)
         except OSError:
-            raise self._gone(endpoint, op.decode()) from None
+            raise self._gone(endpoint, whom) from None
+        except DeadlineExceeded:
+            self._unconfirmed.pop(endpoint, None)  # the caller knows that something is wrong there
+            raise
+        finally:
+            if not client.in_step and self._clients.get(endpoint) is client:
+                self._clients.pop(endpoint).close()
+
+    def post(
+        self,
+        endpoint: str,
+        op: bytes,
+        frames: Sequence[Any],
+        timeout: float = POST_S,
+        whom: str | None = None,
+        process: str = "",
+    ) -> None:
+        """Sends a request that has no reply; raises as `begin` does. `process` is the key of the one behind the endpoint."""
+        self._send(endpoint, [b"", op, *frames], timeout, whom or op.decode())
+        if op == b"PUT":
+            self._unconfirmed[endpoint] = process
+
+    @property
+    def _unconfirmed(self) -> dict[str, str]:
+        """Returns the endpoints where this thread has put something since it last got a reply from there, with the keys of
+        the processes behind them."""
+        endpoints: dict[str, str] = self._local.__dict__.setdefault("unconfirmed", {})
+        return endpoints
+
+    def forget_unconfirmed(self) -> None:
+        """Drops what `confirm` would ask for: the call that put it has failed, and its receivers may have ended."""
+        self._unconfirmed.clear()
+
+    def confirm(self, timeout: float) -> None:
+        """Waits until all that this thread has put, and asked no confirmation for, has been admitted or queued.
+
+        Raises:
+            ChannelError: A process refused something. One that has ended is no error here: others report its end.
+        """
+        while self._unconfirmed:
+            endpoint, process = self._unconfirmed.popitem()
+            try:
+                pending = self.begin(endpoint, b"SYNC", [], f"{endpoint} to confirm what was put", timeout)
+                self.reply_to(pending, timeout, lambda process=process: process in self.ended)  # type: ignore[misc]
+            except ChannelError:
+                if endpoint in self._clients:  # else the connection has ended
+                    raise
 
     def request(self, endpoint: str, op: bytes, frames: Sequence[Any], timeout: float, whom: str) -> list[bytes]:
         """Sends a request and waits for its reply.
@@ -223,19 +309,19 @@ class Peers:
             DeadlineExceeded: There was no reply within `timeout` seconds; says for whom it waited.
             ChannelError: The other side answered with an error, or is gone.
         """
-        return self.reply_to(self.begin(endpoint, op, frames, whom), timeout)
+        deadline = time.monotonic() + timeout
+        pending = self.begin(endpoint, op, frames, whom, timeout)
+        return self.reply_to(pending, max(0.0, deadline - time.monotonic()))
 
-    def begin(self, endpoint: str, op: bytes, frames: Sequence[Any], whom: str) -> Pending:
+    def begin(self, endpoint: str, op: bytes, frames: Sequence[Any], whom: str, timeout: float = POST_S) -> Pending:
         """Sends a request. `reply_to` must wait for its reply in the same thread, before the next request to this endpoint.
 
         Raises:
+            DeadlineExceeded: The other side has not read it within `timeout` seconds.
             ChannelError: The other side is gone.
         """
         number = next(_names).to_bytes(8, "big")
-        try:
-            self._client(endpoint).send([number, op, *frames])
-        except (ConnectionError, BrokenPipeError):
-            raise self._gone(endpoint, whom) from None
+        self._send(endpoint, [number, op, *frames], timeout, whom)
         return Pending(endpoint, number, whom)
 
     def reply_to(self, pending: Pending, timeout: float, gone: Callable[[], bool] = lambda: False) -> list[bytes]:
@@ -257,16 +343,24 @@ class Peers:
                     if gone():
                         raise self._gone(endpoint, whom)
                     if time.monotonic() > deadline:
-                        client.send([b"", b"CANCEL", number])
+                        self._cancel(endpoint, number)
                         raise DeadlineExceeded(f"waited {timeout:.1f} s for {whom}")
                 elif reply[0] == number:
                     break
                 # else: the late answer to a request that was given up; its items went back with the CANCEL
         except (ConnectionError, BrokenPipeError):
             raise self._gone(endpoint, whom) from None
+        self._unconfirmed.pop(endpoint, None)
         if reply[1] == b"ok":
             return reply[2:]
         raise _FAILURES.get(bytes(reply[1]), ChannelError)(reply[2].decode())
+
+    def _cancel(self, endpoint: str, number: bytes) -> None:
+        """Withdraws a request, without a wait: the end of its connection does the same."""
+        try:
+            self.post(endpoint, b"CANCEL", [number], timeout=0.0)
+        except DeadlineExceeded:
+            self._clients.pop(endpoint).close()
 
     def fetch(self, endpoint: str, path: str, start: int, target: memoryview, *, offered: bool = False) -> bool:
         """Fills `target` with the bytes of a segment of another host from `start` on.

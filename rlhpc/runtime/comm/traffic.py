@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import os
 import select
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,8 @@ class Traffic:
         self._connections: dict[int, Connection] = {}
         self._doors: dict[int, Door] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # not by `close`: another thread may be about to write to it, and its number may be a file's by then
+        weakref.finalize(self, os.close, self._wake)
         self._epoll = select.epoll()
         for fd in (listener.sock.fileno(), self._wake, int(zap.socket.FD)):
             self._epoll.register(fd, select.EPOLLIN)

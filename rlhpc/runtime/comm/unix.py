@@ -10,18 +10,29 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 import os
+import select
 import socket
 import struct
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+from rlhpc.runtime.comm.serialization import owned
 from rlhpc.runtime.registry import Keys
 
 _COUNT = struct.Struct("<I")
 _CHUNK = 256 * 1024
 _MAX_FRAMES = 1 << 16
 _CRED = struct.Struct("3i")
+_MAX_BUFFERS = 256
+#: How long a listener with a full queue may take to accept a connection.
+CONNECT_S = 60.0
+_PAUSE_S = 0.02
+#: How often a sender checks whether to give up on a process that does not read.
+_LOOK_MS = 200
 
 
 def token_of(keys: Keys) -> bytes:
@@ -73,61 +84,119 @@ class Decoder:
 
 
 def send_all(sock: socket.socket, buffers: list[Any]) -> None:
-    """`sendall` for many buffers."""
-    if len(buffers) == 1:
-        sock.sendall(buffers[0])
-        return
-    views = [memoryview(b).cast("B") for b in buffers]
+    """`sendall` for many buffers, on a blocking socket."""
+    views = deque(memoryview(buffer).cast("B") for buffer in buffers)
     while views:
-        sent = sock.sendmsg(views[:256])
-        while views and sent >= len(views[0]):
-            sent -= len(views.pop(0))
-        if sent:
-            views[0] = views[0][sent:]
+        _drop_sent(views, sock.sendmsg(itertools.islice(views, _MAX_BUFFERS)))
 
 
-def _introduced(path: str, keys: Keys) -> socket.socket:
-    """A socket connected to a listener of this user, which it has shown the secret.
+def send_message(sock: socket.socket, frames: list[Any]) -> tuple[deque[memoryview], int]:
+    """Sends a message as far as a non-blocking socket takes it at once; returns what is left, and how much was sent."""
+    buffers = encode(frames)
+    if len(buffers) == 1:  # most messages
+        try:
+            sent = sock.send(buffers[0])
+        except BlockingIOError:
+            sent = 0
+        return deque() if sent == len(buffers[0]) else deque([memoryview(buffers[0])[sent:]]), sent
+    views = deque(memoryview(buffer).cast("B") for buffer in buffers)
+    return views, send_some(sock, views)
+
+
+def send_some(sock: socket.socket, views: deque[memoryview]) -> int:
+    """Sends from the front of `views`, on a non-blocking socket, until nothing is left or the socket takes no more.
+
+    Returns:
+        How many bytes were sent.
+    """
+    total = 0
+    while views:
+        try:
+            sent = sock.sendmsg(itertools.islice(views, _MAX_BUFFERS))
+        except BlockingIOError:
+            break
+        total += sent
+        _drop_sent(views, sent)
+    return total
+
+
+def _drop_sent(views: deque[memoryview], sent: int) -> None:
+    while views and sent >= len(views[0]):
+        sent -= len(views.popleft())
+    if sent:
+        views[0] = views[0][sent:]
+
+
+def _introduce(path: str, keys: Keys, timeout: float) -> socket.socket:
+    """Returns a non-blocking socket connected to a listener of this user, which it has shown the secret.
 
     Raises:
-        OSError: Nobody listens there, or another user does.
+        OSError: Nobody listens there, or another user does; `BlockingIOError` if the listener's queue was full all the time.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    deadline = time.monotonic() + timeout
     try:
-        sock.connect(path)
+        while True:
+            try:
+                sock.connect(path)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_PAUSE_S)
         _, uid, _ = _CRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CRED.size))
         if uid != os.getuid():
             raise PermissionError(f"{path} belongs to user {uid}")
-        send_all(sock, encode([b"hello", token_of(keys)]))
+        (hello,) = encode([b"hello", token_of(keys)])
+        sock.send(hello)  # the first bytes of a new connection always fit
     except OSError:
         sock.close()
         raise
     return sock
 
 
-def connect(path: str, keys: Keys) -> Connection:
+def connect(path: str, keys: Keys, timeout: float = CONNECT_S) -> Connection:
     """The requesting side of a connection on which nobody ever waits.
 
     Raises:
-        OSError: Nobody listens there, or another user does.
+        OSError: Nobody listens there, or another user does; `BlockingIOError` if the listener's queue was full all the time.
     """
-    sock = _introduced(path, keys)
-    sock.setblocking(False)
-    connection = Connection(sock, token_of(keys))
+    connection = Connection(_introduce(path, keys, timeout), token_of(keys))
     connection.welcome = True  # only the listener's side is shown the secret
     return connection
 
 
 class Client:
-    """The requesting side: a blocking connection that one thread uses."""
+    """The requesting side: a connection that one thread uses, and on which no wait is unbounded.
+
+    Attributes:
+        in_step: Whether the connection can be used: the last message was sent whole, or not at all.
+    """
 
     def __init__(self, path: str, keys: Keys) -> None:
-        self._sock = _introduced(path, keys)
+        self._sock = _introduce(path, keys, CONNECT_S)
         self._decoder, self._messages = Decoder(), deque[list[bytes]]()
+        self._arrival, self._room = select.poll(), select.poll()
+        self._arrival.register(self._sock, select.POLLIN)
+        self._room.register(self._sock, select.POLLOUT)
+        self.in_step = True
 
-    def send(self, frames: list[Any]) -> None:
-        self._sock.settimeout(None)
-        send_all(self._sock, encode(frames))
+    def send(self, frames: list[Any], check: Callable[[], None]) -> None:
+        """Sends a message.
+
+        Args:
+            frames: The message.
+            check: Called before each wait for the other process to read; raises to give up.
+        """
+        self.in_step = False
+        views, sent = send_message(self._sock, frames)
+        while views:
+            self.in_step = not sent
+            check()
+            self._room.poll(_LOOK_MS)
+            self.in_step = False
+            sent += send_some(self._sock, views)
+        self.in_step = True
 
     def receive(self, timeout: float) -> list[bytes] | None:
         """Receives the next message; None after `timeout` seconds.
@@ -136,11 +205,9 @@ class Client:
             ConnectionError: The other process is gone.
         """
         if not self._messages:
-            self._sock.settimeout(timeout)
-            try:
-                data = self._sock.recv(_CHUNK)
-            except TimeoutError:
+            if not self._arrival.poll(timeout * 1000):
                 return None
+            data = self._sock.recv(_CHUNK)
             if not data:
                 raise ConnectionError("the other process is gone")
             self._messages.extend(self._decoder.feed(data))
@@ -203,35 +270,24 @@ class Connection:
         return messages
 
     def send(self, frames: list[Any]) -> bool:
-        """Sends or queues a message; True when something is left for `flush`."""
-        buffers = encode(frames)
-        if not self._out and len(buffers) == 1:
-            try:
-                sent = self.sock.send(buffers[0])
-            except BlockingIOError:
-                sent = 0
-            except OSError:
-                self.closed = True
-                return False
-            if sent == len(buffers[0]):
-                return False
-            buffers[0] = memoryview(buffers[0])[sent:]
-        self._out.extend(memoryview(b).cast("B") for b in buffers)
-        return self.flush()
+        """Sends or queues a message; True when something is left for `flush`. The frames are the caller's own again."""
+        if self._out:
+            self._out.extend(memoryview(buffer).cast("B") for buffer in owned(encode(frames)))
+            return True
+        try:
+            views, _ = send_message(self.sock, frames)
+        except OSError:
+            self.closed = True
+            return False
+        if views:
+            self._out.extend(map(memoryview, owned(views)))
+        return bool(views)
 
     def flush(self) -> bool:
         """Sends as much of the queue as the peer takes; True when something is left."""
-        while self._out:
-            try:
-                sent = self.sock.send(self._out[0])
-            except BlockingIOError:
-                return True
-            except OSError:
-                self.closed = True
-                self._out.clear()
-                return False
-            if sent == len(self._out[0]):
-                self._out.popleft()
-            else:
-                self._out[0] = self._out[0][sent:]
-        return False
+        try:
+            send_some(self.sock, self._out)
+        except OSError:
+            self.closed = True
+            self._out.clear()
+        return bool(self._out)

@@ -65,12 +65,13 @@ def extent(label: str, what: str, total: int) -> str:
     return f"{place} has {total} {what}{'' if total == 1 else 's'}{numbers}"
 
 
-def _one_node(cluster: Cluster, label: str, ranks: Sequence[int], who: str) -> tuple[int, tuple[int, ...]]:
+def _one_node(
+    available: Sequence[tuple[int, int]], label: str, ranks: Sequence[int], who: str
+) -> tuple[int, tuple[int, ...]]:
     """Global accelerator ranks of one process → its node and the indices there.
 
     A node is in at most one node group, so the accelerators of a node are of one kind.
     """
-    available = cluster.accelerators_of(label)
     for rank in ranks:
         if not 0 <= rank < len(available):
             raise PlacementError(
@@ -170,7 +171,8 @@ class NodePlacementStrategy:
 
 
 def on_accelerators(processes: Sequence[Sequence[int]], cluster: Cluster, label: str, who: str) -> list[Placement]:
-    where = [_one_node(cluster, label, ranks, f"{who}: process {p}") for p, ranks in enumerate(processes)]
+    available = cluster.accelerators_of(label)
+    where = [_one_node(available, label, ranks, f"{who}: process {p}") for p, ranks in enumerate(processes)]
     return _finish(where, label)
 
 

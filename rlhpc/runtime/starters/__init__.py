@@ -15,8 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Member:
-    """One rank as the driver sees it. `state`: starting, ready, stopping, ended; `told`: why it leaves, if it was told to;
-    `leaving`: whether it waits for the others to do without it."""
+    """One rank as the driver sees it.
+
+    Attributes:
+        state: "starting", "ready", "stopping" or "ended". A rank that the run has given up is ended at once.
+        has_exited: Whether its process is known to have ended; until then no other may be started in its place.
+        told: Why it leaves, if it was told to.
+        leaving: Whether it waits for the others to do without it.
+    """
 
     spec: WorkerSpec
     starter: Starter
@@ -27,6 +33,7 @@ class Member:
     suspect: bool = False
     told: str = ""
     leaving: bool = False
+    has_exited: bool = False
 
 
 class Starter(Protocol):
@@ -61,7 +68,7 @@ class Starter(Protocol):
         """Asks ranks to end at once."""
 
     def kill(self, members: Sequence[Member]) -> None:
-        """Kills ranks that have not ended when asked."""
+        """Kills the processes of ranks, also of ranks that were given up; reports each when it is gone."""
 
     def said(self, member: Member) -> str:
         """What a rank printed that has not opened its log; "" if nothing."""

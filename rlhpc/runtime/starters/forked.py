@@ -109,7 +109,7 @@ class ForkedStarter:
     def __init__(self, server: ForkServerProcess, log_dir: Path, reports: Reports) -> None:
         self.server, self._log_dir, self._reports = server, log_dir, reports
         self._lock = threading.Lock()
-        self._members: dict[str, Member] = {}
+        self._members: dict[tuple[str, str], Member] = {}
         #: The server is importing, is starting ranks, or has ended.
         self._state = "importing"
         threading.Thread(target=self._watch, name="rlhpc-monitor", daemon=True).start()
@@ -119,25 +119,29 @@ class ForkedStarter:
             wire.send(self.server.control, message)
 
     def _watch(self) -> None:
-        """Passes on what the server reports, on a thread of its own."""
+        """Passes on the server's reports, on a thread of its own."""
         while (event := wire.receive(self.server.control)) is not None:
             if event["event"] == "ready":
                 self._state = "serving"
-                continue
-            member = self._members.get(event["name"])
-            if member is None:
-                continue
-            if event["event"] == "started":
-                self._reports.started(member, event["pid"])
-            elif event["event"] == "refused":
-                spec = member.spec
-                self._reports.fail(SubmitError(f"cannot start {spec.name} on {spec.node}: {event['error']}"))
-            elif event["event"] == "exit":
-                self._reports.exited(member, event["status"])
+            else:
+                self._hear(event)
         started, self._state = self._state == "serving", "ended"
         lost = self._reports.all_ended(list(self._members.values()))
         if lost:
             self._lost(lost[0], "and its workers with it" if started else "before it had started a rank")
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        """Passes on a report of one start of a rank, which is never taken for a report of its successor."""
+        member = self._members.get(event["rank"])
+        if member is None:
+            return
+        if event["event"] == "started":
+            self._reports.started(member, event["pid"])
+        elif event["event"] == "refused":
+            spec = member.spec
+            self._reports.fail(SubmitError(f"cannot start {spec.name} on {spec.node}: {event['error']}"))
+        elif event["event"] == "exit":
+            self._reports.exited(member, event["status"])
 
     def _lost(self, member: Member, what: str) -> None:
         """Reports that the server is gone, which is no rank's fault."""
@@ -164,8 +168,8 @@ class ForkedStarter:
             spec.interpreter = sys.executable
 
     def start(self, members: Sequence[Member], cluster: Cluster) -> None:
-        self._members = {name: m for name, m in self._members.items() if m.state != "ended"}
-        self._members.update({member.spec.name: member for member in members})
+        self._members = {identity: m for identity, m in self._members.items() if not m.has_exited}
+        self._members.update({member.spec.identity: member for member in members})
         if self._state == "ended":
             self._reports.all_ended(members)
             self._lost(members[0], "and can start no more ranks")
@@ -174,7 +178,7 @@ class ForkedStarter:
             self._tell(op="start", spec=pickle.dumps(member.spec))
 
     def _signal(self, members: Sequence[Member], number: int) -> None:
-        self._tell(op="kill", pids=[m.pid for m in members if m.pid and m.state != "ended"], signal=number)
+        self._tell(op="kill", ranks=[m.spec.identity for m in members if not m.has_exited], signal=number)
 
     def end(self, members: Sequence[Member]) -> None:
         self._signal(members, signal.SIGTERM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -11,16 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from rlhpc.runtime.allocation import expand_range
 from rlhpc.runtime.errors import ConfigError, StepFailed, WorkerFailed
 from rlhpc.runtime.import_paths import python_path
 from rlhpc.runtime.log_tails import tail
-from rlhpc.runtime.parents import die_with_parent
+from rlhpc.runtime.parents import start_bound_to_parent
+from rlhpc.runtime.reporting import logged
 from rlhpc.runtime.slurm import ask
 from rlhpc.runtime.starters import Member, Reports
-from rlhpc.runtime.starters.commands import Step, clearing_step, job_steps, step_environment
+from rlhpc.runtime.starters.commands import Step, clearing_step, job_steps, killing_step, step_environment
 from rlhpc.runtime.task import for_input
 
 if TYPE_CHECKING:
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
 _ENDED = re.compile(r"^srun: error: (\S+?): tasks? ([\d,\- ]+): (.*)$")
 _SIGNALS = {signal.strsignal(number): number for number in range(1, 32)}
 _KEPT_LINES = 40
+#: How long a step that kills a rank may take; after a failure no other is tried for so long.
+_KILL_S, _RETRY_S = 30.0, 30.0
+#: How long the processes of a step may take to be gone when it was killed.
+_GONE_S = 10.0
+
+log = logging.getLogger(__name__)
 
 
 def task_status(words: str) -> int | None:
@@ -61,6 +69,9 @@ class SteppedStarter:
         self._log_dir, self._scratch, self._reports = log_dir, scratch, reports
         self._steps: dict[str, JobStep] = {}
         self._components = 1
+        #: Ranks whose processes are being killed one by one: whether srun has reported their ends.
+        self._doomed: dict[Member, bool] = {}
+        self._doomed_lock = threading.Lock()
 
     def prepare(self, spec: WorkerSpec, node: Node, fork: bool) -> None:
         """Returns the specification unchanged: a task reads the device mask that it is started with, and is never forked."""
@@ -79,7 +90,7 @@ class SteppedStarter:
                 name = f"{spec.group}-{planned.component}" if self._components > 1 else spec.group
                 step = JobStep(
                     planned, [of[rank] for rank in planned.ranks], self._log_dir / f"{name}.step.err",
-                    self._reports.exited, self._ended,
+                    self._exited, self._ended,
                 )  # fmt: skip
                 steps.append(step)
         except OSError as error:
@@ -91,6 +102,14 @@ class SteppedStarter:
         for step in steps:  # only now is it known whose step ends
             step.listen()
 
+    def _exited(self, member: Member, status: int) -> None:
+        """Passes on that a task has ended; of a rank that is being killed its children may not have ended yet."""
+        with self._doomed_lock:
+            if member in self._doomed:
+                self._doomed[member] = True
+                return
+        self._reports.exited(member, status)
+
     def _ended(self, step: JobStep, code: int) -> None:
         """Records that srun has ended, and so have all ranks of its step."""
         lost = self._reports.all_ended(step.members)
@@ -98,30 +117,62 @@ class SteppedStarter:
             return
         spec, words = lost[0].spec, step.last_words or "(it said nothing)"
         who = f"{spec.group} (ranks {', '.join(str(m.spec.rank) for m in lost)})"
-        said = f"srun ended with exit code {code}:\n{words}\n  log: {step.log_err}"
+        how = f"with exit code {code}" if code else "before its ranks had"
+        message = f"srun ended {how}:\n{words}\n  log: {step.log_err}"
         if lost[0].record:
             self._reports.fail(WorkerFailed(
-                f"the job step of {who} on node {spec.node} ended; {said}{tail(spec.log_err)}",
+                f"the job step of {who} on node {spec.node} ended; {message}{tail(spec.log_err)}",
                 group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
             ))  # fmt: skip
         else:
-            words = f"the job step of {who} did not start on node {spec.node}: {said}"
+            words = f"the job step of {who} did not start on node {spec.node}: {message}"
             for member in lost:  # a group may do without ranks that cannot be started again
                 self._reports.fail(StepFailed(words, group=spec.group, rank=member.spec.rank, node=spec.node))
 
-    def _of(self, members: Sequence[Member]) -> set[JobStep]:
-        """The steps that have no other members than these: a step ends only with its last rank."""
-        steps = {step for m in members if (step := self._steps.get(m.spec.name)) is not None and step.running}
-        mine = set(members)
-        return {step for step in steps if all(m in mine or m.state == "ended" for m in step.members)}
+    def _steps_only_of(self, members: Sequence[Member]) -> set[JobStep]:
+        """Returns the running steps without any other rank that has not been given up: these can end as a whole."""
+        ending = set(members)
+        return {
+            step
+            for m in members
+            if (step := self._step_of(m)) and all(o in ending or o.state == "ended" for o in step.members)
+        }
+
+    def _step_of(self, member: Member) -> JobStep | None:
+        """Returns the running step that a rank is a task of, never its successor's."""
+        step = self._steps.get(member.spec.name)
+        return step if step is not None and step.running and member in step.members else None
 
     def end(self, members: Sequence[Member]) -> None:
-        for step in self._of(members):
+        for step in self._steps_only_of(members):
             step.end()
 
     def kill(self, members: Sequence[Member]) -> None:
-        for step in self._of(members):
-            step.kill()
+        """Kills steps as a whole where all of their ranks are to end; elsewhere each rank's processes, on its node."""
+        steps = self._steps_only_of(members)
+        for whole_step in steps:
+            whole_step.kill()
+        for member in members:
+            step = self._step_of(member)
+            with self._doomed_lock:
+                if member.has_exited or step is None or step in steps or member in self._doomed:
+                    continue
+                self._doomed[member] = False
+            name = f"rlhpc-kill-{member.spec.name}"
+            threading.Thread(target=self._kill_task, args=(step, member), name=name, daemon=True).start()
+
+    def _kill_task(self, step: JobStep, member: Member) -> None:
+        """Kills a rank whose step has others, and reports when it is gone; on a thread of its own: a node may not answer."""
+        task, spec = step.members.index(member), member.spec
+        argv = killing_step(step.planned.component, self._components, step.planned.hosts[task], step.mark, task)
+        answer = ask(*argv, timeout_s=_KILL_S, environment=step_environment(os.environ), apart=True)
+        if not answer.ok:
+            log.warning("%s on node %s was given up and could not be killed: %s", spec.name, spec.node, answer.words)
+            time.sleep(_RETRY_S)
+        with self._doomed_lock:
+            has_exited = self._doomed.pop(member)
+        if has_exited or answer.ok:
+            self._reports.exited(member, int(signal.SIGKILL))
 
     def said(self, member: Member) -> str:
         step = self._steps.get(member.spec.name)
@@ -162,6 +213,7 @@ class JobStep:
         self.planned, self.members, self.log_err = planned, list(members), log_err
         self._on_exit, self._on_end = on_exit, on_end
         self._said: list[str] = []
+        self._killed = False
         self._hosts = log_err.with_suffix(f".{time.time_ns():x}.hosts")
         self._hosts.write_text("".join(f"{host}\n" for host in planned.hosts))
         environment = {**step_environment(os.environ), "SLURM_HOSTFILE": str(self._hosts)}
@@ -172,10 +224,12 @@ class JobStep:
         # of its component: in a task SLURM_JOB_ID is the whole job's, which this step is not one of
         job = os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{planned.component}") or os.environ.get("SLURM_JOB_ID", "")
         environment["RLHPC_STEP_JOB"] = job
-        parent = os.getpid()
-        self.process = subprocess.Popen(
-            planned.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=environment, start_new_session=True, preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
+        #: A variable that the processes of this step alone have.
+        self.mark = f"RLHPC_STEP={planned.group}-{time.time_ns():x}"
+        environment |= dict([self.mark.split("=")])
+        self.process = start_bound_to_parent(
+            planned.argv, signal.SIGTERM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=environment, start_new_session=True,
         )  # fmt: skip
         threading.Thread(target=self._feed, name=f"rlhpc-srun-{planned.group}", daemon=True).start()
 
@@ -192,12 +246,19 @@ class JobStep:
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
-        with self.log_err.open("ab", buffering=0) as file:
+        with contextlib.ExitStack() as files:
+            file: IO[bytes] | None = None
+            with contextlib.suppress(OSError):  # a filesystem that is full takes no log, and ranks end all the same
+                file = files.enter_context(self.log_err.open("ab", buffering=0))
             for line in self.process.stdout:
                 with contextlib.suppress(OSError):
-                    file.write(line)
-                self._hear(line.decode(errors="replace").rstrip())
+                    if file is not None:
+                        file.write(line)
+                with logged(f"cannot make out what srun says: {line!r}"):
+                    self._hear(line.decode(errors="replace").rstrip())
         code = self.process.wait()
+        if self._killed:
+            self._await_end_of_step()
         with contextlib.suppress(OSError):
             self._hosts.unlink(missing_ok=True)
         self._on_end(self, code)
@@ -213,6 +274,20 @@ class JobStep:
                 for task in expand_range(part, line):
                     if int(task) < len(self.members):
                         self._on_exit(self.members[int(task)], status)
+
+    def _await_end_of_step(self) -> None:
+        """Waits until Slurm has seen the end of all processes of a step whose srun was killed before it could hear of that."""
+        end = time.monotonic() + _GONE_S
+        while self._step_id and time.monotonic() < end:
+            answer = ask("squeue", "--noheader", "--steps", f"--jobs={self._step_id.partition('.')[0]}", "--format=%i")
+            if answer.ok and self._step_id not in answer.text.split():
+                return
+            time.sleep(0.5)
+
+    @property
+    def _step_id(self) -> str:
+        """`<job>.<step>`, which the first rank to arrive tells; "" before."""
+        return next((known for member in self.members if (known := member.record.get("step"))), "")
 
     @property
     def running(self) -> bool:
@@ -230,8 +305,8 @@ class JobStep:
 
     def kill(self) -> None:
         """Kills the step through the controller, in case srun itself hangs; then kills srun."""
-        step_id = next((known for member in self.members if (known := member.record.get("step"))), "")
-        if step_id:
-            ask("scancel", "--signal=KILL", step_id, timeout_s=10)
+        self._killed = True
+        if self._step_id:
+            ask("scancel", "--signal=KILL", self._step_id, timeout_s=10)
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()

@@ -356,7 +356,6 @@ class TestOtherCommands:
     @pytest.mark.parametrize(
         ("argv", "says"),
         [
-            ((), "command"),
             (("trian",), "there is no command 'trian'; did you mean rlhpc train?"),
             (("train",), "config"),
             (("train", str(QUICKSTART), "--sgment", "1"), "--sgment"),

@@ -11,12 +11,14 @@ import pytest
 from tests import warm
 from tests.attack.bad_inputs import ROOT, Case, Verdict, changes, complaints, snapshot
 from tests.drawn import part, seed
+from tests.extras import need_extra
 
 
 @pytest.mark.drawn
 @pytest.mark.timeout(1200)  # all of them
 def test_a_part_of_all_mistakes() -> None:
     """In a process of its own: it adopts the orphans of its cases, and would reap the children of other tests."""
+    need_extra("llm")  # many are in configurations of language models
     env = {name: value for name, value in os.environ.items() if not name.startswith("RLHPC_")}
     command = [
         sys.executable,

@@ -78,6 +78,14 @@ def test_a_project(site_packages: Path, tmp_path: Path) -> None:
     assert "did you mean 'embodied/pendulum'?" in wrong and not (tmp_path / "other").exists()
 
 
+def test_projects_with_code_of_their_own_come_with_the_wheel(site_packages: Path, tmp_path: Path) -> None:
+    for name, code in (("reasoning", "my_reward.py"), ("embodied", "my_env.py")):
+        said = call(site_packages, tmp_path, "rlhpc.cli", "init", name, "--config", f"{name}/own")
+        assert "PYTHONPATH=$PWD" in said and (tmp_path / name / code).is_file()
+        assert "](docs/reference/config.md)" in (tmp_path / name / "README.md").read_text()
+    assert "reasoning/own" in call(site_packages, tmp_path, "rlhpc.cli", "init", "--list")
+
+
 def test_as_a_module_with_no_more_than_a_config_folder(site_packages: Path, tmp_path: Path) -> None:
     """What the workflow catalogue deploys: config/ copied, and a Snakefile that names the workflow."""
     (tmp_path / "config").mkdir()
@@ -91,13 +99,13 @@ def test_as_a_module_with_no_more_than_a_config_folder(site_packages: Path, tmp_
     assert {"prepare", "train_segment", "eval", "convert", "report"} <= jobs_of(said)
 
 
-def test_a_sweep_is_a_loop_over_modules(site_packages: Path, tmp_path: Path) -> None:
+def test_a_run_is_a_module_of_a_snakefile(site_packages: Path, tmp_path: Path) -> None:
     """The how-to's Snakefile."""
     page = (ROOT / "docs/how-to/slurm.md").read_text()
     [snakefile] = re.findall(r"```python\n(# Snakefile\n.*?)```", page, re.DOTALL)
     (tmp_path / "Snakefile").write_text(snakefile)
     said = call(site_packages, tmp_path, "snakemake", "--cores", "8", "--dry-run")
-    assert len(re.findall(r"output: runs/\w+/report/index.html", said)) == 6 and "compare.html" in said
+    assert len(re.findall(r"output: runs/lr/report/index.html", said)) == 1 and "compare.html" in said
 
 
 def test_completion(site_packages: Path, tmp_path: Path) -> None:

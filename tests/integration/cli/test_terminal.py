@@ -6,7 +6,6 @@ import fcntl
 import os
 import pty
 import re
-import select
 import shlex
 import struct
 import subprocess
@@ -19,6 +18,7 @@ import pytest
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.status import run_state
+from rlhpc.runtime.descriptors import readable
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,7 +46,7 @@ def at_a_terminal(argv: list[str], folder: Path, press: str = "", limit: float =
     shown, end = b"", time.monotonic() + limit
     while True:
         assert time.monotonic() < end, shown.decode()
-        if not select.select([fd], [], [], 0.2)[0]:
+        if not readable([fd], 0.2):
             continue
         try:
             data = os.read(fd, 1 << 16)
@@ -60,6 +60,7 @@ def at_a_terminal(argv: list[str], folder: Path, press: str = "", limit: float =
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode().replace("\r\n", "\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["train", "run"])
 def test_ctrl_c_says_what_is_saved_and_how_to_go_on(name: str, tmp_path: Path) -> None:
     words = [name, QUICKSTART, *TINY, "runner.max_steps=5000"]
@@ -75,7 +76,8 @@ def test_ctrl_c_says_what_is_saved_and_how_to_go_on(name: str, tmp_path: Path) -
     assert "Traceback" not in shown and run_state(paths)[0] != "running"
     if name == "train":  # what it says to type does go on
         go_on = [*shlex.split(again[0]), f"runner.max_steps={step + 2}"]
-        warm.run([*RLHPC, *go_on], cwd=tmp_path, check=True, timeout=240, capture_output=True)
+        done = warm.run([*RLHPC, *go_on], cwd=tmp_path, check=True, timeout=240, capture_output=True, text=True)
+        assert f"rlhpc: goes on from step {step} (" in done.stderr
         assert paths.checkpoint_steps()[-1][0] == step + 2
 
 
@@ -96,6 +98,7 @@ gymnasium.register("Breaks-v0", Breaks, max_episode_steps=10)
 """
 
 
+@pytest.mark.long
 def test_a_failure_is_shown_with_its_logs(tmp_path: Path) -> None:
     (tmp_path / "breaks.py").write_text(BREAKS)
     done = subprocess.run(

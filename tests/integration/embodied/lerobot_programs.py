@@ -15,26 +15,26 @@ from rlhpc.embodied.models.lerobot.library import mend_torchvision
 
 mend_torchvision()
 
-import square  # noqa: E402
-from diffusers import DDPMScheduler  # noqa: E402
-from gymnasium.spaces import Box, Dict  # noqa: E402
-from lerobot.configs.policies import PreTrainedConfig  # noqa: E402
-from lerobot.configs.types import FeatureType, PolicyFeature, RTCAttentionSchedule  # noqa: E402
-from lerobot.datasets.lerobot_dataset import LeRobotDataset  # noqa: E402
-from lerobot.policies.act.configuration_act import ACTConfig  # noqa: E402
-from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig  # noqa: E402
-from lerobot.policies.factory import get_policy_class, make_pre_post_processors  # noqa: E402
-from lerobot.policies.pi0 import processor_pi0  # noqa: E402
-from lerobot.policies.pi0.configuration_pi0 import PI0Config  # noqa: E402
-from lerobot.policies.pi05 import processor_pi05  # noqa: E402
-from lerobot.policies.pi05.configuration_pi05 import PI05Config  # noqa: E402
-from lerobot.policies.rtc.configuration_rtc import RTCConfig  # noqa: E402
-from lerobot.policies.rtc.modeling_rtc import RTCProcessor  # noqa: E402
-from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig  # noqa: E402
-from lerobot.processor import TokenizerProcessorStep  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from tokenizers import Tokenizer, models  # noqa: E402
-from transformers import (  # noqa: E402
+import square
+from diffusers import DDPMScheduler
+from gymnasium.spaces import Box, Dict
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.configs.types import FeatureType, PolicyFeature, RTCAttentionSchedule
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+from lerobot.policies.act.configuration_act import ACTConfig
+from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from lerobot.policies.pi0 import processor_pi0
+from lerobot.policies.pi0.configuration_pi0 import PI0Config
+from lerobot.policies.pi05 import processor_pi05
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.policies.rtc.configuration_rtc import RTCConfig
+from lerobot.policies.rtc.modeling_rtc import RTCProcessor
+from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
+from lerobot.processor import TokenizerProcessorStep
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+from transformers import (
     PreTrainedTokenizerFast,
     SmolVLMConfig,
     SmolVLMImageProcessor,
@@ -42,12 +42,12 @@ from transformers import (  # noqa: E402
     SmolVLMVideoProcessor,
 )
 
-from rlhpc.embodied.config import ModelConfig  # noqa: E402
-from rlhpc.embodied.envs.observations import encode_text  # noqa: E402
-from rlhpc.embodied.export import load_exported  # noqa: E402
-from rlhpc.embodied.models import build_model  # noqa: E402
-from rlhpc.embodied.models.guidance import Guide, overlap_weights  # noqa: E402
-from rlhpc.embodied.models.lerobot import openpi  # noqa: E402
+from rlhpc.embodied.config import ModelConfig
+from rlhpc.embodied.envs.observations import encode_text
+from rlhpc.embodied.export import load_exported
+from rlhpc.embodied.models import build_model
+from rlhpc.embodied.models.guidance import Guide, overlap_weights
+from rlhpc.embodied.models.lerobot import openpi
 
 #: What stands in a folder as its vision-language model, or tokenizer, and the folder that is taken for it.
 HUB = {
@@ -171,7 +171,8 @@ def hold_steps(policy: Any) -> None:
 
 def hold_history(mine: Any, theirs: Any, before: Any, after: Any) -> None:
     """What LeRobot keeps of observations in its queue, step by step, is shown here at once: actions and loss."""
-    obs, noise, looks = observations(), torch.zeros(4, 4, 2), mine.described.looks
+    obs, looks = observations(), mine.described.looks
+    noise = mine.sample_start((4,), torch.Generator().manual_seed(7))
     steps = [{key: obs[key].roll(i, 0) for key in ("rgb", "state")} for i in range(3)]
     theirs.reset()
     played = []
@@ -183,7 +184,7 @@ def hold_history(mine: Any, theirs: Any, before: Any, after: Any) -> None:
         stacked = {key: torch.stack([each[key] for each in seen], 1) for key in seen[0]}
         shown = stacked if looks > 1 else seen[0]
         with torch.no_grad():
-            actions, _ = mine.eval().predict_action_batch(shown, mode="eval")
+            actions, _ = mine.eval().predict_action_batch(shown, "eval", noise)
         torch.testing.assert_close(actions[:, : len(theirs_now)], torch.stack(theirs_now, 1), rtol=0, atol=0)
     assert actions.std() > 0
     chunk = torch.rand(4, 4, 2, generator=torch.Generator().manual_seed(1))
@@ -248,7 +249,8 @@ def hold_real_time(mine: Any, obs: dict[str, torch.Tensor]) -> None:
         expected = theirs.denoise_step(x, left, 1, time, lambda _: v, execution_horizon=3)
         torch.testing.assert_close(guide(lambda *_: v)(x, torch.full((4,), time)), expected)
     with torch.no_grad():
-        free, guided = mine.plan(obs), mine.plan(obs, guide)
+        noise = torch.zeros(4, 4, 4)
+        free, guided = mine.plan(obs, noise=noise), mine.plan(obs, guide, noise)
         seen, _ = mine.see(obs)
         constant = mine.denoise(guide(lambda x, t: seen(x, t).detach()), torch.zeros(4, 4, 4))
     assert not torch.equal(guided, free) and not torch.equal(guided, constant)
@@ -273,10 +275,11 @@ def hold(released: Path, checkpoint: Path) -> None:
     theirs = get_policy_class(config.type).from_pretrained(released, config=config, strict=True)
     before, after = make_pre_post_processors(config, pretrained_path=str(released), preprocessor_overrides=changes)
     seen = {STATE: obs["state"], PICTURE: (obs["rgb"].permute(0, 3, 1, 2).float() / 255).contiguous(), "task": TASKS}
+    noise = None
     if config.type == "act":
         played = after(theirs.predict_action_chunk(before(seen)))[:, :2]
     elif config.type in HUB:
-        noise = torch.zeros(4, 4, 4)
+        noise = mine.sample_start((4,), torch.Generator().manual_seed(7))
         played = after(theirs.predict_action_chunk(before(seen), noise=noise))[:, :2]
     else:
         hold_history(mine, theirs, before, after)
@@ -285,7 +288,7 @@ def hold(released: Path, checkpoint: Path) -> None:
         print("equal")
         return
     with torch.no_grad():
-        actions, _ = mine.predict_action_batch(obs, mode="eval")
+        actions, _ = mine.predict_action_batch(obs, "eval", noise)
     if config.type in HUB:
         hold_real_time(mine, obs)
     if config.type in OPENPI:

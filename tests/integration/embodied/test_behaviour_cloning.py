@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as parquet
 import pytest
 import yaml
 
 from rlhpc import cli
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.embodied.data.trajectories import TrajectoryWriter, read_trajectories
+from tests.extras import need_extra
 
 
 def along(obs: np.ndarray) -> np.ndarray:
@@ -165,6 +165,8 @@ def test_discrete_actions(here: Path, tmp_path: Path) -> None:
 
 def intervened(folder: str) -> list[bool]:
     """Of a LeRobot dataset's frames, where somebody had taken over."""
+    from pyarrow import parquet
+
     table = parquet.read_table(Path(folder) / "data/chunk-000/file-000.parquet")
     return list(table["complementary_info.is_intervention"].to_pylist())
 
@@ -191,6 +193,7 @@ def test_dagger(here: Path) -> None:
 def test_what_somebody_does_who_takes_over_is_cloned(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And nothing else of what the clone plays; where nobody takes over, rounds end. Whole episodes have what was done in each
     step, and its reward."""
+    need_extra("embodied")
 
     def person(apart: float) -> str:
         return "{scripted: {expert: '" + Path(__file__).stem + f":along', apart: {apart}, patience: 2, hold: 5" + "}}"

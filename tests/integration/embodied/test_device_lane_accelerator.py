@@ -10,9 +10,10 @@ import pytest
 
 from tests import warm
 from tests.accelerators import ON_CPU
+from tests.extras import need_extra
 
-pytest.importorskip("mani_skill")
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+need_extra("embodied")
+pytestmark = [pytest.mark.gpu, pytest.mark.long]
 ROOT = Path(__file__).parents[3]
 
 

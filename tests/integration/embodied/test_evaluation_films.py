@@ -11,12 +11,15 @@ import yaml
 
 from rlhpc import cli
 from rlhpc.embodied.video import shrink, tile
+from tests.extras import need_extra
 
 
 def test_suites_and_their_films(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    av = pytest.importorskip("av")
+    need_extra("embodied")
+    import av
+
     monkeypatch.chdir(tmp_path)
     config = {
         "runner": {"name": "pole", "max_steps": 1},

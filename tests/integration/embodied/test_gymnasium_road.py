@@ -1,4 +1,4 @@
-"""The configurations of simulators on gymnasium's road, in the Python that RLHPC_SIMULATORS_PYTHON names (see the how-to)."""
+"""The configurations of simulators on gymnasium's road, in a Python of their own: `make setup-simulators` (see the how-to)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import pytest
 from rlhpc.config.typed import plain
 from rlhpc.runs.configuration import load_config
 from tests import warm
+from tests.extras import find_python, need_extra, needs_python
 
 ROOT = Path(__file__).resolve().parents[3]
-PYTHON = os.environ.get("RLHPC_SIMULATORS_PYTHON")
-pytestmark = pytest.mark.skipif(not PYTHON, reason="RLHPC_SIMULATORS_PYTHON names no Python")
+PYTHON = find_python("simulators")
+pytestmark = needs_python("simulators")
 
 GOALS = {"achieved_goal": ["float32", 3], "desired_goal": ["float32", 3], "observation": ["float32", 10]}
 #: What the policy sees of each.
@@ -32,6 +33,7 @@ SEEN: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 def test_each_is_played_and_taken_over_mid_episode(tmp_path: Path) -> None:
     sections = {}
     for name in SEEN:
@@ -42,7 +44,7 @@ def test_each_is_played_and_taken_over_mid_episode(tmp_path: Path) -> None:
         "pusht_normalized": {**sections["pusht"], "wrappers": ["normalize"]},  # which counts over episodes
     }
     (tmp_path / "sections.json").write_text(json.dumps(sections))
-    command = [str(PYTHON), "-m", "tests.integration.embodied.played", str(tmp_path / "sections.json")]
+    command = [PYTHON, "-m", "tests.integration.embodied.played", str(tmp_path / "sections.json")]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=240
     )
@@ -60,13 +62,14 @@ def test_each_is_played_and_taken_over_mid_episode(tmp_path: Path) -> None:
 
 
 def test_a_run_and_its_evaluation(tmp_path: Path) -> None:
+    need_extra("embodied")  # films
     run = ["configs/embodied/fetch_reach.yaml", f"runner.run_dir={tmp_path}", "runner.max_steps=2", "runner.segments=1",
            "runner.save_interval=1", "algorithm.replay_buffer.min_buffer_size=40", "actor.global_batch_size=32",
            f"env.train.simulator_python={PYTHON}"]  # fmt: skip
     rlhpc = [sys.executable, "-m", "rlhpc.cli"]
     warm.run([*rlhpc, "train", *run], check=True, cwd=ROOT, timeout=240)
     metrics = [json.loads(line) for line in (tmp_path / "fetch_reach/metrics.jsonl").read_text().splitlines()]
-    assert metrics[-1]["rollout/env_steps"] == 64 and "train/success_rate" in metrics[-1]
+    assert metrics[-1]["rollout/env_steps"] == 64 and "train/success_once" in metrics[-1]
     few = [
         "env.eval.num_envs=1",
         "env.eval.num_episodes=1",
@@ -74,7 +77,7 @@ def test_a_run_and_its_evaluation(tmp_path: Path) -> None:
         "env.eval.max_episode_steps=5",
     ]
     evaluated = [*rlhpc, "eval", "--run", str(tmp_path / "fetch_reach"), "--step", "latest", "--trust-checkpoint-code"]
-    warm.run([*evaluated, *few], check=True, cwd=ROOT, timeout=240)
+    warm.run([*evaluated, "--suite", "default", *few], check=True, cwd=ROOT, timeout=240)
     found = tmp_path / "fetch_reach/eval/global_step_2"
     assert (
         json.loads((found / "default.json").read_text())["episodes"] == 1

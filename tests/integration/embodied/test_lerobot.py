@@ -1,4 +1,4 @@
-"""LeRobot's policies, tiny and random, by the commands a user types: RLHPC_LEROBOT_PYTHON names the Python that has it."""
+"""LeRobot's policies, tiny and random, by the commands a user types; `make setup-lerobot` makes the Python that has it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 from rlhpc import cli
 from rlhpc.embodied.data.trajectories import read_trajectories
+from tests.extras import find_python, needs_python
 
 pytestmark = pytest.mark.long
 
-PYTHON = os.environ.get("RLHPC_LEROBOT_PYTHON", "")
-lerobot = pytest.mark.skipif(not PYTHON, reason="RLHPC_LEROBOT_PYTHON names no Python (make setup-lerobot)")
+PYTHON = find_python("lerobot")
 HERE = Path(__file__).parent
 CONFIG: dict[str, Any] = {
     "cluster": {
@@ -61,6 +61,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Any:
             os.pathsep.join([str(HERE), str(HERE / "tiny_pi"), str(root), os.environ.get("PYTHONPATH", "")]),
         )
         patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("RLHPC_LEROBOT_PYTHON", PYTHON)  # which commands read
         for path in (HERE, HERE / "tiny_pi"):
             patch.syspath_prepend(str(path))
         Path("ppo.yaml").write_text(yaml.safe_dump(CONFIG))
@@ -82,8 +83,9 @@ def train(name: str, config: str, *overrides: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()]
 
 
-@lerobot
+@needs_python("lerobot")
 @pytest.mark.parametrize("family", ["act", "diffusion", "smolvla", "pi0", "pi05"])
+@pytest.mark.long
 def test_from_a_folder_to_a_folder(here: Path, family: str) -> None:
     """Cloned, reinforced, resumed bit for bit, evaluated, released, and loaded by LeRobot: nothing of it is imported here."""
     model, cloning = [f"actor.model.model_path={family}"], "statistics: data"
@@ -102,7 +104,10 @@ def test_from_a_folder_to_a_folder(here: Path, family: str) -> None:
     rows = train(family, "ppo.yaml", *start)
     # The trainer finds the log-probs that the rollout acted with.
     assert rows[0]["train/approx_kl"] == pytest.approx(0, abs=1e-6) and rows[0]["train/grad_norm"] > 0
-    assert rows[0]["train/value_loss"] > 0 and rows[0]["rollout/env_steps"] == 4 * 4 * 2
+    assert rows[0]["train/value_loss"] > 0
+    assert (
+        4 * 4 < rows[0]["rollout/env_steps"] <= 4 * 4 * 2
+    )  # what is left of a chunk when its episode ends is not executed
     train(f"{family}_again", "ppo.yaml", *start, f"runner.resume_dir=runs/{family}/checkpoints/global_step_1")
     last = [f"runs/{name}/checkpoints/global_step_2" for name in (family, f"{family}_again")]
     weights = [load_file(f"{folder}/model.safetensors") for folder in last]
@@ -111,7 +116,7 @@ def test_from_a_folder_to_a_folder(here: Path, family: str) -> None:
         assert cli.main(["eval", "--checkpoint", last[0], "--trust-checkpoint-code"]) == 0
         assert cli.main(["convert", "--checkpoint", last[0], "--released", "--output", f"{family}_out"]) == 0
     if family == "smolvla":  # as on a robot that does not wait: one of four actions is played while the next are made
-        late = ["env.eval.real_time_chunking.inference_delay=1"]
+        late = ["--suite", "late", "env.eval.real_time_chunking.inference_delay=1"]
         assert cli.main(["eval", "--checkpoint", last[0], "--trust-checkpoint-code", *late]) == 0
     assert program("hold", f"{family}_out", last[0]).endswith("equal\n")
 
@@ -138,7 +143,7 @@ def agreed(found: dict[str, Any], episodes: list[dict[str, Any]], task: str) -> 
     return [] if taken is None else taken.tolist()
 
 
-@lerobot
+@needs_python("lerobot")
 def test_recorded_as_lerobot_reads_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same episodes as in the other format; a folder that is there already stays as it is. And a round of DAgger in which
     somebody took over, and whole episodes in which they did, whose instructions are tasks."""

@@ -11,8 +11,9 @@ import pytest
 
 from rlhpc.embodied.data.trajectories import TrajectoryWriter, metadata, read_trajectories
 from rlhpc.embodied.envs.maniskill import load_maniskill
+from tests.extras import need_extra
 
-pytest.importorskip("mani_skill")
+need_extra("embodied")
 
 
 TASK = "PushCube-v1"

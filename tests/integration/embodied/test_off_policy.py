@@ -256,7 +256,7 @@ def test_offline_then_online_is_bit_identical_wherever_it_is_resumed(tmp_path):
     assert (actions[:32] < 2).all() and (actions[32:] == 2).any()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pendulum_is_learned_and_the_checkpoint_evaluated_and_exported(tmp_path, capsys):
     """4 096 transitions; a random policy gets about -1 200, a good one -150."""
     run = SacRun(
@@ -280,7 +280,6 @@ def test_pendulum_is_learned_and_the_checkpoint_evaluated_and_exported(tmp_path,
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_flow_that_acts_at_random_is_steered_upright(tmp_path):
     """DSRL, 4 096 transitions. The flow by itself gets about -1 450; a good policy -150."""
     write_demos(tmp_path / "demos.h5", 20, 200, force=2.0)
@@ -308,7 +307,7 @@ def test_a_flow_that_acts_at_random_is_steered_upright(tmp_path):
         ("algorithm.replay_buffer.size=32", "min_buffer_size"),
         ("algorithm.demo_buffer.load_path=nowhere.h5", "no such file"),
         ("algorithm.loss_type=ppo", "is for kinds of run that this one (off_policy) is not"),
-        ("algorithm.name=td3", "algorithm.name 'td3' trains a TD3Policy"),
+        ("algorithm.name=td3", "algorithm.name td3 trains td3"),
         ("algorithm.name=sarsa", "which is unknown; allowed: crossq, iql, sac, td3"),
         ("algorithm.offline_steps=3", "name it in algorithm.demo_buffer.load_path"),
         ("algorithm.expectile=1", "must be above 0 and below 1"),

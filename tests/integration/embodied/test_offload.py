@@ -56,6 +56,7 @@ def test_who_works_ahead_does_not_leave(role: str, tmp_path: Path) -> None:
     assert f"{role}.enable_offload" in said and "both are at work at once" in said
 
 
+@pytest.mark.long
 def test_a_policy_that_dies_starts_again_in_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose turn it was is not known then."""
     monkeypatch.setenv("RLHPC_MAX_RESTARTS", "2")

@@ -10,7 +10,6 @@ import argparse
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
@@ -20,6 +19,7 @@ from bench import single_process_ppo as reference
 from rlhpc.cli import main
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.models import build_model, policy_section
+from rlhpc.embodied.models.noise import noise_of_slots
 from rlhpc.embodied.update.minibatches import permutation
 from rlhpc.runs.configuration import load_config
 
@@ -63,8 +63,7 @@ def test_every_update_is_the_single_process_loops(run, monkeypatch):
     obs, cut = torch.as_tensor(envs.reset()[0]), 0
     for step, expected in enumerate(weights, start=1):
         optimizer.param_groups[0]["lr"] = 1e-3 * (1 - (step - 1) / STEPS)
-        seed = int(np.random.SeedSequence([SEED, step]).generate_state(1, np.uint64)[0] >> np.uint64(1))
-        noises = policy.sample_noise((ROLLOUT, SLOTS), torch.Generator().manual_seed(seed)).reshape(ROLLOUT, SLOTS, 1)
+        noises = [noise_of_slots(policy.sample_noise, (SEED, step, t), range(SLOTS)) for t in range(ROLLOUT)]
         columns: list[list[torch.Tensor]] = []
         for noise in noises:
             with torch.no_grad():

@@ -93,7 +93,9 @@ def test_chunks_and_groups_learn_the_same_on_other_ranks(whole: Path, kind: str)
     rows = run(whole, f"{kind}-ranks", *KINDS[kind], RANKS)
     for row, other in zip(rows, expected, strict=True):
         assert row["train/episodes"] == other["train/episodes"] > 0
-        assert row["rollout/env_steps"] == 4 * row["step"] * 18
+        # Up to two of a chunk's three actions are not executed where an episode ends.
+        assert 0 <= 4 * row["step"] * 18 - row["rollout/env_steps"] <= 2 * row["train/episodes"]
+        assert row["rollout/env_steps"] == other["rollout/env_steps"]
         for name in ("train/policy_loss", "train/value_loss", "train/grad_norm"):
             assert row[name] == pytest.approx(other[name], rel=1e-2, abs=1e-4), name
     if kind != "ppo":  # one episode a slot and step

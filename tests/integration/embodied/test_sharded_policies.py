@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("deepspeed")
+from tests.extras import need_extra
+
+need_extra("llm", "deepspeed")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "language"))
 sys.path.insert(0, str(Path(__file__).parent))

@@ -171,6 +171,7 @@ def test_what_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         make_env(section(env_type="walk_env:Walk", env_id="walk", kwargs={"broken": True}), 2)
 
 
+@pytest.mark.long
 @pytest.mark.chaos
 def test_a_run_goes_on_and_counts(tmp_path: Path) -> None:
     """The real command; a simulator is killed from outside while it trains."""
@@ -196,3 +197,5 @@ def test_a_run_goes_on_and_counts(tmp_path: Path) -> None:
         run.kill()
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert rows[-1]["step"] == 60 and rows[-1]["env/restarts"] == 1 and "env/restarts" not in rows[1]
+    # Each slot of the simulator loses the one transition in which it died.
+    assert [row["env/failed"] for row in rows if "env/failed" in row] == [4]

@@ -17,9 +17,9 @@ from rlhpc import cli
 from rlhpc.embodied.envs.observations import encode_text
 from rlhpc.embodied.export import load_exported
 from rlhpc.embodied.models import build_model
+from tests.extras import need_extra
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
+need_extra("llm")
 
 HERE = Path(__file__).parent
 CONFIG: dict[str, Any] = {

@@ -91,7 +91,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from rlhpc.cli import reported
+from rlhpc.runtime.exit_codes import report_errors
 from rlhpc.cli.start import tell
 from rlhpc.runtime import environment_values
 from rlhpc.jobs.handover import Wait, hand_over
@@ -110,7 +110,7 @@ def main():
     tell(submit_segment("c.yaml", run_root=Path(sys.argv[1]), executor="local", command=sys.argv[2:], poll_s=0.1,
          asked_by=asked_by, hand_over=lambda waiter: hand_over(Wait.of(waiter, answers=True))), answers=True)
     return 0
-sys.exit(reported(main))
+sys.exit(report_errors(main))
 """
 
 
@@ -297,7 +297,7 @@ def test_job_killed_while_waited_for(run: Run) -> None:
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
     _, err = waiter.communicate(timeout=20)
-    assert waiter.returncode == 1 and "ended without a result" in err and "resumes" in err
+    assert waiter.returncode == 1 and "ended without a result" in err and "starts anew: there is no checkpoint" in err
     assert run_state(run.paths)[0] == "dead"
 
 
@@ -349,7 +349,7 @@ def test_signal_saves_and_requeues(run: Run) -> None:
     answer = run.submit(2.0)
     assert answer["job_id"] == claim.job_id and answer["result"] == {"global_step": 40}
     assert len(run.starts()) == 2 and JobRecord.read(run.files).attempt == 1  # type: ignore[union-attr]
-    assert len(run.files.claim_numbers()) == 1
+    assert run.files.newest_claim() == 2
 
 
 def test_driver_killed_while_waited_for(run: Run) -> None:
@@ -405,14 +405,7 @@ def test_bad_arguments(run: Run, tmp_path: Path) -> None:
         submit_segment("c", run_root=tmp_path / "file" / "run", executor="local", stream=run.out)
 
 
-def test_lock_falls_back_to_a_lease(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    import errno
-    import fcntl
-
-    def no_locks(fd: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+def test_one_process_submits_at_a_time(run: Run) -> None:
     run.paths.submit.mkdir()
     with SubmitLock(run.files):
         assert run.files.lease.exists()
@@ -422,7 +415,7 @@ def test_lock_falls_back_to_a_lease(run: Run, monkeypatch: pytest.MonkeyPatch) -
     gone = subprocess.Popen(["true"])
     identity = ProcessId.of(gone.pid)
     gone.wait()
-    run.files.lease.write_text(json.dumps(identity.to_json()))
+    run.files.lease.write_text(json.dumps({"process": identity.to_json()}))
     with SubmitLock(run.files, timeout_s=5.0):
         pass
     assert not list(run.paths.submit.glob("*stale*"))
@@ -496,6 +489,8 @@ def test_status_of_a_job_of_slurm(run: Run) -> None:
 
     job = "Slurm job 27"
     assert state(report("PENDING", "Priority"), {}, None) == ("pending", f"{job}: Priority")
+    assert state(report("PENDING", "None"), {}, None) == ("pending", job)
+    assert state(report("REQUEUE_HOLD", "None"), {}, None) == ("pending", f"{job}: requeue_hold")
     assert state(report("RUNNING"), {}, None) == ("starting", job)
     assert state(report("RUNNING"), trains) == ("running", job)
     assert state(report("RUNNING"), {**trains, "pid": 79}) == ("starting", job)
@@ -524,9 +519,11 @@ def test_status_of_all_runs(tmp_path: Path, fake_slurm: Path) -> None:
     (tmp_path / "runs" / "sweep" / "s7" / "status.json").write_text(
         json.dumps({"step": 3, "max_steps": 9, "return": 1.25})
     )
-    lines = render_runs(tmp_path / "runs").splitlines()
+    lines = render_runs(
+        tmp_path / "runs", headlines=lambda runs: {"return": ["1.2" if run.root.name == "s7" else "–" for run in runs]}
+    ).splitlines()
     assert len(lines) == 101 and (fake_slurm / "asked").read_text().split() == ["x"]
-    assert lines[0].split() == ["run", "state", "job", "step", "return", "left"]
+    assert lines[0].split() == ["run", "state", "job", "step", "return", "note"]
     assert re.search(r"^sweep/s7 +pending +Slurm job 7 +3/9 +1.2 +Priority$", "\n".join(lines), re.M)
 
 
@@ -566,6 +563,7 @@ setsid bash -c 'while true; do rm -f again; bash script.sh; [ -e again ] || brea
 echo $! > batch.pid
 """
 SQUEUE = """#!/bin/bash
+case "$*" in *%j*) echo "42+0|$PWD||$(sed -n 's/^#SBATCH --job-name=//p' script.sh)"; exit;; esac
 kill -0 $(cat batch.pid) 2>/dev/null && echo "42|RUNNING|None" || { echo "Invalid job id specified" >&2; exit 1; }
 """
 SCONTROL = """#!/bin/bash

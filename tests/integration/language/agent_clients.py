@@ -78,7 +78,9 @@ def _smolagents(task: Any, model: Any, kind: str) -> dict[str, Any]:
         def forward(self, a: int, b: int) -> int:
             return a * b
 
-    client = smolagents.OpenAIServerModel(model.name, api_base=model.base_url, api_key=model.api_key)
+    client = smolagents.OpenAIServerModel(
+        model.name, api_base=model.base_url, api_key=model.api_key, tool_choice="auto"
+    )
     agent = getattr(smolagents, kind)(tools=[Multiply()], model=client, max_steps=4, verbosity_level=0)
     said = str(agent.run(task.question))
     return {"response": said, "reward": float("84" in said)}

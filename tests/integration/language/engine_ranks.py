@@ -6,8 +6,8 @@ vLLM's import takes half a minute of the processor, so that the ranks are forked
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -27,6 +27,7 @@ from rlhpc.language.engines.lockstep import Follower, Leader, Told
 from rlhpc.language.engines.vllm_launched import cores_are_apart
 from rlhpc.weights.routes import Held, route
 from tests.accelerators import OTHERS_ON_CARD
+from tests.extras import need_extra
 from tests.forked import Rank
 
 
@@ -133,7 +134,7 @@ def engine_of(kind: str, folder: Path, seed: int = 3, **rollout: Any) -> Rollout
     """
     backend, _, ranks = kind.partition(" x ")
     if backend == "vllm":
-        pytest.importorskip("vllm")
+        need_extra("vllm")
     size, keeps, says = (
         int(ranks or 1),
         rollout.pop("keep_cache_on_update", False),
@@ -161,7 +162,9 @@ def engine_of(kind: str, folder: Path, seed: int = 3, **rollout: Any) -> Rollout
         if (pid := os.fork()) == 0:
             status = 1
             with contextlib.suppress(BaseException):
-                faulthandler.dump_traceback_later(600, exit=True)
+                # faulthandler's timer waits for ever in a fork of a process that has started one.
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(600)
                 _follow(cfg, options, Pipes(rank, size, store, [theirs]))
                 status = 0
             sys.stdout.flush()

@@ -110,6 +110,8 @@ class Scripted:
         for request in requests:
             if len(request.prompt_ids) >= self.context:
                 raise ConfigError(f"a prompt of {len(request.prompt_ids)} tokens leaves no room in the context")
+            if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < len(chat_tokenizer()):
+                raise ConfigError("token ids are not of the model's vocabulary")
             self.requests.append(request)
             self._queue.append([self.delay, request])
 

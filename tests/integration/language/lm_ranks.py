@@ -28,7 +28,8 @@ TEMPERATURE, ENTROPY_COEF, LR = 0.8, 0.01, 3e-3
 def make_config(model: str | Path, **changes: Any) -> Any:
     """A configuration; `changes` are dotted keys below `actor`, with `__` for dots."""
     cfg = untouched(Config)
-    base = {"model.model_path": str(model), "optim.name": "adamw", "optim.weight_decay": 0.1, "optim.clip_grad": 1.0}
+    base = {"model.model_path": str(model), "optim.name": "adamw", "optim.weight_decay": 0.1, "optim.clip_grad": 1.0,
+            "optim.lr": 3e-4, "optim.adam_eps": 1e-5}  # fmt: skip
     if OTHERS_ON_CARD:  # as on the CPU
         base["model.dtype"] = "float32"
     for key, value in {**base, **changes}.items():

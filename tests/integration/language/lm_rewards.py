@@ -26,3 +26,8 @@ def picky(sample: Sample) -> float:
 def too_large_for_some(sample: Sample) -> float:
     """Beyond float32 where the response begins with a certain digit; else the share of the letter 1."""
     return 1e39 if sample.response.startswith("2") else sample.response.count("1") / 6
+
+
+def unreachable(sample: Sample) -> float:
+    """Judges nothing."""
+    raise OSError("the service is down")

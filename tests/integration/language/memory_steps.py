@@ -49,7 +49,7 @@ def _status() -> dict[str, int]:
 def make_cfg(changes: dict[str, Any]) -> Any:
     """A configuration; `changes` are keys below `actor`."""
     cfg = untouched(GrpoConfig)
-    base = {"model.dtype": "float32", "optim.name": "adamw", "optim.clip_grad": 1.0}
+    base = {"model.dtype": "float32", "optim.name": "adamw", "optim.clip_grad": 1.0, "optim.lr": 3e-4}
     for key, value in {**base, **changes}.items():
         OmegaConf.update(cfg.actor, key, value)
     return cfg

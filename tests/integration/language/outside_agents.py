@@ -189,3 +189,8 @@ def looks_again(task: Any, model: Any) -> float:
         )
         return -1.0  # it would have been fetched
     return float(len(said["content"]))
+
+
+def broken(task: Any, model: Any) -> float:
+    """Fails in every episode."""
+    raise ValueError("no such database")

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs the extra llm")
-pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
+from tests.extras import need_extra
+
+need_extra("llm", "deepspeed")
 
 sys.path.insert(0, str(Path(__file__).parent))
 

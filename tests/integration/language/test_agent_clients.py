@@ -4,15 +4,15 @@ trained, in as many samples as they tear it into."""
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers", reason="needs the extra llm")
-pytest.importorskip("aiohttp", reason="needs the extra llm")
+from tests.extras import find_python, need_extra, needs_python
+
+need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -23,11 +23,7 @@ from rlhpc.language.agents.judged import tokens_of
 
 pytestmark = pytest.mark.long
 
-CLIENTS, VERIFIERS = (os.environ.get(f"RLHPC_{name}_PYTHON") for name in ("AGENTS", "VERIFIERS"))
-needs_clients = pytest.mark.skipif(not CLIENTS, reason="RLHPC_AGENTS_PYTHON names no Python (envs/agents.txt)")
-needs_verifiers = pytest.mark.skipif(
-    not VERIFIERS, reason="RLHPC_VERIFIERS_PYTHON names no Python (envs/verifiers.txt)"
-)
+CLIENTS, VERIFIERS = find_python("agents"), find_python("verifiers")
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +51,7 @@ def drifting(engine: Scripted) -> int:
     return sum(tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) != ids for ids in prompts)
 
 
-@needs_clients
+@needs_python("agents")
 @pytest.mark.parametrize(
     ("client", "turns", "samples"),
     [
@@ -73,7 +69,22 @@ def test_a_framework(client: str, turns: int, samples: int) -> None:
     assert drifting(engine) == (0 if client.startswith("smolagents") else 1)
 
 
-@needs_clients
+@needs_python("agents")
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_that_clients_make_get_what_they_must(seed: int) -> None:
+    """Replies that end where a client asked, and a refusal of what the endpoint cannot honour: 40 requests, drawn."""
+    from client_bodies import TEXT
+
+    engine = Scripted(lambda prompt: TEXT)
+    with episodes_of(
+        engine, "client_bodies:solve", python=CLIENTS, timeout_s=140, limits=(200, 10**6), seed=seed, count=40
+    ) as made:
+        (episode,) = run_all(made, 1, most=400, seconds=150)
+    assert not episode.failed, episode.outcome.error
+    assert json.loads(episode.outcome.response) == []
+
+
+@needs_python("agents")
 def test_openenv_captures_what_is_trained() -> None:
     episode, engine = asked_by("openenv", CLIENTS)
     (sample,) = episode.samples
@@ -87,7 +98,7 @@ def test_openenv_captures_what_is_trained() -> None:
     assert drifting(engine) == 1
 
 
-@needs_verifiers
+@needs_python("verifiers")
 def test_verifiers_has_the_very_sample_that_is_trained(tmp_path: Path) -> None:
     chat_tokenizer().save_pretrained(tmp_path)
     episode, _ = asked_by("verifiers", VERIFIERS, tokenizer=str(tmp_path))

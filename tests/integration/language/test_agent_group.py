@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytest.importorskip("transformers", reason="needs the extra llm")
-pytest.importorskip("aiohttp", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -7,19 +7,21 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-pytest.importorskip("transformers", reason="needs the extra llm")
-pytest.importorskip("aiohttp", reason="needs the extra llm")
+from tests.extras import need_extra, needs_python
+
+need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gateway_things import Scripted, chat_tokenizer, episodes_of, product, run_all
-from test_agent_clients import CLIENTS, VERIFIERS, needs_clients, needs_verifiers
+from gateway_things import QUESTION, Scripted, chat_tokenizer, episodes_of, product, run_all
+from test_agent_clients import CLIENTS, VERIFIERS
 
 from rlhpc.language.agent_config import ServiceConfig
 from rlhpc.language.agents.services import Services, placed_in
@@ -58,7 +60,7 @@ def clumsy(prompt: str) -> str:
     return f"<tool_call>{calls[asked]}</tool_call>" if asked < 2 else "I cannot."
 
 
-@needs_clients
+@needs_python("agents")
 def test_servers_of_tools_over_both_transports(tmp_path: Path) -> None:
     service = ServiceConfig("tools", [*TOOLS, "streamable-http"])
     services = Services([service], tmp_path)
@@ -85,7 +87,7 @@ def test_servers_of_tools_over_both_transports(tmp_path: Path) -> None:
         services.close()
 
 
-@needs_clients
+@needs_python("agents")
 def test_an_environment_of_openenv(tmp_path: Path) -> None:
     """Actions are what the model writes; the reward is the environment's."""
     services = Services([ServiceConfig("env", [*TOOLS, "environment"], ready="/health")], tmp_path)
@@ -106,12 +108,14 @@ def test_an_environment_of_openenv(tmp_path: Path) -> None:
         assert "say 84" in chat_tokenizer().decode(episode.samples[0].prompt_ids)
 
 
-@needs_verifiers
+@needs_python("verifiers")
 def test_an_environment_of_verifiers() -> None:
     """Its taskset, its harness, its reward."""
     options: dict[str, Any] = {"taskset": {"id": "verifiers_harness"}, "agent": {"runtime": {"type": "subprocess"}}}
     with episodes_of(Scripted(product), kind="verifiers", python=VERIFIERS, options=options) as generation:
-        episodes = run_all(generation, 2)
+        episodes = run_all(generation, 2, prompt=replace(QUESTION, id=1))
+        (beyond,) = run_all(generation, 1)
+    assert beyond.failed and f"has tasks 0 to 1, and the source asks for {QUESTION.id}" in str(beyond.outcome.error)
     for episode in episodes:
         assert not episode.failed, episode.outcome.error
         assert episode.outcome.reward == 1.0 and "84" in episode.outcome.response

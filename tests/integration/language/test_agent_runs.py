@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", reason="needs the extra llm")
-pytest.importorskip("aiohttp", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -47,8 +48,12 @@ def test_an_agents_run_learns_of_its_tokens_and_resumes_to_the_last_bit(tmp_path
     assert all(bool((mine[name] == theirs[name]).all()) for name in theirs)
     # The same agent answers in evaluation.
     evaluation = ("eval", "--run", str(whole.root), "--step", "4", "--suite", "held_out")
-    assert "agent.target" in whole.rlhpc(*evaluation, code=2), "code that a checkpoint names is not run unasked"
-    said = whole.rlhpc(*evaluation, "--trust-checkpoint-code")
+    own, whole.environment = whole.environment, {**whole.environment, "XDG_STATE_HOME": str(whole.folder / "stranger")}
+    assert "agent.target" in whole.rlhpc(*evaluation, code=2), (
+        "code that a stranger's checkpoint names is not run unasked"
+    )
+    whole.environment = own
+    said = whole.rlhpc(*evaluation)
     assert "on 10 problems" in said
     samples = [
         json.loads(line) for path in whole.root.rglob("*.samples.jsonl") for line in path.read_text().splitlines()

@@ -11,8 +11,10 @@ from rlhpc.language.agents.registry import Agent, run_episodes
 from rlhpc.language.config import GrpoActorConfig as ActorConfig
 from rlhpc.language.config import GrpoRolloutConfig as RolloutConfig
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
+from tests.extras import need_extra
 
-transformers = pytest.importorskip("transformers")
+need_extra("llm")
+import transformers
 
 
 class Echo(Agent):
@@ -25,9 +27,9 @@ class Echo(Agent):
         return None if episode.turns == 4 or text[-1:] not in self.stop else f" {episode.turns} so far: "
 
 
-@pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.long)])
 def test_log_probs_over_all_turns(tmp_path, backend):
-    pytest.importorskip("vllm" if backend == "vllm" else "transformers")
+    need_extra("vllm" if backend == "vllm" else "llm")
     from rlhpc.language.data.tiny import VOCABULARY, make_tiny_model
 
     make_tiny_model(tmp_path, vocabulary=VOCABULARY + ":", hidden=64, heads=2, layers=2, context=512, seed=1)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -14,7 +14,9 @@ import psutil
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 import transformers
 from test_replicas import Disturbed

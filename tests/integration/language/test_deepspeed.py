@@ -14,9 +14,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
+from tests.extras import need_extra
+
+need_extra("deepspeed", "llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -108,7 +108,7 @@ def saved(run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Any],
 
 def configured(model: Path, stage: int, **changes: Any) -> Any:
     options = {"training_backend": "deepspeed", "deepspeed.zero_stage": stage, "deepspeed.config": PARTITION}
-    return make_config(model, **options, **changes)
+    return make_config(model, **{**options, **changes})
 
 
 def plain_loop(folder: Path, lora: int = 0) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
 # -- the same numbers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [1, 2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
 def test_every_stage_and_world_size_trains_as_a_plain_loop(trained, model, n: int) -> None:
     expected = plain_loop(model)
     for stage in STAGES:
@@ -181,6 +181,7 @@ def test_a_head_for_values_trains_as_on_one_rank(run, model) -> None:
         torch.testing.assert_close(found["values"], expected["values"], rtol=loose(1e-4), atol=loose(1e-4))
 
 
+@pytest.mark.long
 def test_tied_weights_offload_and_checkpointing_change_nothing(run, model, tied) -> None:
     (found,) = run(2, [configured(tied, 3)])
     assert_same(found, plain_loop(tied))
@@ -203,8 +204,8 @@ def test_the_stages_agree_in_mixed_precision(trained, model) -> None:
 
 KINDS = [
     pytest.param({}, id="float32"),
-    pytest.param({"model.dtype": "bfloat16"}, id="bfloat16", marks=pytest.mark.slow),
-    pytest.param({"lora.rank": 2}, id="lora", marks=pytest.mark.slow),
+    pytest.param({"model.dtype": "bfloat16"}, id="bfloat16", marks=pytest.mark.long),
+    pytest.param({"lora.rank": 2}, id="lora", marks=pytest.mark.long),
 ]
 
 
@@ -227,7 +228,7 @@ def test_it_resumes_bit_for_bit_and_on_another_world_size(run, trained, saved, m
         assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("before", [1, 2])
 def test_it_resumes_on_more_ranks(run, trained, saved, model, before: int) -> None:
     for stage in STAGES:
@@ -245,7 +246,20 @@ def test_a_checkpoint_of_an_accelerator_goes_on_where_there_is_none(run, saved, 
     assert {value.dtype for value in rest["weights"].values()} == {torch.float32}
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("changed", [1_000, 10**9])
+def test_sub_groups_of_another_size_go_on(run, trained, saved, model, changed: int) -> None:
+    """ZeRO-3's optimizer states in many sub-groups, read where there is one, and the other way round."""
+    one, many = (configured(model, 3, **{"deepspeed.config": _sub_groups(size)}) for size in (10**9, 1_000))
+    before, after = (one, many) if changed == 1_000 else (many, one)
+    (rest,) = run(2, [after], steps=range(2, 4), load=saved(2, before))
+    assert rest["losses"] == pytest.approx(trained(2, before)["losses"][2:], abs=loose(2e-5))
+
+
+def _sub_groups(size: int) -> dict[str, Any]:
+    return {"zero_optimization": {"sub_group_size": size, "stage3_param_persistence_threshold": 0}}
+
+
+@pytest.mark.long
 def test_stages_1_and_2_read_each_other(run, trained, saved, model) -> None:
     for stage in (1, 2):
         cfg = configured(model, stage)
@@ -298,7 +312,9 @@ def test_what_is_exported_scores_the_same_in_transformers(run, model, tmp_path, 
     for module in loaded:
         with torch.no_grad():
             scores = token_scores(module.eval(), probe_batch(), TEMPERATURE).logprobs
-        torch.testing.assert_close(scores, report["after"], rtol=loose(1e-5), atol=loose(1e-5))
+        # in half precision processors without instructions for it round sums of other shapes otherwise
+        far = 5e-3 if changes.get("model.dtype") == "bfloat16" else loose(1e-5)
+        torch.testing.assert_close(scores, report["after"], rtol=far, atol=far)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "whole")) == 64
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 from test_groups import FirstStep, places
 from test_reasoning import TWO_ACTORS, LanguageRun
@@ -161,7 +163,7 @@ def test_a_teacher_of_its_own_says_the_same(top: LanguageRun, sampled: LanguageR
 
 def test_a_teacher_in_an_engine_says_the_same(top: LanguageRun, tmp_path: Path) -> None:
     """On a rank of its own, which takes turns with the others."""
-    pytest.importorskip("vllm", reason="needs the extra vllm")
+    need_extra("vllm")
     engine = ("teacher.rollout_backend=vllm", places(teacher=0), "actor.offload_in_rollout=true", "runner.max_steps=2")
     run = distilled(tmp_path / "engine", mode("topk"), train=engine)
     same(run, top, 2)

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -17,7 +19,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.typed import untouched
 from rlhpc.language.config import GrpoConfig
-from rlhpc.language.roles.opening import check_language
+from rlhpc.language.roles.opening import check_model
 from rlhpc.runtime.errors import ConfigError
 
 
@@ -36,7 +38,7 @@ def test_what_cannot_be_divided(tmp_path: Path, settings: dict[str, Any], says: 
     cfg = OmegaConf.merge(untouched(GrpoConfig), {"rollout": {"rollout_backend": "vllm"}}, settings)
     cfg.actor.model.model_path = str(tmp_path)
     with pytest.raises(ConfigError, match=says):
-        check_language(cfg, {"actor": 1, "rollout": 2})
+        check_model(cfg, {"actor": 1, "rollout": 2})
 
 
 def test_experts_need_an_engine_that_takes_them_one_by_one(tmp_path: Path) -> None:
@@ -45,4 +47,4 @@ def test_experts_need_an_engine_that_takes_them_one_by_one(tmp_path: Path) -> No
     cfg = untouched(GrpoConfig)
     cfg.actor.model.model_path, cfg.rollout.weight_sync = str(tmp_path), "shards"
     with pytest.raises(ConfigError, match="sends a mixture's experts one by one"):
-        check_language(cfg, {"actor": 1, "rollout": 1})
+        check_model(cfg, {"actor": 1, "rollout": 1})

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="needs the extra vllm")
+from tests.extras import need_extra
+
+need_extra("llm", "vllm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 

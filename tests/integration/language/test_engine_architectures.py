@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -107,7 +109,9 @@ def test_experts_divided_among_ranks_are_wanted_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["vllm", "vllm x 2"])
 def test_adapters_as_they_are(tmp_path: Path, kind: str) -> None:
     """An update is the adapters alone, also in the middle of answers; what is missing or another's is refused."""
-    peft = pytest.importorskip("peft")
+    need_extra("llm")
+    import peft
+
     save_model(tmp_path, num_key_value_heads=2)
     base = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     model = peft.get_peft_model(
@@ -129,6 +133,15 @@ def test_adapters_as_they_are(tmp_path: Path, kind: str) -> None:
         if not version:
             engine.add(requests.values())
         done += [completion for _ in range(6) for completion in engine.step()]
+        text = [5, 9, 14, 6, 11, 7, 8, 10]  # beside the requests under way
+        with torch.no_grad():
+            expected = (
+                models[-1](torch.tensor([text]))
+                .logits[0, :-1]
+                .log_softmax(-1)
+                .gather(-1, torch.tensor(text[1:])[:, None])
+            )
+        assert float((torch.tensor(engine.score(text)) - expected[:, 0]).abs().max()) < 5 * TOLERANCE
     done += run_out(engine)
     assert sorted(completion.id for completion in done) == sorted(requests)
     assert any({*completion.versions} == {0, 1, 2} for completion in done)

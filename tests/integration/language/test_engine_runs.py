@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="needs the extra vllm")
+from tests.extras import need_extra
+
+need_extra("vllm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -119,9 +121,11 @@ def test_weights_from_shards_to_shards(tmp_path: Path, settings: tuple[str, ...]
 @pytest.mark.parametrize("mesh", ["{shard: 4, expert: 4}", "{shard: 2, tensor: 2, expert: 4}"])
 def test_experts_to_an_engine_of_two_ranks(mesh: str, tmp_path: Path) -> None:
     """Each rank that trains keeps one of four experts whole; each rank of the engine wants half of every one."""
-    transformers = pytest.importorskip("transformers", reason="needs the extra llm")
+    need_extra("llm")
+    import transformers
+
     tokenizer = character_tokenizer(VOCABULARY + "@")
-    config = transformers.Qwen3MoeConfig(
+    config = transformers.Qwen3MoeConfig(  # type: ignore[call-arg]
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2,
         max_position_embeddings=64, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,

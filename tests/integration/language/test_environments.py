@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers", reason="needs the extra llm")
-pytest.importorskip("aiohttp", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -29,6 +30,7 @@ from rlhpc.language.agents.transcript import transcript
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.environments.base import Environment, Message, Said, Step
 from rlhpc.language.environments.kuhn import KuhnPoker
+from rlhpc.language.environments.numbers import Guess
 from rlhpc.language.environments.proposer import Proposer
 from rlhpc.language.environments.search import Search
 from rlhpc.language.episodes_page import write_episodes_page
@@ -110,6 +112,18 @@ def test_attempts_of_a_solver_are_turns_with_the_same_context() -> None:
     assert sum(proposer.rewards) == 1.0, "half of them were right"
     paid = sorted((sample.turn_ids[0], sum(sample.rewards)) for sample in attempts)
     assert paid == [(0, 0.0), (1, 1.0), (2, 0.0), (3, 1.0)]
+
+
+def test_an_episode_is_truncated_whose_last_turn_was_cut() -> None:
+    replies = {"last": ["1", "x" * 400], "first": ["x" * 400, "1"], "none": ["1", "1"]}
+    found = {}
+    for cut, said in replies.items():
+        turns = iter(said)
+        with played(Scripted(lambda prompt, turns=turns: next(turns)), Guess) as generation:
+            (episode,) = run_all(generation, 1, most=20, prompt=Guess.problem(1, turns=2))
+        assert not episode.failed
+        found[cut] = episode.finish_reason
+    assert found == {"last": "length", "first": "stop", "none": "stop"}
 
 
 class Broken(Environment):

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-pytest.importorskip("transformers")
+from tests.extras import need_extra
+
+need_extra("llm")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from lm_ranks import make_config, train
@@ -91,7 +93,7 @@ def test_greedy_accuracy(model: Path, suite: Path, tmp_path: Path) -> None:
     assert set(rows[0]["terms"]) == {"exact", "length"} and 0 < rows[0]["tokens"] <= 6
     assert {name: result[name] for name in summarize(rows)} == summarize(rows)
     assert describe(result).startswith(
-        "accuracy 41.7% (95 % CI 19.3% to 68.0%) on 12 problems; suite default, step 0, hf"
+        "accuracy 41.7% (95 % interval 19.3% to 68.0%) on 12 problems; suite default, step 0, hf"
     )
 
 
@@ -142,7 +144,7 @@ def test_step_and_report(model: Path, suite: Path, tmp_path: Path) -> None:
 
 def test_checkpoint(suite: Path, tmp_path: Path) -> None:
     """A checkpoint is evaluated as what it would be converted to; an export is taken only where it is of this one."""
-    pytest.importorskip("peft")
+    need_extra("llm")
     base, paths = tmp_path / "tiny", RunPaths(tmp_path / "run")
     make_tiny_model(base, vocabulary=string.printable[:60], hidden=32, layers=2)
     with CheckpointWriter(paths, 2) as writer:
@@ -242,9 +244,9 @@ def test_votes_of_lenient_math() -> None:
     assert vote("3 + 4 is 8", "7", False, OmegaConf.structured(term)) == "8"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_vllm_gives_the_same_greedy_answers(model: Path, suite: Path, tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
+    need_extra("vllm")
     cfg = config(model, {"path": str(suite)})
     evaluate_language_model(cfg, model, output=tmp_path / "hf.json")
     result = evaluate_language_model(cfg, model, output=tmp_path / "vllm.json", backend="vllm")

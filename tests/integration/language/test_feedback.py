@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers", reason="needs the extra llm")
-pytest.importorskip("aiohttp", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -163,6 +164,7 @@ def scorer(run: LanguageRun, notes: Path, slow: int, said: list[str]) -> Iterato
     thread.join(60)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_others_and_trains_on_what_was_paid_later(tmp_path: Path) -> None:
     """One completion of five waits for two more steps. No step waits for it; it is trained on in the step it came to."""
     notes = tmp_path / "notes"

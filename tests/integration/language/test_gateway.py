@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers", reason="needs the extra llm")
-pytest.importorskip("aiohttp", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -424,9 +425,9 @@ def test_what_is_reasoning_what_an_answer_and_what_a_call() -> None:
         assert [(name, json.loads(said)) for name, said in found.calls] == calls
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_parsers_of_vllm_by_name() -> None:
-    pytest.importorskip("vllm", reason="needs the extra vllm")
+    need_extra("vllm")
     tokenizer = chat_tokenizer()
     parsers = Parsers(tokenizer, "pythonic", "deepseek_r1")
     ids = tokenizer.encode('so</think>[weather(city="Rome")]', add_special_tokens=False)

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 from lm_rewards import ones
 from safetensors.torch import load_file
@@ -371,6 +373,43 @@ def test_a_reference_may_follow_the_actor(tmp_path: Path) -> None:
     assert again.rows() == rows
 
 
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("interval", [1, 2, 3])
+def test_a_reference_follows_where_answers_are_begun_ahead(tmp_path: Path, interval: int, staleness: int) -> None:
+    """It takes new weights, and is saved, between the steps that it scores, as where none are begun ahead."""
+    words = (*FOLLOWS, f"reference.update_interval={interval}", f"algorithm.max_staleness={staleness}")
+    run = LanguageRun(tmp_path / "ahead", *words, places(reference=0), "runner.step_timeout_s=60")
+    run.train()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["train/ref_kl"] < 1e-9 for row in rows] == [step % interval == 0 for step in range(5)], rows
+    assert max(row["rollout/staleness_max"] for row in rows) > 0  # some were begun ahead
+    kept = load_file(run.root / "checkpoints" / "global_step_3" / "reference" / "model.safetensors")
+    assert all(torch.equal(kept[name], one) for name, one in run.weights(3 - 3 % interval).items())
+
+
+def test_a_critic_learns_where_answers_are_begun_ahead(tmp_path: Path) -> None:
+    """It trains, and is saved, between the steps that it values; a second group does not wait for it."""
+    words = (*PPO, "algorithm.max_staleness=1", "algorithm.kl_coef=0.1", "runner.save_interval=1")
+    run = LanguageRun(tmp_path / "ahead", *words, places(critic="0:0-1", reference=0), "runner.step_timeout_s=60")
+    run.train()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["rollout/staleness_max"] for row in rows) > 0
+    assert rows[-1]["critic/loss"] < rows[0]["critic/loss"]
+
+
+@pytest.mark.parametrize("backend", ["local", "fsdp"])
+def test_a_reference_follows_an_actor_that_sends_shards(tmp_path: Path, backend: str) -> None:
+    """Engines get shards, the reference whole tensors: the run is the one in which engines get these, too."""
+    words = (*FOLLOWS, "runner.max_steps=3", f"actor.training_backend={backend}")
+    words = (*words, "cluster.component_placement={actor: '0:0-1', rollout: 0, reference: 0}")
+    runs = [LanguageRun(tmp_path / sync, *words, f"rollout.weight_sync={sync}") for sync in ("shards", "auto")]
+    for run in runs:
+        run.train()
+    assert runs[0].rows() == runs[1].rows()
+
+
 OWN = (
     "groups=[{name: ones, scorer: 'own_groups:Ones'}, {name: evenness, scorer: 'own_groups:Evenness'}]",
     "algorithm.name=own_groups:Even", "algorithm.kl_coef=0.1", "runner.max_steps=5", "runner.save_interval=1",
@@ -539,7 +578,7 @@ def test_a_judge_without_a_verdict_fails_closed(tmp_path: Path) -> None:
     run = LanguageRun(
         tmp_path / "judged", *JUDGED, "reward.terms=[{name: 'lm_rewards:ones'}, {name: judge}]", "reward.failed=-1.0",
         places(judge="0:0-1"), "runner.max_steps=1", "data.prompts_per_step=4", "algorithm.group_size=2",
-        "actor.global_batch_size=8",
+        "actor.global_batch_size=8", "reward.max_failed_steps=1",
     )  # fmt: skip
     run.train()
     (row,) = run.rows()

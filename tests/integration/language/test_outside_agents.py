@@ -16,8 +16,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-pytest.importorskip("transformers", reason="needs the extra llm")
-pytest.importorskip("aiohttp", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -155,7 +156,7 @@ def test_of_an_agent_that_goes_wrong_only_its_episode_is_lost(
 
 
 def test_what_runs_agents_wants_no_more_of_an_interpreter_than_it_says() -> None:
-    for name in ("runner.py", "task.py", "tool_servers.py", "frameworks.py"):
+    for name in ("runner.py", "task.py", "tool_servers.py", "frameworks.py", "policy_text.py"):
         tree = ast.parse((Path(harnesses.__file__).with_name(name)).read_text(), feature_version=(3, 8))
         roots = {
             alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
@@ -193,10 +194,10 @@ def test_an_agent_that_cannot_be_imported_is_refused() -> None:
         pass
 
 
-@pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.long)])
 def test_log_probs_are_those_of_each_tokens_own_version_over_an_update_in_flight(backend: str, tmp_path: Path) -> None:
     """And the text of every later turn would be other tokens, were it encoded again."""
-    pytest.importorskip("vllm" if backend == "vllm" else "transformers")
+    need_extra("vllm" if backend == "vllm" else "llm")
     model = chat_model(tmp_path / "model")
     options = RolloutConfig(rollout_backend=backend, max_batch_size=16, max_model_len=1024, dtype="float32")
     sections = {"rollout": OmegaConf.structured(options), "actor": untouched(ActorConfig)}

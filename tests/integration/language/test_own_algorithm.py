@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 from test_reasoning import TWO_ACTORS, LanguageRun
 

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 from engine_models import change
 from engine_ranks import engine_of
@@ -285,7 +287,7 @@ def test_shards_resume_and_are_exported(tmp_path: Path) -> None:
     rows = [{"prompt": "=" * (n + 1), "answer": "", "shown": "one.png" if n % 2 else None} for n in range(8)]
     (tmp_path / "data" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = (
-        TWO_ACTORS, "actor.training_backend=fsdp", "actor.max_tokens_per_micro_batch=32", "data.eval=[]",
+        TWO_ACTORS, "actor.training_backend=fsdp", "actor.max_tokens_per_micro_batch=36", "data.eval=[]",
         "workflow.eval_suites=[]", f"data.train.path={tmp_path}/data/rows.jsonl", "data.train.images_key=shown",
     )  # fmt: skip
     whole = LanguageRun(tmp_path / "whole", *words, config=OWN)

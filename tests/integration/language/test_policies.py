@@ -147,6 +147,7 @@ SELF_PLAY = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_two_players_with_policies_of_their_own(tmp_path: Path) -> None:
     """The engine's log-probs of each are the trainer's; a run goes on bit for bit; each is exported by its name."""
     run = LanguageRun(tmp_path / "whole", *SELF_PLAY)

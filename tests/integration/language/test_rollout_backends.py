@@ -18,15 +18,15 @@ from rlhpc.config.typed import changed, typed, untouched
 from rlhpc.language.agents.episodes import Episode, Episodes
 from rlhpc.language.config import GrpoConfig, SftConfig
 from rlhpc.language.engines import Completion, Request, RolloutBackend, SamplingParams, make_rollout
-from rlhpc.language.engines.base import DropsRequests, ScoresTexts
+from rlhpc.language.engines.base import DropsRequests, HasContext, ScoresTexts
 from rlhpc.language.engines.ends import end_tokens
 from rlhpc.language.engines.engine import EngineOptions, UpdateFailed
 from rlhpc.language.engines.kv import KeyValues
 from rlhpc.language.engines.registry import awaiting_weights
 from rlhpc.language.engines.sampling import Rows, draw
 from rlhpc.language.engines.vllm_receipt import Loaded, reload_counted
-from rlhpc.language.roles.opening import check_language
-from rlhpc.language.roles.probe import Probe, check_probe, probe_text
+from rlhpc.language.roles.opening import check_model
+from rlhpc.language.roles.probe import Probe, check_probe, long_text, probe_text
 from rlhpc.language.scoring.groups import scoring_groups
 from rlhpc.language.scoring.registry import make_scorer
 from rlhpc.language.tokens.batches import TokenBatch
@@ -34,8 +34,9 @@ from rlhpc.language.tokens.cutting import cut_up, values_of
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.weights.proof import WeightsDiffer
 from tests.accelerators import loose
+from tests.extras import need_extra
 
-pytest.importorskip("transformers", reason="needs the extra llm")
+need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -143,6 +144,13 @@ def test_every_update_arrives_and_a_missed_one_shows(engine: RolloutBackend, mod
         assert {v for completion in completions for v in completion.versions} == {version}
 
 
+def test_the_longest_text_of_a_run_that_fills_the_context_is_scored(engine: RolloutBackend) -> None:
+    """As the start's proof does it: engines want room for a token that they would draw next."""
+    assert isinstance(engine, ScoresTexts) and isinstance(engine, HasContext)
+    text = probe_text(64, long_text(engine.context, 0, 0, engine.context), seed=1)
+    assert len(engine.score(text)) == len(text) - 1 == min(engine.context, 257) - 2
+
+
 def test_a_text_is_scored_by_the_weights_of_now(engine: RolloutBackend, model: Any) -> None:
     """As the trainer scores it, while others are under way; what is not so is noticed behind the loader."""
     assert isinstance(engine, ScoresTexts)
@@ -189,7 +197,7 @@ def test_an_engine_that_awaits_all_weights_reads_no_file(
     buffers: bool, model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless there are buffers, which an update need not bring. What it compiles goes to the node's own disk."""
-    pytest.importorskip("vllm", reason="needs the extra vllm")
+    need_extra("vllm")
     from vllm.model_executor.layers import rotary_embedding
 
     from rlhpc.language.engines import vllm as engines
@@ -383,6 +391,17 @@ def to_the_end(episodes: Episodes) -> Iterator[Episode]:
         yield from episodes.step()
 
 
+@pytest.mark.parametrize(
+    "odd", [{"stop_token_ids": (10**9,)}, {"stop_token_ids": (-5,)}, {"stop": ("\ud800",)}, {"stop": ("x", "")}]
+)
+def test_a_request_that_cannot_be_made_is_refused_alone(engine: RolloutBackend, odd: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"stop_token_ids|a stop text is"):
+        engine.add([Request(1, (5, 6), SamplingParams(max_new_tokens=4, **odd))])
+    assert engine.unfinished() == 0
+    (done,) = engine.generate([Request(2, (5, 6), SamplingParams(max_new_tokens=4, stop_token_ids=(7,)))])
+    assert done.token_ids
+
+
 def test_stop_tokens_and_texts(engine: RolloutBackend, model: Any) -> None:
     plain = SamplingParams(max_new_tokens=40)
     requests = [Request(i, (4 + i, 8, 3), plain, seed=i) for i in range(16)]
@@ -432,6 +451,20 @@ def test_generate_keeps_what_others_added(engine: RolloutBackend) -> None:
     assert [c.id for c in engine.generate(mine)] == [100, 101, 102]
     assert engine.unfinished() == 6
     assert sorted(c.id for c in run_out(engine)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_more_prompts_than_a_step_computes(tmp_path: Path) -> None:
+    """Twice the tokens of a step of vLLM's, so that some prompt does not fit whole into what is left of a step."""
+    need_extra("vllm")
+    save_model(tmp_path, max_position_embeddings=512)
+    save_tokenizer(tmp_path)
+    engine = engine_of("vllm", tmp_path, max_model_len=512)
+    step = engine._engine.vllm_config.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
+    prompts = [tuple((7 * i + j) % (VOCABULARY - 4) + 3 for j in range(300)) for i in range(2 * step // 300)]
+    sampling = SamplingParams(max_new_tokens=3)
+    completions = engine.generate([Request(i, prompt, sampling, seed=i) for i, prompt in enumerate(prompts)])
+    assert len(completions) == len(prompts) and all(completion.token_ids for completion in completions)
+    engine.close()
 
 
 def test_offload_loses_no_request(engine: RolloutBackend, model: Any) -> None:
@@ -557,7 +590,7 @@ def test_experts_whose_updates_nobody_has_compared_are_refused(tmp_path: Path) -
     ):
         make_rollout(cfg, model_path=str(tmp_path), device=DEVICE, seed=0)
     with pytest.raises(ConfigError, match="GraniteMoeForCausalLM"):  # before anything is submitted, too
-        check_language(cfg, {"actor": 1, "rollout": 1})
+        check_model(cfg, {"actor": 1, "rollout": 1})
     make_rollout(config("hf"), model_path=str(tmp_path), device=DEVICE, seed=0).close()
 
 
@@ -580,7 +613,7 @@ def test_bad_configurations(folder: Path, tmp_path: Path) -> None:
 
 
 def test_vllm_says_what_it_lacks(folder: Path) -> None:
-    pytest.importorskip("vllm")
+    need_extra("vllm")
     for arguments, message in (
         ({"no_such_argument": 1}, "rollout.engine_kwargs: .*no_such_argument"),
         ({"tensor_parallel_size": 2}, "rollout.parallel.tensor"),
@@ -687,7 +720,7 @@ def teacher_of(folder: Path, student: Path, mode: str, **teacher: Any) -> Any:
 def test_a_teacher_in_vllm_says_what_it_says_in_transformers(mode: str, folder: Path, tmp_path: Path) -> None:
     """At a temperature, which vLLM gives to no prompt; of a vocabulary that is filled up to more than the student's; several
     samples in a pass, and one in several."""
-    pytest.importorskip("vllm")
+    need_extra("vllm")
     transformers.AutoConfig.from_pretrained(folder, vocab_size=VOCABULARY - 3).save_pretrained(tmp_path)
     device, batch = torch.device(DEVICE), answers()
     engine = {

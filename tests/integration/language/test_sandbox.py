@@ -115,7 +115,7 @@ def test_endless_loop(box):
 
 def test_cpu_time_is_bounded_where_the_wall_is_not_reached():
     result = run(
-        made(cpu_s=1.0, wall_s=10.0), "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+        made(cpu_s=1.0, wall_s=120.0), "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     )
     assert result.status == "killed" and 1 <= result.cpu_s < 4
 

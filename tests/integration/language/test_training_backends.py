@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -268,8 +269,8 @@ def test_the_same_seed_gives_the_same_bits(run, models) -> None:
         ("fsdp", 1, 2, {}),
         ("fsdp", 2, 1, {"model.dtype": "bfloat16"}),
         ("fsdp", 2, 1, {"lora.rank": 2, "model.value_head": True}),
-        pytest.param("fsdp", 2, 4, {"lora.rank": 2}, marks=pytest.mark.slow),
-        pytest.param("fsdp", 4, 2, {}, marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, 4, {"lora.rank": 2}, marks=pytest.mark.long),
+        pytest.param("fsdp", 4, 2, {}, marks=pytest.mark.long),
     ],
 )
 def test_a_checkpoint_resumes_on_another_world_size(run, models, tmp_path, backend, before, after, changes) -> None:
@@ -364,7 +365,8 @@ def test_what_is_exported_scores_the_same_in_transformers(run, models, tmp_path,
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert loaded.dtype is getattr(torch, changes.get("model.dtype", "float32"))
     assert dict(loaded.named_parameters()).keys() == report["weights"].keys()
-    rounding = loose(1e-5, 2e-2 if loaded.dtype == torch.bfloat16 else 2e-3)
+    # A unit of the last place of bfloat16, where a processor without instructions for it adds up in another order.
+    rounding = 2e-2 if loaded.dtype == torch.bfloat16 else loose(1e-5, 2e-3)
     with torch.no_grad():
         torch.testing.assert_close(
             token_scores(loaded, probe_batch(), TEMPERATURE).logprobs,

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", reason="needs the extra llm")
-pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
+from tests.extras import need_extra
+
+need_extra("llm", "deepspeed")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -47,6 +48,7 @@ BACKENDS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_trainer_and_engine_never_hold_the_accelerator_at_once(kind: str, tmp_path: Path) -> None:
     """Checkpoints are written and read and weights sent while the trainer's memory is given away; and the engine's process

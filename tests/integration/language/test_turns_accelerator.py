@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs the extra llm")
-pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
-pytest.importorskip("vllm", reason="needs the extra vllm")
+from tests.extras import need_extra
+
+need_extra("llm", "deepspeed", "vllm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -61,7 +63,7 @@ def test_collectives_and_messages(linked: Callable[[int], Any]) -> None:
 @pytest.mark.parametrize("backend", ["local", "fsdp", "deepspeed"])
 def test_shards_on_two_train_as_one(linked: Callable[[int], Any], tmp_path: Path, backend: str) -> None:
     """The same losses and weights, however many share the work."""
-    pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
+    need_extra("deepspeed")
     make_tiny_model(tmp_path, vocabulary=string.printable[:60], hidden=32, layers=2)
     cfg = make_config(tmp_path, training_backend=backend, deepspeed__zero_stage=3, model__dtype="float32")
     (alone,) = linked(1).train(cfg).wait()

@@ -18,6 +18,7 @@ from rlhpc import FlexiblePlacementStrategy, Session, WorkerGroup
 from rlhpc.runtime.comm.segments import bytes_in_use
 from rlhpc.runtime.errors import WorkerFailed
 from tests.accelerators import OTHERS_ON_CARD, cluster_of, placed
+from tests.extras import need_extra
 
 Groups = dict[str, WorkerGroup]
 
@@ -171,7 +172,7 @@ LORA = (
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_a_language_model_with_frozen_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     """The rollout rank is killed and started again; the actor, which has sent the frozen weights long ago, lives on."""
-    pytest.importorskip(engine if engine == "vllm" else "transformers")
+    need_extra("vllm" if engine == "vllm" else "llm")
     delta = {"hf": "elements", "vllm": "frozen"}[engine]
     run = LanguageRun(tmp_path / "run", *LORA, f"rollout.rollout_backend={engine}", f"rollout.weight_delta={delta}")
     run.environment["RLHPC_MAX_RESTARTS"] = "2"

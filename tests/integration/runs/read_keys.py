@@ -31,8 +31,8 @@ FUNCTIONS_FOR_OTHERS = ("read_key",)
 #: What passes over whole configurations.
 LOOKS_ONLY = (
     "/checks.py", "/provenance.py", "/environment_values.py", "/changes.py", "/same_run.py", "/resuming.py", "/card.py",
-    "/report.py", "/curves.py", "/compare.py", "/config/ranges.py", "/runs/configuration.py", "/language/memory/roles.py",
-    "/embodied/memory.py",
+    "/report.py", "/curves.py", "/compare.py", "/conditions.py", "/config/ranges.py", "/runs/configuration.py",
+    "/language/memory/roles.py", "/embodied/memory.py",
 )  # fmt: skip
 _seen: set[str] = set()
 
@@ -113,8 +113,9 @@ def install() -> None:
 install()
 ME = (Path(__file__).stem,)
 PPO, SAC, BC = (replace(kind, preload=kind.preload + ME) for kind in (embodied.PPO, embodied.SAC, embodied.BC))
-GRPO, SFT, REWARD_MODEL = (
-    replace(kind, preload=kind.preload + ME) for kind in (language.GRPO, language.SFT, language.REWARD_MODEL)
+GRPO, SFT, REWARD_MODEL, DPO = (
+    replace(kind, preload=kind.preload + ME)
+    for kind in (language.GRPO, language.SFT, language.REWARD_MODEL, language.DPO)
 )
 
 
@@ -139,7 +140,7 @@ def beside_runs(config: str, overrides: list[str]) -> None:
         for section in ("actor", "critic"):
             if section in cfg:
                 deepspeed_config(cfg[section], torch.float32)
-    if "data" in cfg and "chosen_key" in cfg.data.train:
+    if "data" in cfg and "label_key" in cfg.data.train:
         from rlhpc.language.data.preferences import Preferences
 
         for form in ("pairs", "labels"):  # a run reads one of them

@@ -15,9 +15,11 @@ from rlhpc import load_config
 from rlhpc.config.load import config_to_yaml
 from rlhpc.runtime.errors import ConfigError
 from tests import warm
+from tests.extras import need_extra
 
 FLAT = Path(__file__).resolve().parents[2] / "data" / "flat_runs"
 SUITES = {"embodied": "default", "language": "held_out"}
+EXTRAS = {"embodied": (), "language": ("llm",)}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,7 @@ def rlhpc(folder: Path, *words: str) -> str:
 
 @pytest.mark.parametrize("name", SUITES)
 def test_it_is_evaluated_converted_and_reported(name: str, folder: Path) -> None:
+    need_extra(*EXTRAS[name])
     run, suite = folder / name, SUITES[name]
     result = run / "eval" / "global_step_2" / f"{suite}.json"
     before = json.loads(result.read_text())
@@ -57,6 +60,7 @@ def test_it_is_evaluated_converted_and_reported(name: str, folder: Path) -> None
 
 @pytest.mark.parametrize("name", SUITES)
 def test_it_is_continued(name: str, folder: Path) -> None:
+    need_extra(*EXTRAS[name])
     config = folder / f"{name}.yaml"
     shutil.copy(FLAT / name / "config.yaml", config)
     words = [f"runner.run_dir={folder}", "runner.resume_dir=auto", "runner.max_steps=3", "runner.save_interval=-1"]

@@ -22,13 +22,14 @@ from rlhpc.config.keys import element_of, fields_of
 from rlhpc.runs.kinds import all_kinds, find_kind
 from tests import warm
 from tests.classifiers import save_classifier
+from tests.extras import need_extra
 
-pytest.importorskip("transformers", reason="needs the extra llm")
+need_extra("llm")
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
 NAMES = {"embodied": "PPO", "off_policy": "SAC", "bc": "BC", "reasoning": "GRPO", "sft": "SFT",
-         "reward_model": "REWARD_MODEL"}  # fmt: skip
+         "reward_model": "REWARD_MODEL", "dpo": "DPO"}  # fmt: skip
 RUNNER = {"max_steps": -1, "max_epochs": 1, "val_check_interval": 1, "logger": {"logger_backends": ["tensorboard"]}}
 PENDULUM = {
     "train": {"env_id": "Pendulum-v1", "max_episode_steps": 8},
@@ -40,6 +41,7 @@ POLICY = {"training_backend": "fsdp", "global_batch_size": 8}
 TINY = {"model_path": "builtin:tiny", "kwargs": {"hidden": 32, "layers": 1, "heads": 2}}
 SUMS = {"source": "jsonl", "path": "sums.jsonl", "split": "part=sum", "size": 3}
 JUDGED = {"source": "jsonl", "path": "sums.jsonl", "split": "part=sum", "size": 3, "margin_key": "margin"}
+PAIRS = {"source": "jsonl", "path": "sums.jsonl", "split": "part=sum", "size": 3}
 SERVICES = [{"name": "idle", "command": ["sh", "-c", "echo here; sleep 1000"], "ready": "line: here"}]
 LANGUAGE: dict[str, Any] = {
     "data": {"train": SUMS, "eval": [{**SUMS, "name": "default"}], "max_prompt_tokens": 16, "prompts_per_step": 2},
@@ -92,8 +94,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "sft": {
         "defaults": [f"{ROOT}/configs/base/language.yaml"], **LANGUAGE,
+        "data": {**LANGUAGE["data"], "holdout": {"split": "label=3"}},
         "agent": {"kind": "mcp", "servers": [{"shell": True}], "sandbox": "none", "services": SERVICES},
         "cluster": {"component_placement": {"actor": 0}},
+        "actor": {**SHARDED, "model": TINY},
+    },
+    "dpo": {
+        "defaults": [f"{ROOT}/configs/base/dpo.yaml"], **LANGUAGE,
+        "data": {**LANGUAGE["data"], "train": PAIRS, "holdout": {"split": "label=3"}},
+        "agent": {"kind": "mcp", "servers": [{"shell": True}], "sandbox": "none", "services": SERVICES},
         "actor": {**SHARDED, "model": TINY},
     },
     "reward_model": {
@@ -131,7 +140,7 @@ GROUPS = [
     "teacher.model.model_path=builtin:tiny", "teacher.model.kwargs={hidden: 32, layers: 1, heads: 1}",
     "teacher.rollout_backend=vllm",
     "judge.model.model_path=builtin:tiny", "judge.model.kwargs={hidden: 32, layers: 1, heads: 2, context: 1024}",
-    "judge.max_new_tokens=4", "reward.model.model_path=classifier",
+    "judge.max_new_tokens=4", "reward.max_failed_steps=100", "reward.model.model_path=classifier",
     "reward.terms=[{name: math}, {name: reward}, {name: judge}, {name: mine}]",
     "reward.process_terms=[{name: steps}]",
     "groups=[{name: steps, scorer: process, model: {model_path: classifier}}, {name: mine, scorer: classifier, model: "
@@ -172,6 +181,13 @@ OF_OTHERS = {
     },  # the options of a policy of one's own (`module:Class`); with `sac` they are refused
 }
 
+#: Further evaluations of this kind: overrides.
+_ANSWERED = [
+    "agent={kind: inline, target: null, servers: [], services: [], sandbox: null}", "rollout.agent=tools",
+    "rollout.max_turns=2",
+]  # fmt: skip
+ANSWERED = {"reasoning": _ANSWERED, "sft": _ANSWERED, "dpo": _ANSWERED}
+
 
 def keys_of(cls: type, prefix: str = "") -> Iterator[str]:
     """Every key, dotted; those of a list's elements under `name[]`."""
@@ -191,8 +207,6 @@ class Reads:
         self.folder, self.out = folder, folder / "reads.tsv"
         for kind, content in CONFIGS.items():
             runner: dict[str, Any] = {**RUNNER, "name": kind, "task_type": f"read_keys:{NAMES[kind]}"}
-            if kind == "sft":
-                del runner["val_check_interval"]
             (folder / f"{kind}.yaml").write_text(yaml.safe_dump({**content, "runner": runner}))
         first = {**CONFIGS["sft"], "workflow": {}, "runner": {"name": "first", "task_type": "sft"}}
         (folder / "first.yaml").write_text(yaml.safe_dump(first))
@@ -246,10 +260,11 @@ def test_every_kind_is_looked_at() -> None:
     assert {kind.name for kind in all_kinds()} == {*NAMES}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", NAMES)
 def test_every_key_is_read(kind: str, reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "reasoning":
-        pytest.importorskip("vllm", reason="needs the extra vllm")
+        need_extra("vllm")
         monkeypatch.setenv("RLHPC_MODELS", reads.environment["RLHPC_MODELS"])
         save_classifier(reads.folder / "classifier", TINY["kwargs"])
         reads.rlhpc(kind, "train", *GROUPS)
@@ -257,7 +272,10 @@ def test_every_key_is_read(kind: str, reads: Reads, monkeypatch: pytest.MonkeyPa
         reads.rlhpc(kind, "train", *overrides)
     reads.start(kind, "-m", "read_keys", f"{kind}.yaml", *SLURM, *ELASTIC.get(kind, []))
     reads.rlhpc(kind, "submit", "--executor", "local")
-    reads.start(kind, "-m", "rlhpc.cli", "eval", "--run", f"runs/{kind}", "--step", "latest", "--trust-checkpoint-code")
+    evaluate = ["-m", "rlhpc.cli", "eval", "--run", f"runs/{kind}", "--step", "latest", "--trust-checkpoint-code"]
+    reads.start(kind, *evaluate)
+    if kind in ANSWERED:
+        reads.start(kind, *evaluate, "--suite", "default", "--output", "answered.json", *ANSWERED[kind])
     reads.snakemake(kind)
     read = reads.of(kind)
     assert {key for key in keys_of(find_kind(kind).config) if key not in read} == OF_OTHERS.get(kind, set())

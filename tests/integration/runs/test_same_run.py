@@ -51,6 +51,7 @@ def test_another_configuration_is_refused_and_nothing_happens(run: TinyRun) -> N
     assert json.loads(submit(run, "env.eval.num_episodes=3")[0])["state"] == "finished"
 
 
+@pytest.mark.long
 def test_longer_then_with_other_values(run: TinyRun) -> None:
     shorter = submit(run, "runner.max_steps=1", code=2)[1]
     assert "ended at step 2" in shorter and "runner.max_steps" in shorter

@@ -70,6 +70,7 @@ def ended(saves: Saves) -> float:
     return seconds
 
 
+@pytest.mark.long
 def test_a_checkpoint_appears_once_all_is_written_and_is_of_the_step_that_began_it(run: Run) -> None:
     for step in (1, 2):
         run.actor.train().wait()

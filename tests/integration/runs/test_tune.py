@@ -48,7 +48,7 @@ def test_it_finds_a_placement_and_leaves_a_configuration(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("configs/embodied/pendulum_sac.yaml",), "rlhpc tune takes: embodied, "),
+        (("configs/embodied/pendulum_sac.yaml",), "rlhpc tune takes: dpo, embodied, "),
         (("configs/quickstart.yaml", "--verify", "-1"), "--verify is -1; it must be 0 or more"),
         (("configs/quickstart.yaml", "--deadline", "0"), "--deadline is 0; it must be more than 0 seconds"),
         (("configs/embodied/cartpole_het.yaml", "--nodes", "3"), "without cluster.node_groups"),

@@ -122,6 +122,32 @@ class Probe(Worker):
                 found.append(self.notice("news"))
         return found
 
+    def flood(self, channel: Channel, how: str, deadline: float, count: int = 5000) -> tuple[str, int]:
+        """Sends to the home of a channel, which may not read; the error, and how many items were sent before it."""
+        from rlhpc.runtime.context import current
+
+        context = current()
+        before, context.wait_deadline = context.wait_deadline, deadline
+        number = 0
+        try:
+            for number in range(count):
+                item = {"number": number, "data": bytes(20_000)}
+                if how == "put":
+                    channel.put(item)
+                elif how == "entrust":
+                    channel.entrust(item)
+                elif how == "send":
+                    self.send(item, "home", 0)
+                elif how == "notify":
+                    self.notify(item, "home", 0, "flood")
+                else:
+                    context.service.peers.post(channel._homes[0]["ipc"], b"NOTE", [bytes(20_000)], deadline)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", number
+        finally:
+            context.wait_deadline = before
+        return "", count
+
     def get_with_deadline(self, channel: Channel, seconds: float) -> str:
         try:
             channel.get(timeout=seconds)
@@ -171,10 +197,11 @@ class Probe(Worker):
 
     def segments_in_use(self) -> int:
         """Of those that this process has written, how many somebody still looks into."""
-        from rlhpc.runtime.comm.segments import _segments
+        from rlhpc.runtime.comm.segments import segments_in_use
         from rlhpc.runtime.context import current
+        from rlhpc.runtime.host import process_id
 
-        return sum(pid == os.getpid() and used for _, pid, used in _segments(current().service.scratch.shm))
+        return segments_in_use(current().service.scratch.shm, process_id())
 
     def send_in_place(self, group: str) -> None:
         self.send_tensor(torch.arange(12.0).reshape(3, 4), group, self.rank)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
@@ -10,7 +12,9 @@ import pytest
 import torch
 
 from rlhpc import Channel, ChannelError, DeadlineExceeded, QueueEmpty, QueueFull, Session, WorkerFailed
+from rlhpc.runtime.comm import unix
 from rlhpc.runtime.comm.segments import bytes_in_use
+from rlhpc.runtime.registry import Keys
 
 
 def test_order_and_content_survive_between_workers(launch):
@@ -49,6 +53,43 @@ def test_put_blocks_when_full_and_nowait_says_so():
     assert channel.empty()
     with pytest.raises(QueueEmpty):
         channel.get_nowait()
+
+
+@pytest.mark.parametrize("how", ["put", "entrust", "send", "notify", "post"])
+def test_no_wait_for_a_process_that_does_not_read_is_unbounded(launch, how):
+    """Whatever a stopped process is sent, its deadline holds; nothing that it had taken is lost when it goes on."""
+    home, sender = launch(1, "home"), launch(1, "sender")
+    channel, pid = Channel.create("stopped", home="home"), home.identity().wait()[0]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    rescue = threading.Timer(60, os.kill, (pid, signal.SIGCONT))
+    rescue.start()
+    try:
+        error, sent = sender.flood(channel, how, 3.0).wait(120)[0]
+        with open(f"/proc/{pid}/stat") as stat:
+            assert stat.read().rpartition(")")[2].split()[0] == "T", "it came back only because the other one went on"
+    finally:
+        rescue.cancel()
+        os.kill(pid, signal.SIGCONT)
+    names = {"put": "'stopped'", "entrust": "'stopped'", "post": channel._homes[0]["ipc"]}
+    assert error.startswith("DeadlineExceeded") and names.get(how, "home-0") in error
+    if how in ("put", "entrust"):
+        assert sender.flood(channel, how, 30.0, 3).wait(60) == [("", 3)]
+        numbers = [channel.get(timeout=30)["number"] for _ in range(sent + 3)]
+        while not channel.empty():  # the one that was given up may have come all the same
+            numbers.append(channel.get(timeout=30)["number"])
+        assert numbers[:sent] == list(range(sent)) and numbers[-3:] == [0, 1, 2]
+
+
+def test_a_listener_whose_queue_is_full_keeps_nobody_waiting(tmp_path):
+    """Its process is stopped: more connections come than the kernel takes for it."""
+    path, keys = str(tmp_path / "s"), Keys.fresh()
+    listener = unix.Listener(path)
+    listener.sock.listen(0)
+    opened = []
+    with pytest.raises(BlockingIOError):
+        for _ in range(10):
+            opened.append(unix.connect(path, keys, timeout=0.1))
+    assert opened
 
 
 def test_back_pressure_counts_bytes():

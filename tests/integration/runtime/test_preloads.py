@@ -6,8 +6,11 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from rlhpc.runs.kinds import all_kinds
 from rlhpc.runtime.starters.forked import PRELOAD
+from tests.extras import need_extra
 
 #: What torch was built for, not what there is: transformers and torch's own compiler ask that, and no driver is called for it.
 HARMLESS = (["torch.accelerator.current_accelerator", "((), {})"], ["torch.cuda._is_compiled", "((), {})"])
@@ -36,7 +39,9 @@ print(json.dumps({"called": called, "threads": threading.active_count()}))
 """
 
 
+@pytest.mark.long
 def test_nothing_that_a_fork_server_imports_asks_for_an_accelerator() -> None:
+    need_extra("llm")
     modules = dict.fromkeys([*PRELOAD, *(name for kind in all_kinds() for name in kind.preload)])
     assert len(modules) > len(PRELOAD) + 10
     done = subprocess.run(

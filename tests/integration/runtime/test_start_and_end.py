@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import operator
 import os
 import resource
 import signal
@@ -12,15 +14,17 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
-from roles_for_tests import Awkward, Greedy, Spawned
+from roles_for_tests import Awkward, Greedy, Probe, Spawned
 
-from rlhpc import Channel, Cluster, DeadlineExceeded, Session, WorkerFailed
+from rlhpc import Channel, Cluster, DeadlineExceeded, NodePlacementStrategy, Session, WorkerFailed
 from rlhpc.runtime.comm import background
 from rlhpc.runtime.descriptors import LEAST
 from rlhpc.runtime.errors import ConfigError
 from tests import warm
+from tests.eventually import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -30,6 +34,30 @@ RLHPC = [sys.executable, "-P", "-m", "rlhpc.cli"]
 
 def folders() -> set[str]:
     return {str(p) for root in ("/tmp", "/dev/shm") for p in Path(root).glob(f"rlhpc-{os.getuid()}-*")}
+
+
+def test_a_session_that_was_stopped_leaves_nothing_in_its_process() -> None:
+    """No thread, no descriptor: a script or a notebook may start a hundred of them."""
+
+    def use(tcp_address: str | None) -> None:
+        session = Session.start(tcp_address=tcp_address)
+        group = Probe.create_group().launch(Cluster.local(1, 0), NodePlacementStrategy([0, 0]), "many")
+        session.failures.elastic, session.membership.is_open = {"many": 1}, True
+        Channel.create("of it").put(np.arange(300_000))
+        os.kill(group.execute_on(1).identity().wait()[0]["pid"], signal.SIGKILL)
+        wait_until(lambda: group.present == [0], 60)
+        session.stop()
+
+    def left() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    for tcp_address in (None, "127.0.0.1"):
+        use(tcp_address)  # what a first session loads stays
+        before = left()
+        for _ in range(3):
+            use(tcp_address)
+        wait_until(lambda before=before: all(map(operator.le, left(), before)), 20)  # type: ignore[misc]
 
 
 # -- ranks that do not start ------------------------------------------------------------------------------------------
@@ -242,6 +270,19 @@ def test_too_few_descriptors_are_refused_before_anything_is_written(tmp_path: Pa
     )  # fmt: skip
     assert done.returncode == 2 and not (tmp_path / "runs").exists(), done.stderr
     assert f"may open {few} files" in done.stderr and str(LEAST) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_driver_with_many_open_files_starts_ranks(launch) -> None:
+    """Their descriptors, and so those of the connections to its fork server, are beyond 1023."""
+    Session.start().stop()  # raises the limit
+    running = Session.running()
+    assert running is None
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert launch(2, "many").add(1).wait() == [1, 2]
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 def test_ranks_may_open_as_many_files_as_the_system_lets_them(launch) -> None:

@@ -26,7 +26,7 @@ def configs() -> dict[str, Any]:
         "qwen2": package.Qwen2Config(**_GROUPED),
         "qwen3": package.Qwen3Config(**BASE, head_dim=8),
         "qwen3_tied": package.Qwen3Config(**{**BASE, "tie_word_embeddings": True}, head_dim=8),
-        "qwen3_moe": package.Qwen3MoeConfig(**BASE, **_MOE, head_dim=8, num_experts=8),
+        "qwen3_moe": package.Qwen3MoeConfig(**BASE, **_MOE, head_dim=8, num_experts=8),  # type: ignore[call-arg]
         "mixtral": package.MixtralConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2),
         "deepseek_v3": package.DeepseekV3Config(
             **BASE, **_MOE, n_routed_experts=8, n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1,

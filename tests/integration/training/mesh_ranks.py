@@ -30,7 +30,7 @@ def make_config(model: str | Path, **changes: Any) -> Any:
     cfg = untouched(Config)
     base = {
         "model.model_path": str(model), "training_backend": "fsdp", "optim.name": "adamw", "optim.clip_grad": 0.05,
-        "optim.adam_eps": 1e-3,
+        "optim.adam_eps": 1e-3, "optim.lr": 3e-4,
     }  # fmt: skip
     for key, value in {**base, **changes}.items():
         OmegaConf.update(cfg.actor, key.replace("__", "."), value)

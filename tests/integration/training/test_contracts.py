@@ -7,12 +7,13 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-pytest.importorskip("transformers")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 

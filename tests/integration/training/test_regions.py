@@ -11,13 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.extras import need_extra
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from mesh_models import save_models
 
 from tests.forked import forked
 
-pytest.importorskip("transformers")
+need_extra("llm")
 
 
 def test_boxes_are_where_torch_put_them_however_a_tensor_is_cut() -> None:

@@ -450,3 +450,49 @@ def test_files_of_checkpoints_and_exports_follow_the_umask(paths: RunPaths, umas
     files = [path for folder in (checkpoint, paths.export(1)) for path in folder.iterdir()]
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {path.name: oct(mode) for path in files}
     assert not verify(checkpoint)
+
+
+def test_the_manifest_has_every_file_that_a_rank_wrote_whatever_the_listing_shows(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's node may list a folder as it was some time ago. Each rank's own node knows what the rank wrote, in whatever
+    way: summed on the way, copied first and written later, written by a library, or linked."""
+    import random
+
+    import torch
+
+    from rlhpc.checkpoint.beside import Copies, Writes, write_file
+    from rlhpc.runs.saving import merge_checksums
+
+    listed = Path.rglob
+    large = torch.arange(1 << 19, dtype=torch.float32)
+    save(paths, 1)
+    for step in range(2, 8):
+        draw = random.Random(step)
+        with CheckpointWriter(paths, step) as writer:
+            reports = []
+            for rank in range(2):
+                writes = Writes(writer.staging, Copies())
+                with writes.collecting():
+                    write_file(writer.staging / f"actor-{rank}.pt", {"weights": large}, lambda f, v: torch.save(v, f))
+                    write_file(writer.staging / f"small-{rank}.pt", {"step": step}, lambda f, v: torch.save(v, f))
+                    (writer.staging / f"library-{rank}").mkdir()
+                    (writer.staging / f"library-{rank}" / "shard.pt").write_bytes(b"by a library")
+                    os.link(paths.checkpoint(1) / "actor-0.pt", writer.staging / f"linked-{rank}.npy")
+                reports.append(writes.write())
+            everything = {path.relative_to(writer.staging).as_posix() for path in listed(writer.staging, "*.*")}
+            with monkeypatch.context() as patch:
+                stale = {path for path in listed(writer.staging, "*") if draw.random() < 0.5}
+                patch.setattr(
+                    Path, "rglob", lambda self, pattern, stale=stale: (p for p in listed(self, pattern) if p in stale)
+                )
+                final = writer.commit({}, merge_checksums(reports))
+        assert {*read_manifest(final)["files"]} == everything and len(everything) == 8
+        assert verify(final) == []
+        for name in everything:
+            file = final / name
+            content = file.read_bytes()
+            file.unlink()
+            file.write_bytes(b"damage")
+            assert verify(final), name
+            file.write_bytes(content)

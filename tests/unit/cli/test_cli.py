@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhpc import cli
-from rlhpc.cli import start
-from rlhpc.cli.named import run_paths
-from rlhpc.jobs.paths import RunPaths
-from rlhpc.runtime.errors import CheckpointError, RendezvousTimeout
+from rlhpc.config import config_to_yaml
+from rlhpc.runs.configuration import load_config
+from rlhpc.runs.kinds import find_kind
 
 QUICKSTART = str(Path(__file__).resolve().parents[3] / "configs" / "quickstart.yaml")
 COMMANDS = ("run", "plan", "train", "submit", "cancel", "status", "logs", "eval", "convert", "report")
@@ -49,6 +48,10 @@ def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["help", "train"]) == 0
     text = capsys.readouterr().out
     assert "usage: rlhpc train" in text and "examples:" in text
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    assert ended.value.code == 0
+    assert "Use a policy:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["tran", "c.yaml"], ["help", "tran"]], ids=" ".join)
@@ -72,133 +75,31 @@ def test_help_has_examples_that_parse(command: str, capsys: pytest.CaptureFixtur
         assert program == "rlhpc" and callable(cli.parse(words).function)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["train", "c.yaml", "a=1", "b=2", "--segment", "1"],
-        ["train", "c.yaml", "--segment", "1", "a=1", "b=2"],
-        ["train", "--segment", "1", "c.yaml", "a=1", "b=2"],
-        ["train", "c.yaml", "a=1", "--segment", "1", "b=2"],
-    ],
-    ids=["before", "after", "last", "around"],
-)
-def test_overrides_stand_anywhere(words: list[str]) -> None:
-    args = cli.parse(words)
-    assert (args.config, args.segment, args.overrides) == ("c.yaml", 1, ["a=1", "b=2"])
-
-
-def run_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
-    def command(args: object) -> int:
-        raise error
-
-    monkeypatch.setattr(start, "_plan", command)
-    return cli.main(["plan", QUICKSTART])
-
-
-class TestEndings:
-    """Exit codes and what is said on stderr."""
-
-    @pytest.mark.parametrize(("error", "code"), [(CheckpointError("gone"), 2), (RendezvousTimeout("gone"), 1)])
-    def test_own_errors(
-        self, error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert run_with(error, monkeypatch) == code
-        assert capsys.readouterr().err == "rlhpc: error: gone\n"
-
-    def test_interrupted(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        assert run_with(KeyboardInterrupt(), monkeypatch) == 130
-        assert capsys.readouterr().err == "rlhpc: interrupted\n"
-
-    def test_unexpected(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        monkeypatch.delenv("RLHPC_DEBUG", raising=False)
-        assert run_with(ZeroDivisionError("by zero"), monkeypatch) == 1
-        err = capsys.readouterr().err
-        assert err.count("\n") == 1 and "ZeroDivisionError: by zero" in err and "RLHPC_DEBUG=1" in err
-
-    def test_unexpected_with_traceback(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setenv("RLHPC_DEBUG", "1")
-        assert run_with(ZeroDivisionError("by zero"), monkeypatch) == 1
-        assert "Traceback" in capsys.readouterr().err
-
-
-class TestWhichRun:
-    """A run is named by its folder, or by its configuration and overrides."""
-
-    @pytest.fixture
-    def run(self, tmp_path: Path) -> RunPaths:
-        paths = RunPaths(tmp_path / "runs" / "first")
-        paths.root.mkdir(parents=True)
-        paths.config.write_text("runner: {name: first, run_dir: elsewhere}\nenv: {train: {env_id: CartPole-v1}}\n")
-        return paths
-
-    def test_folder(self, run: RunPaths) -> None:
-        assert run_paths(str(run.root)) == run
-
-    def test_configuration_and_overrides(self, run: RunPaths) -> None:
-        overrides = [f"runner.run_dir={run.root.parent}", "runner.name=first"]
-        assert run_paths(QUICKSTART, overrides) == run
-
-    def test_folder_and_override(self, run: RunPaths) -> None:
-        other = RunPaths(run.root.parent / "second")
-        other.checkpoints.mkdir(parents=True)
-        assert run_paths(str(run.root), ["runner.name=second"]) == other
-        assert run_paths(str(run.root), ["runner.seed=3"]) == run
-
-
-@pytest.mark.parametrize("words", [["--deadline", "-5"], ["--deadline", "0"], ["--attempt", "0"]], ids=" ".join)
-def test_submit_refuses_before_anything_is_submitted(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("words", [["--episodes", "2"], ["env.eval.seed=3"], ["--episodes", "2", "env.eval.seed=3"]])
+def test_another_evaluation_does_not_replace_the_runs_own(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(["submit", QUICKSTART, f"runner.run_dir={tmp_path}", "--executor", "local", *words]) == 2
-    assert f"{words[0]} is {words[1]}" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    checkpoint = tmp_path / "run" / "checkpoints" / "global_step_3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.yaml").write_text(config_to_yaml(load_config(QUICKSTART, [])))
+    evaluated: list[tuple[str, Path | None]] = []
 
+    def evaluate(kind: Any, cfg: Any, source: Path, *, suite: str, output: Path | None, **options: Any) -> str:
+        evaluated.append((suite, output))
+        return "played"
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--group", "nope"], "no logs of nope in .*; there are: driver"),
-        (["--rank", "99"], "no logs of any group-99 in .*; there are: driver"),
-        (["--rank", "-1"], "--rank is -1"),
-        (["-n", "-3"], "--lines is -3"),
-    ],
-    ids=["group", "rank", "negative rank", "lines"],
-)
-def test_logs_that_are_not_there(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = RunPaths(tmp_path / "run")
-    paths.segment_logs(0).mkdir(parents=True)
-    (paths.segment_logs(0) / "driver.out").write_text("hello\n")
-    paths.config.touch()
-    assert cli.main(["logs", str(paths.root), *words]) == 2
-    assert re.search(said, capsys.readouterr().err)
-    assert cli.main(["logs", str(paths.root)]) == 0 and capsys.readouterr().out == "[driver] hello\n"
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["run", "configs/quickstart.yaml", "--profile", "slurn"], "--profile is 'slurn'; did you mean 'slurm'?"),
-        (["plan", "a" * 300 + ".yaml"], "File name too long"),
-    ],
-)
-def test_names_of_files_that_are_none(
-    argv: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(argv) == 2
-    assert says in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("command", ["eval", "record"])
-def test_what_is_no_checkpoint_says_so(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([command, "--checkpoint", str(tmp_path), "--output", str(tmp_path / "made.h5")]) != 0
-    assert f"{tmp_path} has no config.yaml, so it is no checkpoint of rlhpc" in capsys.readouterr().err
-    instead = {"eval": "--model=", "record": "--expert=module:function"}[command]
-    assert cli.main([command, "--checkpoint", str(tmp_path), "--output", str(tmp_path / "made.h5"), instead]) == 2
-    assert f"{instead.partition('=')[0]} needs --config RUN.yaml, which " in capsys.readouterr().err
+    monkeypatch.setattr(type(find_kind("embodied")), "evaluate", evaluate)
+    own = tmp_path / "run" / "eval" / "global_step_3" / "default.json"
+    asked = ["eval", "--checkpoint", str(checkpoint)]
+    assert cli.main([*asked, *words]) == 2
+    said = capsys.readouterr().err
+    assert f"the run's own evaluation belongs in {own}, and " in said and "--suite" in said and not evaluated
+    named = (["--suite", "again"], ["--suite", "default"], ["--output", str(tmp_path / "x.json")])
+    for more in ([], *([*name, *words] for name in named)):
+        assert cli.main([*asked, *more]) == 0
+    assert evaluated == [
+        ("default", own), ("again", own.with_name("again.json")), ("default", own), ("default", tmp_path / "x.json"),
+    ]  # fmt: skip
 
 
 def test_only_runs_with_environments_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,3 +166,42 @@ def test_how_a_run_ended(tmp_path: Path) -> None:
     )  # fmt: skip
     language = {"accuracy": 0.57, "accuracy_ci95": [0.526, 0.613], "n": 500}
     assert describe_result(language) == "accuracy 57.0% (95 % interval 52.6% to 61.3%) on 500 problems"
+
+
+def test_the_log_says_the_same_in_whatever_pieces_it_is_written(tmp_path: Path) -> None:
+    """Looks between any two bytes, also where nothing has come, end no block."""
+    text = (START.format(0) + FINISHED.format("train_segment") + EVALUATES.format(20)).encode()
+    for size in (1, 7, 40, len(text)):
+        path = tmp_path / f"log-{size}"
+        log, started = WorkflowLog(path, tmp_path), []
+        for at in range(0, len(text), size):
+            with path.open("ab") as file:
+                file.write(text[at : at + size])
+            started += log.read() + log.read()
+        assert [(job.rule, job.wildcards) for job in started] == [
+            ("train_segment", {"segment": "0"}), ("eval", {"step": "20", "suite": "far"}),
+        ]  # fmt: skip
+        assert started[1].log == tmp_path / "runs/q/logs/workflow/eval_20_far.log"
+        assert log.running == {"train_segment": 0, "eval": 1}
+
+
+def test_what_follows_a_block_without_an_empty_line_is_none_of_it(tmp_path: Path) -> None:
+    """As Snakemake 9 writes: a job is known to run before its command has said anything, and to have failed by its log."""
+    path = tmp_path / "log"
+    starts = (
+        "localrule train_segment:\n    input: run.yaml\n    log: train.log\n    jobid: 3\n    wildcards: segment=0\n"
+        "    resources: tmpdir=/tmp, attempt=1\n"
+    )
+    path.write_text(starts)
+    log = WorkflowLog(path, tmp_path)
+    assert [(job.rule, job.wildcards) for job in log.read()] == [("train_segment", {"segment": "0"})]
+    fails = (
+        "rlhpc: error: stuck\n[Fri Nov 27 19:57:33 2026]\nError in rule train_segment:\n    message: None\n    jobid: 3\n"
+        "    log: train.log (check log file(s) for error details)\n    shell:\n        rlhpc submit\n"
+        "        (command exited with non-zero exit code)\nLogfile train.log:\n====\n    log: other.log\n"
+    )
+    path.write_text(starts + fails)
+    assert log.read() == [] and [(job.rule, job.log) for job in log.failed] == [
+        ("train_segment", tmp_path / "train.log")
+    ]
+    assert log.running == {"train_segment": 0}

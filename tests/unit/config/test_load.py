@@ -10,15 +10,18 @@ import subprocess
 import sys
 import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import ReadonlyConfigError
 
 from rlhpc.config import config_to_yaml
+from rlhpc.config.merge import Layers
+from rlhpc.config.ranges import RANGES, null_numbers
 from rlhpc.reference import render_config
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import all_kinds
+from rlhpc.runs.kinds import Kind, all_kinds
 from rlhpc.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,6 +54,29 @@ def test_every_shipped_configuration_is_valid(path: Path) -> None:
 def test_minimal(write: typing.Callable[..., Path]) -> None:
     cfg = load_config(write("c.yaml", MINIMAL))
     assert cfg.algorithm.gamma == 0.99 and cfg.env.eval.env_id == "CartPole-v1"
+
+
+@pytest.mark.parametrize("kind", all_kinds(), ids=lambda kind: kind.name)
+def test_null_is_none_for_every_interval(kind: Kind[Any]) -> None:
+    """The number that an interval has for none may be written as null; elsewhere null is refused in one sentence."""
+    nulls = null_numbers({**RANGES, **kind.ranges})
+    intervals = [key for key in kind.schema.keys if key.endswith("_interval")]
+    assert "runner.save_interval" in intervals and set(intervals) <= set(nulls)
+    for key in nulls:
+        if key in kind.schema:
+            layers = Layers(kind.schema, kind.whose, nulls)
+            layers.override(f"{key}=null")
+            assert OmegaConf.select(layers.cfg, key) == nulls[key], key
+    with pytest.raises(ConfigError, match=r"runner\.seed is null; it must be int$"):
+        layers.override("runner.seed=null")
+
+
+def test_intervals_of_a_file_may_be_null(write: typing.Callable[..., Path]) -> None:
+    text = MINIMAL.replace(
+        "max_steps: 1", "max_steps: 1, save_interval: null, val_check_interval: null, max_epochs: null"
+    )
+    runner = load_config(write("c.yaml", text)).runner
+    assert (runner.save_interval, runner.val_check_interval, runner.max_epochs) == (-1, -1, -1)
 
 
 def test_read_only(write: typing.Callable[..., Path]) -> None:
@@ -213,6 +239,18 @@ def _classes(cls: type) -> list[type]:
     return found
 
 
+def test_a_saved_configuration_may_say_what_its_kind_of_run_has_no_more(tmp_path: Path) -> None:
+    saved = OmegaConf.create(config_to_yaml(load_config(CONFIGS / "reasoning/demo_sft.yaml")))
+    saved.reward.max_failed_steps = 0
+    path = tmp_path / "config.yaml"
+    path.write_text(OmegaConf.to_yaml(saved))
+    assert "max_failed_steps" not in load_config(path).reward
+    del saved.runner.step_timeout_s  # as somebody would write it
+    path.write_text(OmegaConf.to_yaml(saved))
+    with pytest.raises(ConfigError, match=r"reward\.max_failed_steps is for a kind of run that this one .* reasoning"):
+        load_config(path)
+
+
 class TestReference:
     """docs/reference/config.md."""
 
@@ -237,7 +275,7 @@ class TestReference:
                 assert isinstance(following, ast.Expr), f"{cls.__name__}.{ast.unparse(item.target)} has no docstring"
 
 
-@pytest.mark.parametrize("name", ["quickstart.yaml", "reasoning/demo.yaml"])
+@pytest.mark.parametrize("name", ["quickstart.yaml", "reasoning/demo.yaml", "reasoning/dpo.yaml"])
 def test_loading_imports_no_torch(name: str) -> None:
     code = (
         "import sys; from rlhpc import load_config; load_config(sys.argv[1]); "

@@ -30,6 +30,7 @@ SOUND = {
     "reasoning": "reasoning/gsm8k.yaml",
     "sft": "reasoning/demo_sft.yaml",
     "reward_model": "reasoning/reward_model.yaml",
+    "dpo": "reasoning/dpo.yaml",
 }
 
 
@@ -148,6 +149,6 @@ def test_an_interval_in_words() -> None:
         "[0, 1)",
         "(0, 10]",
         "(1, ∞)",
-        "[1, ∞) or -1",
+        "[1, ∞) or -1 (null)",
     ]
     assert math.inf not in Range(0, 1) and 0 in Range(0) and 0 not in Range(0, above=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from rlhpc.config import find_site
 from rlhpc.runs.configuration import load_config
@@ -87,3 +90,21 @@ def test_mistakes(tmp_path: Path, text: str, says: str) -> None:
 def test_the_example_is_right() -> None:
     cfg = load_config(HET, site="example")
     assert [group.partition for group in cfg.cluster.node_groups] == ["gpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("key", "of_run", "of_site"),
+    [("accelerators_per_node", 0, 4), ("env_vars", {}, {"NCCL_DEBUG": "INFO"}), ("accelerators_per_node", 2, 0)],
+)
+def test_what_a_run_says_of_its_groups_stands_also_where_it_is_nothing(
+    tmp_path: Path, key: str, of_run: Any, of_site: Any
+) -> None:
+    """And a site may say nothing, too: 0 accelerators are no omission."""
+    site = tmp_path / "site.yaml"
+    site.write_text(yaml.safe_dump({"cluster": {"node_groups": [{"label": "gpu", key: of_site}]}}))
+    says, omits = ({"label": "gpu", key: of_run}, {"label": "gpu"})
+    for group, value in ((says, of_run), (omits, of_site)):
+        cfg = load_config(
+            ROOT / "configs" / "quickstart.yaml", [f"cluster.node_groups={json.dumps([group])}"], site=str(site)
+        )
+        assert getattr(cfg.cluster.node_groups[0], key) == value

@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.sections import JobConfig, RunConfig
+from rlhpc.config.sections import JobConfig, RunConfig, RunnerConfig
 from rlhpc.config.typed import alone, changed, plain, select, untouched
 from rlhpc.embodied.config import BcConfig, EvalEnvConfig, PpoConfig, plays
 from rlhpc.language.config import GrpoConfig
@@ -70,6 +70,7 @@ follow_imports = skip
 """
 
 
+@pytest.mark.long
 def test_a_misspelt_key_is_a_type_error(tmp_path: Path) -> None:
     snippet = tmp_path / "snippet.py"
     snippet.write_text(CODE)
@@ -84,7 +85,7 @@ def test_a_misspelt_key_is_a_type_error(tmp_path: Path) -> None:
 
 
 def test_keys_that_are_read_by_name_exist() -> None:
-    classes = (ElasticClusterConfig, NodeGroupConfig, ElasticConfig, JobConfig, RunConfig)
+    classes = (ElasticClusterConfig, NodeGroupConfig, ElasticConfig, JobConfig, RunConfig, RunnerConfig)
     known = {field.name for cls in classes for field in dataclasses.fields(cls)} | {"name", "eval_job", "convert_job"}
     assert set(get_args(Key)) <= known
     assert {field.name for cls in classes[:3] for field in dataclasses.fields(cls)} <= set(get_args(Key))

@@ -7,12 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
-from rlhpc.jobs.probes import JobReport, JobState, LocalProbe, ProcessId, SlurmProbe
+from rlhpc.jobs import claim as claims
+from rlhpc.jobs.claim import Claim, SegmentFiles
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import JobProbe, JobReport, JobState, LocalProbe, ProcessId, SlurmProbe
 from rlhpc.jobs.signals import EXIT_REQUEUE, StopRequest, end_of_job
 from rlhpc.runtime.host import process_space
 
@@ -201,6 +205,51 @@ def test_end_of_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert end_of_job() == 1795000000.0
     monkeypatch.setenv("SLURM_JOB_END_TIME", "Unknown")
     assert end_of_job() is None
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "0")
+    assert end_of_job() is None
+
+
+def test_an_end_that_is_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """squeue has the last word; where it says nothing, the last known end counts. No limit is not an unknown one."""
+    said = tmp_path / "said"
+    (tmp_path / "squeue").write_text(f"#!/bin/bash\n[ ! -e {said} ] || cat {said}\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1795000000")
+    said.write_text("2027-01-02T03:04:05\n2027-01-02T03:04:04\n")
+    later = time.mktime(time.strptime("2027-01-02T03:04:04", "%Y-%m-%dT%H:%M:%S"))
+    assert (end_of_job(), end_of_job(at_once=True), end_of_job()) == (1795000000.0, later, later)
+    said.unlink()
+    assert end_of_job(at_once=True) == later
+    said.write_text("N/A\n")
+    assert end_of_job(at_once=True) is None
+    said.unlink()
+    assert end_of_job(at_once=True) is None
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert end_of_job() == 1795000000.0, "of another job"
+
+
+@pytest.mark.parametrize(
+    ("state", "conclusive", "alive"),
+    [("RUNNING", True, True), ("SUSPENDED", True, True), ("RUNNING", False, False), ("PENDING", True, False),
+     ("NODE_FAIL", True, False), ("UNKNOWN", True, False)],
+)  # fmt: skip
+def test_a_running_job_keeps_its_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, conclusive: bool, alive: bool
+) -> None:
+    """However long ago it was renewed: the job's node may be cut off from the filesystem for a while."""
+
+    class Probe(JobProbe):
+        def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
+            return dict.fromkeys(job_ids, JobReport(JobState.parse(state), "", "squeue", conclusive))
+
+    files = SegmentFiles(RunPaths(tmp_path), 0)
+    files.paths.submit.mkdir()
+    claim = Claim(files, 1, "t", "27", "slurm", ProcessId(77, 5, "n1/other/x"), started=2.0)
+    claim.path.write_text("{}")
+    monkeypatch.setattr(claims, "LEASE_S", 0.2)  # nobody renews it
+    assert claim.alive(Probe()) is alive
 
 
 def test_workers_ignore_the_jobs_signals() -> None:

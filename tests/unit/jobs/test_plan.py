@@ -184,7 +184,8 @@ def test_options_of_the_whole_cluster() -> None:
 
 def test_submitit_takes_them(tmp_path: Path) -> None:
     """What submitit writes from them is the batch script of the plan."""
-    slurm = pytest.importorskip("submitit.slurm.slurm")
+    import submitit.slurm.slurm as slurm
+
     script = slurm._make_sbatch_string(command="true", folder=tmp_path, **plan(HET).submitit_parameters()).splitlines()
     first, second = plan(HET).components
     second_at = script.index("#SBATCH hetjob")
@@ -270,3 +271,27 @@ def test_a_whole_configuration() -> None:
     found = build_plan(load_config(QUICKSTART), launcher="local")
     assert found.name == "quickstart" and found.launcher == "local"
     assert [step.group for step in found.steps] == ["actor", "rollout", "env"]
+
+
+@pytest.mark.parametrize(
+    ("time", "lead", "reserve", "key"),
+    [
+        ("00:01:00", 120, 60, "cluster.signal_lead_s"),
+        ("2", 120, 60, "cluster.signal_lead_s"),
+        ("00:03:00", 120, 60, None),
+        ("00:10:00", 30, 3600, "runner.save_reserve_s"),
+        ("01:01:00", 30, 3600, None),
+        ("0", 120, 60, None),  # Slurm's word for no limit
+    ],
+)
+def test_a_walltime_without_room_for_a_step_is_refused(time: str, lead: int, reserve: int, key: str | None) -> None:
+    words = [f"cluster.time='{time}'", f"cluster.signal_lead_s={lead}", f"runner.save_reserve_s={reserve}"]
+    cfg = load_config(QUICKSTART, words)
+    build_plan(cfg, launcher="local")
+    if key is None:
+        build_plan(cfg, launcher="slurm")
+        return
+    with pytest.raises(
+        ConfigError, match=rf"cluster.time is {time} \(cluster\), of which the last {max(lead, reserve)} s .*{key}"
+    ):
+        build_plan(cfg, launcher="slurm")

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.language.export import _describe
 from rlhpc.language.pass_at_k import summarize
-from rlhpc.language.samples_page import read_samples, samples_path, spread, write_samples_page
+from rlhpc.language.samples_page import FILTER, read_samples, samples_path, spread, write_samples_page
 from rlhpc.metrics import MetricLogger
 from rlhpc.metrics.phases import phase_columns
+from rlhpc.metrics.results import describe_result, read_results
 from rlhpc.runs.kinds import find_kind
 from rlhpc.runs.report import write_curves, write_report
 
@@ -48,7 +51,7 @@ class Page(HTMLParser):
 
 
 def parse(path: Path) -> tuple[str, Page]:
-    text, parser = path.read_text(), Page()
+    text, parser = path.read_text().replace(f"<script>{FILTER}</script>", ""), Page()
     parser.feed(text)
     assert parser.open == []
     tags = {tag for tag, _ in parser.seen}
@@ -101,11 +104,32 @@ def run(tmp_path: Path) -> RunPaths:
     return paths
 
 
+def test_the_card_and_the_subtitle_name_the_run_and_pass_at_k_its_k(run: RunPaths) -> None:
+    export = RunPaths(run.root.parent / "words").export(150)
+    run.config.write_text((CONFIG % "reasoning").replace("/models/tiny", str(export)))
+    write_report(run)
+    text, samples = run.report.read_text(), (run.report.parent / "samples.html").read_text()
+    assert "words on arithmetic" in text and "global_step_150" not in text.split("</header>")[0]
+    assert ">pass@4<" in samples and describe_result(read_results(run, "default")[1]).startswith("accuracy 70.0%")
+    assert ", pass@4 70.0%, majority 70.0% on 10 problems" in describe_result(read_results(run, "default")[1])
+    folder = run.root / "somewhere"
+    folder.mkdir()
+    _describe(folder, {"from": str(run.checkpoint(20)), "global_step": 20, "base": str(export)})
+    card = (folder / "README.md").read_text()
+    facts = next(yaml.safe_load_all(card))["model-index"][0]
+    assert "# sums\n" in card and facts["name"] == "sums"
+    assert facts["results"][0]["metrics"] == [{"type": "accuracy", "name": "accuracy", "value": 0.7}]
+    assert "| default | 10 problems | 70.0% | 39.7% to 89.2% | pass@4 70.0% |" in card
+    (empty := run.root / "empty").mkdir()
+    _describe(empty, {"from": str(run.checkpoint(5)), "global_step": 5, "base": "x"})
+    assert "| accuracy |" not in (empty / "README.md").read_text()
+
+
 def test_problems_stand_side_by_side(run: RunPaths) -> None:
     path = write_samples_page(run)
     assert path is not None and path.parent == run.report.parent
     text, page = parse(path)
-    assert text.count('<article class="problem">') == 10
+    assert text.count('<article class="problem"') == 10
     assert text.count('<div class="answer">') == 20  # two checkpoints each
     ninth = text[text.index("What is 6 + 6?") :].split("</article>")[0]
     assert "✗ wrong" in ninth.split("step 20")[0] and "✓ right" in ninth.split("step 20")[1]
@@ -113,7 +137,7 @@ def test_problems_stand_side_by_side(run: RunPaths) -> None:
     assert "reward 1.1 (math 1, format 0.1)" in ninth
     assert "could not be judged" in text
     # 3 problems better than before, none worse.
-    assert re.search(r"<td>20</td><td>10</td><td>70.0%</td><td>[^<]+</td><td>3</td><td>0</td>", text)
+    assert re.search(r"<td>20</td><td>10</td><td>70.0%</td><td>[^<]+</td><td>70.0%</td><td>3</td><td>0</td>", text)
     assert "1 digits" in text and sum(tag == "rect" for tag, _ in page.seen) == 20
 
 
@@ -143,7 +167,7 @@ def test_large_suites_and_long_answers_stay_readable(tmp_path: Path) -> None:
     path = write_samples_page(paths)
     assert path is not None
     text, page = parse(path)
-    assert text.count('<article class="problem">') == 24 and "24 of 1000 problems" in text
+    assert text.count('<article class="problem"') == 24 and "24 of 1000 problems" in text
     assert "6 of 10 checkpoints" in text and "step 0<" in text and "step 90<" in text
     assert sum(tag == "rect" for tag, _ in page.seen) == 10 * 240
     assert "more characters are in the samples file" in text
@@ -186,7 +210,7 @@ def test_report_of_a_language_run(run: RunPaths) -> None:
     assert links == ["samples.html"] and (run.report.parent / "samples.html").is_file()
     for part in ("tiny on arithmetic", "70.0% ★", "39.7% … 89.2%", "Response length", "train/my_own_metric",
                  "Trainer against rollout engine", "Terms of the reward", "Work of the stages",
-                 "pass@k, 95 % interval", "80.0% (37.6% … 96.4%)",
+                 "<li>pass@k: ", "80.0% (37.6% … 96.4%)",
                  "default: accuracy by level", "Tokens / s", "accuracy, default, step 20"):  # fmt: skip
         assert part in text, part
     assert "train/constant" not in text and "Environment steps" not in text and "rollout/samples" not in text
@@ -201,7 +225,7 @@ def test_curves_of_language_runs(run: RunPaths, tmp_path: Path) -> None:
     run.metrics.write_text('{"step": 1, "train/loss": 2.5}\n')
     assert {path.stem for path in write_curves(run, tmp_path / "sft")} >= set(find_kind("sft").curves)
     write_report(run)
-    assert "cross entropy" in parse(run.report)[0]
+    assert "Loss: 2.5 at global step 1" in parse(run.report)[0]
 
 
 def test_rates_and_stages_are_no_phases() -> None:

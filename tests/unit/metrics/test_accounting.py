@@ -12,6 +12,7 @@ import pytest
 from rlhpc.jobs.elastic.record import HelperJobRecord, HelperRecord
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.accounting import account, job_ids, write_accounting
+from rlhpc.metrics.provenance import placed_starts, read_provenance, record_placement, write_provenance
 from rlhpc.metrics.sacct import FIELDS, JobIds, NoAccounting, Row, _bytes, _seconds, parse, query
 from rlhpc.runs.report import write_report
 
@@ -214,6 +215,7 @@ def test_a_failing_sacct_is_asked_again(tmp_path: Path, monkeypatch: pytest.Monk
     [
         ("echo 'sacct: error: Problem talking to the database' >&2; exit 1", "Problem talking", 4),
         ("echo 'Slurm accounting storage is disabled' >&2; exit 1", "storage is disabled", 1),
+        ("echo 'sacct: fatal: Could not establish a configuration source' >&2; exit 1", "configuration source", 1),
         ("exit 0", "knows nothing of job 1", 1),
         ("exit 3", "exit code 3", 4),
         ("exec sleep 60", "did not answer within", 4),
@@ -283,3 +285,45 @@ def test_ranks_that_joined_are_accounted_for(tmp_path: Path, monkeypatch: pytest
     )
     joined = json.loads(run.accounting.read_text())["joined"]
     assert joined == {"ranks": 1, "rank_hours": 1.5, "accelerator_hours": 3.0, "jobs": ["9"], "budget_hours": 4.0}
+
+
+def cards(actor: int, rollout: int) -> dict[str, Any]:
+    """Ranks with an accelerator each: the actor's first."""
+    every = range(actor + rollout)
+    ranks = [{"rank": number, "node_rank": 0, "accelerators": [number]} for number in every]
+    return {"actor": ranks[:actor], "rollout": ranks[actor:]}
+
+
+def test_each_start_is_counted_with_its_own_placement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: RunPaths
+) -> None:
+    """Two jobs, of which the second is requeued: 4 + 4 accelerators, 6 + 2, and then 2 + 6, for an hour each."""
+    card = {"AllocTRES": "cpu=4,gres/gpu=8,mem=4G,node=1"}
+    lines = list[str]()
+    for job, start, sizes in (("7", 0, (4, 4)), ("8", 2, (6, 2)), ("8", 5, (2, 6))):
+        lines += [row(job, start=start, **card), row(f"{job}.batch", start=start, JobName="batch")]
+        lines += [row(f"{job}.{n}", start=start, JobName=name, **card) for n, name in enumerate(("actor", "rollout"))]
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        write_provenance(run, {"lr": 1}, "rlhpc train x.yaml")
+        record_placement(run, cards(*sizes))
+        record = read_provenance(run)
+        record["segments"][-1]["started"] = f"2026-03-01T{start:02d}:00:00"
+        run.provenance.write_text(json.dumps(record))
+    found = account(
+        parse(lines), read_provenance(run)["placement"], JobIds(("7", "8")), placed_starts(read_provenance(run))
+    )
+    assert [found["roles"][name]["gpu_hours"] for name in ("actor", "rollout")] == [4 + 6 + 2, 4 + 2 + 6]
+    assert found["components"][0]["gpu_hours_used"] == 24
+    calls = sacct(tmp_path, monkeypatch, "cat <<'END'\n" + "\n".join(lines) + "\nEND")
+    submitted(run, 0, "7")
+    submitted(run, 1, "8")
+    written = write_accounting(run)
+    assert written is not None and calls.exists() and written["roles"] == found["roles"]
+
+
+def test_starts_without_a_placement_of_their_own_have_the_last_one() -> None:
+    lines = [row("7"), row("7.0", JobName="actor")]
+    for said in ({}, {"segments": [{"started": "2026-03-01T00:00:00", "slurm": {"JOB_ID": "7"}}, {"slurm": None}]}):
+        assert (
+            account(parse(lines), cards(3, 0), JobIds(("7",)), placed_starts(said))["roles"]["actor"]["gpu_hours"] == 3
+        )

@@ -11,16 +11,19 @@ from dataclasses import dataclass
 import pytest
 
 from rlhpc.metrics.bars import log_bars, stacked_bars
+from rlhpc.metrics.curves import Metric, color_of, metric_charts
 from rlhpc.metrics.page import figures
 from rlhpc.metrics.svg import (
-    LARGE,
-    SMALL,
+    CHART,
     STYLE,
+    WIDE,
     Line,
     beside,
     is_empty,
     line_chart,
+    number,
     standalone,
+    statement,
     text_width,
     tick_labels,
     ticks,
@@ -59,8 +62,8 @@ def boxes(svg: str) -> tuple[list[Box], Box]:
         for element in root.iter():
             tag, at = element.tag.rpartition("}")[2], element.attrib
             if tag == "text":
-                letters = 13 * 1.15 if at.get("class") == "title" else 13.0
-                wide = text_width(element.text or "", letters * (1.17 if at.get("class") == "title" else 1.0))
+                letters = 12.5
+                wide = text_width(element.text or "", letters * (1.12 if at.get("class") == "title" else 1.0))
                 x, y = float(at["x"]), float(at["y"])
                 left = x - {"end": wide, "middle": wide / 2}.get(at.get("text-anchor", ""), 0.0)
                 yield Box(element.text or "", left, y - letters * 0.75, left + wide, y + letters * 0.2)
@@ -82,11 +85,11 @@ def check(svg: str) -> None:
 
 @pytest.mark.parametrize("text", MEASURED)
 def test_texts_are_not_wider_than_the_layout_thinks(text: str) -> None:
-    assert MEASURED[text] <= text_width(text) <= 1.3 * MEASURED[text]
+    assert MEASURED[text] <= text_width(text, 13.0) <= 1.3 * MEASURED[text]
 
 
 def test_the_style_has_no_wider_letters_than_the_layout() -> None:
-    assert max(float(size) for size in re.findall(r"font-size:([\d.]+)px", STYLE)) == 13.0
+    assert max(float(size) for size in re.findall(r"font-size:([\d.]+)px", STYLE)) == 12.5
 
 
 @pytest.mark.parametrize("count", range(1, len(PHASES) + 1))
@@ -95,7 +98,7 @@ def test_bars_with_any_number_of_phases(count: int) -> None:
     check(stacked_bars("Time per phase", "global step", "seconds per step", [(0, 10), (10, 20), (20, 25)], stacks))
 
 
-@pytest.mark.parametrize("size", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("size", [CHART, WIDE], ids=["chart", "wide"])
 @pytest.mark.parametrize(
     "names",
     [
@@ -127,15 +130,14 @@ def test_lying_bars() -> None:
     assert "rlhpc: 1.51 s (1.5 to 1.6)" in chart
 
 
-@pytest.mark.parametrize("x", [[120.0], [0.0, 120.0], [120.0, 240.0, 360.0]], ids=len)
+@pytest.mark.parametrize("x", [[0.0, 120.0], [120.0, 240.0, 360.0]], ids=len)
 def test_dots_lie_within_the_plot(x: list[float]) -> None:
-    chart = line_chart("Evaluation", "global step", "return", [Line("", x, [500.0] * len(x), markers=True)])
+    values = [500.0 + i for i in range(len(x))]
+    chart = line_chart("Evaluation", "global step", "return", [Line("", x, values, markers=True)])
     line = re.search(r'class="axis" d="M(\d+) \d+H(\d+)"', chart)
     assert line is not None
     for at in re.findall(r'<circle cx="([\d.]+)"', chart):
         assert int(line[1]) + 3.4 < float(at) < int(line[2]) - 3.4
-    (alone,) = re.findall("<circle[^>]*>", line_chart("t", "x", "y", [Line("", [3.0], [4.0])]))
-    assert float(re.findall(r'cx="([\d.]+)"', alone)[0]) > int(line[1]) + 3.4
 
 
 @pytest.mark.parametrize(
@@ -174,6 +176,41 @@ def test_charts_without_data_take_no_room_on_a_page() -> None:
 
 
 def test_several_charts_in_one_drawing() -> None:
-    chart = line_chart("a", "x", "y", [Line("", [1.0, 2.0], [1.0, 2.0])], SMALL)
-    whole = ElementTree.fromstring(standalone(beside([chart] * 4, SMALL, 3)))
-    assert whole.attrib["viewBox"] == "0 0 1200 500" and len(whole.findall("{http://www.w3.org/2000/svg}svg")) == 4
+    chart = line_chart("a", "x", "y", [Line("", [1.0, 2.0], [1.0, 2.0])], CHART)
+    whole = ElementTree.fromstring(standalone(beside([chart] * 4, CHART, 3)))
+    assert whole.attrib["viewBox"] == "0 0 1092 480" and len(whole.findall("{http://www.w3.org/2000/svg}svg")) == 4
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, 1e-4, -3.0, 2.5e7])
+@pytest.mark.parametrize("count", [1, 2, 50])
+def test_a_number_that_never_changes_is_a_sentence(value: float, count: int) -> None:
+    """Also where rounding moves it."""
+    y = [value * (1 + 1e-12 * (i % 3)) + 1e-9 * (i % 2) for i in range(count)]
+    chart = line_chart("Learning rate", "global step", "learning rate", [Line("", range(count), y)])
+    sentence = statement(chart)
+    assert sentence is not None and f"Learning rate: {number(value)}" in sentence.replace("1e-9", "0")
+    assert "<figure" not in figures([chart]) and f"<li>{sentence}</li>" in figures([chart])
+    assert ElementTree.fromstring(standalone(chart).partition("?>")[2]) is not None
+    moving = line_chart(
+        "Learning rate", "global step", "learning rate", [Line("", [1, 2], [value, value + 1e-4 + abs(value) / 9])]
+    )
+    assert statement(moving) is None and "<figure" in figures([moving])
+
+
+def test_a_single_evaluation_is_a_number_with_its_interval() -> None:
+    lines = [Line("held_out", [40], [0.259], [0.13], [0.44], markers=True), Line("other", [40], [0.5], markers=True)]
+    sentence = "Accuracy: held_out: 0.259 (0.13 … 0.44) at global step 40; other: 0.5 at global step 40"
+    assert statement(line_chart("Accuracy", "global step", "accuracy", lines)) == sentence
+
+
+def test_a_metric_is_drawn_once_and_in_one_colour() -> None:
+    rows = [{"step": step, "train/policy_loss": 1 / step, "train/loss": 1 / step, "train/accuracy": step / 9,
+             "train/lr": 1e-4} for step in range(1, 9)]  # fmt: skip
+    names = ("policy_loss", "loss", "accuracy", "lr", "absent")
+    charts = metric_charts(rows, [Metric(name, f"train/{name}", name, "") for name in names], ("absent",))
+    assert statement(charts["loss"]) == "loss: the same as policy_loss" and statement(charts["lr"]) == "lr: 1e-4"
+    assert statement(charts["accuracy"]) is None and is_empty(charts["absent"])
+    assert f"stroke:var(--c{color_of('eval/accuracy')})" in charts["accuracy"]
+    for quantity in ("accuracy", "success_once"):
+        assert color_of(f"train/{quantity}") == color_of(f"eval/{quantity}")
+    assert color_of("train/episode_return") == color_of("eval/return_mean") == color_of("train/reward")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,7 +125,6 @@ def test_unwritable_folder(tmp_path: Path) -> None:
 
 
 def test_tensorboard_hides_what_came_after_the_resumed_step(paths: RunPaths) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first, last, resume in ((1, 5, None), (3, 4, 2)):
@@ -155,3 +155,45 @@ def test_tensorboards_file_is_opened_once(paths: RunPaths) -> None:
             logger.commit()
     watching = False
     assert len(opened) == 1
+
+
+def test_metrics_of_earlier_versions_have_today_s_names(paths: RunPaths) -> None:
+    """A run that goes on under new names is one curve; what counted success in two ways stays apart."""
+    paths.metrics.parent.mkdir(parents=True, exist_ok=True)
+    before = {"step": 1, "train/success_rate": 0.25, "rollout/success_rate": 0.5, "eval/success_rate": 0.125}
+    paths.metrics.write_text(json.dumps(before) + "\n")
+    with MetricLogger(paths, ["jsonl"], resume_step=1) as logger:
+        logger.log(2, {"train/success_once": 0.75, "rollout/success_once": 1.0, "eval/success_at_end": 0.5})
+    rows = read_metrics(paths.metrics)
+    assert series(rows, "train/success_once") == ([1.0, 2.0], [0.25, 0.75])
+    assert series(rows, "rollout/success_once") == ([1.0, 2.0], [0.5, 1.0])
+    assert series(rows, "eval/success_at_end") == ([1.0, 2.0], [0.125, 0.5])
+    assert not any("success_rate" in name for row in rows for name in row)
+
+
+@pytest.mark.parametrize("commits", [(), (2,), (2, 6)])
+@pytest.mark.parametrize("lost", [range(4, 7), range(1, 7), range(6, 7)])
+def test_tensorboard_gets_at_a_resume_what_it_missed(paths: RunPaths, lost: range, commits: tuple[int, ...]) -> None:
+    """Rows from the step on at which its disk was full, each row once; whatever was committed."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricLogger(paths, ["jsonl", "tensorboard"]) as logger:
+        [feed] = logger._feeds
+        own, write = feed._logger, feed._logger.log
+
+        def full(step: int, row: Any) -> None:
+            if step in lost:
+                raise OSError("disk full")
+            write(step, row)
+
+        own.log = full
+        for step in range(1, 7):
+            logger.log(step, {"train/a": step})
+            if step in commits:
+                logger.commit()
+    with MetricLogger(paths, ["jsonl", "tensorboard"], resume_step=6) as logger:
+        for step in (7, 8):
+            logger.log(step, {"train/a": step})
+    events = EventAccumulator(str(paths.tensorboard))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/a")] == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from omegaconf import OmegaConf
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics import read_provenance, update_provenance, write_provenance
-from rlhpc.metrics.provenance import git_state
 from rlhpc.runtime.errors import RlhpcError
 
 
@@ -42,15 +40,3 @@ def test_unwritable(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(RlhpcError, match=r"provenance could not be written"):
         write_provenance(RunPaths.of(tmp_path, "run"), None, "x")
-
-
-def test_git_state(tmp_path: Path) -> None:
-    assert git_state(tmp_path) == {}
-    identity = ["-c", "user.name=n", "-c", "user.email=e@x"]
-    for command in (["init", "-q"], ["add", "f"], [*identity, "commit", "-qm", "m"]):
-        (tmp_path / "f").write_text("1")
-        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
-    state = git_state(tmp_path)
-    assert len(state["commit"]) == 40 and state["dirty"] is False
-    (tmp_path / "f").write_text("2")
-    assert git_state(tmp_path)["dirty"] is True

@@ -70,3 +70,25 @@ def test_a_saved_configuration_that_cannot_be_read(tmp_path: Path) -> None:
         saved.write_bytes(junk)
         with pytest.raises(ConfigError, match=r"config\.yaml: cannot be read"):
             require_same_run(saved, load_config(QUICKSTART), what="run", way_out="…")
+
+
+@pytest.mark.parametrize("change", ["added", "removed", "changed", "emptied", "filled"])
+@pytest.mark.parametrize("mapping", ["env.train.kwargs", "actor.model.kwargs"])
+def test_a_key_of_the_users_own_is_a_change_of_the_run(mapping: str, change: str) -> None:
+    """Whichever side has it: it did not come with a version."""
+    one, two, other = "{a: 1}", "{a: 1, b: 2}", "{a: 3}"
+    before, after = {
+        "added": (one, two), "removed": (two, one), "changed": (one, other), "emptied": (one, "{}"), "filled": ("{}", one),
+    }[change]  # fmt: skip
+    sides = []
+    for value in (before, after):
+        content = yaml.safe_load(config_to_yaml(load_config(QUICKSTART)))
+        section = content
+        *parents, name = mapping.split(".")
+        for parent in parents:
+            section = section[parent]
+        section[name] = yaml.safe_load(value)
+        sides.append(content)
+    changes = training_changes(*sides)
+    assert [change.key for change in changes] == [f"{mapping}.{'b' if change in ('added', 'removed') else 'a'}"]
+    assert training_changes(sides[0], sides[0]) == []

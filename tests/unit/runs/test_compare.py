@@ -41,8 +41,8 @@ def test_seeds_of_one_thing_are_one_curve(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out.strip() == str(output)
     html = output.read_text()
     assert "Comparison of push · from scratch" in html
-    # Two seeds: mean 11, from 10 to 12; 100 episodes, all of them successes, and Wilson's interval of that.
-    assert "11.0 (10.0 … 12.0)" in html and "100.0% (96.3% … 100.0%)" in html
+    # Two seeds: mean 11, from 10 to 12; both always succeed, of which no interval over seeds follows.
+    assert "11.0 (10.0 … 12.0)" in html and "100.0%" in html and "100.0% (" not in html
     assert (
         html.count("<svg") == 6 and html.count("<polygon") == 6
     )  # success and return, evaluated and trained, by two axes
@@ -67,3 +67,78 @@ def test_the_seed_is_not_part_of_the_label(name: str) -> None:
 def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compare", str(tmp_path / "none"), "--output", str(tmp_path / "page.html")]) == 2
     assert "no such run folder" in capsys.readouterr().err
+
+
+def config_of(folder: str, text: str) -> str:
+    (Path(folder) / "config.yaml").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "values"),
+    [(("kl0.01", "kl0.05"), ("0.01", "0.05")), (("group4", "group8"), ("4", "8")), (("ppo_v1", "ppo_v2"), ("1", "2")),
+     (("tokens_4096", "tokens_8192"), ("4096", "8192")), (("qwen3-8", "qwen3-14"), ("8", "14"))],
+)  # fmt: skip
+def test_runs_whose_names_end_with_a_number_are_no_seeds_if_more_than_the_seed_differs(
+    tmp_path: Path, names: tuple[str, str], values: tuple[str, str]
+) -> None:
+    text = "env: {train: {env_id: Task-v1}}\nalgorithm: {gamma: %s}\nrunner: {seed: %d}\n"
+    folders = [
+        config_of(run(tmp_path / name, 0), text % (value, seed))
+        for seed, (name, value) in enumerate(zip(names, values, strict=True))
+    ]
+    page = tmp_path / "page.html"
+    assert cli.main(["compare", *folders, "--output", str(page)]) == 0
+    assert f"Comparison of {names[0]} · {names[1]}" in page.read_text()
+    for folder in folders:  # of one configuration they are
+        config_of(folder, text % ("0.9", len(folder)))
+    assert cli.main(["compare", *folders, "--output", str(page)]) == 0
+    assert f"Comparison of {label_of(names[0])}</h1>" in page.read_text()
+
+
+def test_one_label_for_unlike_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "env: {train: {env_id: Task-v1}}\nactor: {optim: {lr: %s}}\n"
+    first, second = (config_of(run(tmp_path / name, 0), text % lr) for name, lr in (("a", "0.1"), ("b", "0.2")))
+    assert cli.main(["compare", f"mine={first}", f"mine={second}", "--output", str(tmp_path / "page.html")]) == 2
+    assert "label 'mine' differ in actor.optim.lr" in capsys.readouterr().err
+
+
+def test_sweeps_that_vary_the_same_keys_are_told_apart(tmp_path: Path) -> None:
+    words = []
+    for name, task in (("ppo_lr", "Task-v1"), ("sac_lr", "Other-v1")):
+        runs = []
+        for seed in (1, 2):
+            config_of(run(tmp_path / name / f"lr-s{seed}", seed), f"env: {{train: {{env_id: {task}}}}}\n")
+            runs.append({"name": f"lr-s{seed}", "label": "lr=0.001", "seed": seed, "values": {}})
+        (tmp_path / name / "sweep.json").write_text(json.dumps({"name": name, "runs": runs}))
+        words.append(str(tmp_path / name))
+    page = tmp_path / "page.html"
+    assert cli.main(["compare", *words, "--output", str(page)]) == 0
+    assert "Comparison of ppo_lr: lr=0.001 · sac_lr: lr=0.001" in page.read_text()
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_runs_of_language_models_are_shown_by_their_accuracy(
+    tmp_path: Path, seeds: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one run with the interval that its evaluation gave, of several over seeds; and nothing of episodes."""
+    folders = []
+    for seed in range(seeds):
+        folder = Path(run(tmp_path / f"math-s{seed}", 0.0, evaluated=False))
+        (folder / "config.yaml").write_text(f"runner: {{task_type: reasoning, seed: {seed}}}\n")
+        place = folder / "eval/global_step_10"
+        place.mkdir(parents=True)
+        result = {
+            "suite": "default",
+            "global_step": 10,
+            "accuracy": 0.5 + 0.1 * seed,
+            "accuracy_ci95": [0.41, 0.59],
+            "n": 60,
+        }
+        (place / "default.json").write_text(json.dumps(result))
+        folders.append(str(folder))
+    assert cli.main(["compare", *folders, "--output", str(tmp_path / "page.html")]) == 0, capsys.readouterr().err
+    html = (tmp_path / "page.html").read_text()
+    assert ">accuracy<" in html and ">problems<" in html and f">{60 * seeds}<" in html
+    assert ("50.0% (41.0% … 59.0%)" in html) == (seeds == 1) and ("55.0% (" in html) == (seeds == 2)
+    assert "success once" not in html and "evaluated return" not in html

@@ -20,7 +20,7 @@ FREE = (
     "agent.python", "agent.tool_parser", "agent.reasoning_parser",
     "reward.model.model_path", "judge.model.model_path", "judge.rubric", "judge.reply_start",
     "algorithm.demo_buffer.load_path", "algorithm.value_model", "env.train.reward_model",
-    "data.train.",
+    "data.train.", "data.holdout.",
 )  # fmt: skip
 #: Keys of those sections that do name something, and which lists have words that do.
 NAMED = {
@@ -32,6 +32,7 @@ NAMED = {
     ),
     "sft": ("data.train.source=nonsense", "data.eval=[{source: nonsense}]", "reward.terms=[{name: nonsense}]"),
     "reward_model": ("data.train.source=nonsense", "data.eval=[{source: nonsense}]"),
+    "dpo": ("data.train.source=nonsense", "data.eval=[{source: nonsense}]", "reward.terms=[{name: nonsense}]"),
 }
 CONFIGS = {
     "embodied": {"defaults": [f"{ROOT}/configs/base/ppo.yaml"], "env": {"train": {"env_id": "CartPole-v1"}}},
@@ -48,6 +49,10 @@ CONFIGS = {
         "defaults": [f"{ROOT}/configs/base/language.yaml"], "cluster": {"component_placement": {"actor": 0}},
         "runner": {"task_type": "sft"}, "actor": {"model": {"model_path": "builtin:tiny"}},
         "data": {"train": {"source": "arithmetic"}}, "reward": {"terms": [{"name": "math"}]},
+    },
+    "dpo": {
+        "defaults": [f"{ROOT}/configs/base/dpo.yaml"], "actor": {"model": {"model_path": "builtin:tiny"}},
+        "data": {"train": {"path": "pairs.jsonl"}}, "reward": {"terms": [{"name": "math"}]},
     },
     "reward_model": {
         "cluster": {"component_placement": {"actor": 0}}, "runner": {"task_type": "reward_model"},

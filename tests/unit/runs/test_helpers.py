@@ -101,7 +101,6 @@ def test_a_submission_that_takes_too_long_is_given_up(
     commands: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """With all that it has started: a later answer would be a job that nobody has asked for."""
-    pytest.importorskip("submitit")
     calls = commands(sbatch=f"echo $$ > {tmp_path}/pid; {HANGS}")
     helpers = helpers_of(tmp_path, min=1)
     looking = threading.Thread(target=helpers._run, daemon=True)
@@ -195,7 +194,7 @@ class Cluster:
         self.jobs[str(len(self.jobs) + 1)] = None, None
         return str(len(self.jobs))
 
-    def scancel(self, job: str, *signal: str) -> None:
+    def scancel(self, job: str, *signal: str, name: str) -> None:
         started, ended = self.jobs[job]
         if ended is None and (started is None or not signal):
             self.jobs[job] = started, self.now

@@ -10,6 +10,7 @@ from rlhpc import load_config
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.kinds import all_kinds, find_kind, kind_of, kind_of_run
 from rlhpc.runtime.errors import ConfigError
+from tests.extras import need_extra
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 EMBODIED, LANGUAGE = CONFIGS / "quickstart.yaml", CONFIGS / "reasoning" / "gsm8k.yaml"
@@ -54,6 +55,8 @@ def test_all_that_a_kind_names_is_there(kind) -> None:  # type: ignore[no-untype
     """Workers, runner and what is imported beforehand; choices and ranges are of its keys, or its family's."""
     import importlib
 
+    if kind.runner.startswith("rlhpc.language."):
+        need_extra("llm")
     for name in (*kind.roles.values(), kind.runner):
         module, _, attribute = name.partition(":")
         assert callable(getattr(importlib.import_module(module), attribute))
@@ -79,7 +82,8 @@ def test_kinds_are_found(tmp_path: Path) -> None:
         ("embodyd", r"did you mean 'embodied'\? allowed: embodied, off_policy, bc, reasoning, sft"),
         ("no_such_module:KIND", "which cannot be imported"),
         ("os:environ", "which is a _Environ and no Kind"),
-        ("3", "it must be the name of a kind of run"),
+        ("3", "runner.task_type is .3.; allowed: embodied"),
+        ("[3]", "it must be the name of a kind of run"),
     ],
 )
 def test_what_is_no_kind_is_refused(word: str, said: str) -> None:

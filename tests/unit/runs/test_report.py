@@ -13,10 +13,12 @@ import pytest
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.embodied.curves import read_evaluations
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.language.evaluate import describe
 from rlhpc.metrics import MetricLogger, update_provenance, write_provenance
 from rlhpc.metrics.page import duration, size
 from rlhpc.metrics.phases import phase_columns
 from rlhpc.metrics.placement import placement_grid
+from rlhpc.metrics.results import describe_result
 from rlhpc.metrics.svg import Line, line_chart, number, thin, ticks
 from rlhpc.runs.report import write_curves, write_report
 from rlhpc.runtime.errors import RlhpcError
@@ -130,6 +132,79 @@ def test_evaluation_intervals(run: RunPaths) -> None:
     assert [round(value, 2) for value in got["default"]] == [473.04, 476.96]
 
 
+@pytest.mark.parametrize("kind", ["embodied", "language"])
+def test_an_interval_without_width_is_not_shown(run: RunPaths, kind: str) -> None:
+    """All episodes or answers were alike: that says nothing of the next one, and "500 … 500" would say that it is known."""
+    result = {
+        "global_step": 100,
+        "suite": "default",
+        "episodes": 9,
+        "env_id": "X-v0",
+        "n": 9,
+        "failed": 0,
+        "backend": "hf",
+    }
+    result |= (
+        {"return_mean": 500.0, "return_std": 0.0, "return_ci95": [500.0, 500.0]}
+        if kind == "embodied"
+        else {"accuracy": 0.5, "accuracy_ci95": [0.5, 0.5], "reward_mean": 0.5, "truncated": 0.0, "response_tokens": {}}
+    )
+    run.eval_result(100, "default").write_text(json.dumps(result))
+    text = check(write_report(run))
+    assert re.search("500.00|50.0%", text) and not re.search(r"([\d.]+%?) (?:…|to) \1(?![\d.])", text)
+    said = [describe_result(result)] if kind == "embodied" else [describe_result(result), describe(result)]
+    assert all("interval" not in words and " to " not in words for words in said)
+
+
+def suites_of(run: RunPaths, figure: str, results: dict[str, dict[int, float]]) -> str:
+    """The report of a run with these results by suite and step."""
+    for suite, figures in results.items():
+        for step, value in figures.items():
+            file = run.eval_result(step, suite)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            result = {
+                "global_step": step,
+                "suite": suite,
+                "episodes": 9,
+                "return_mean": value,
+                "n": 9,
+                "reward_mean": 0.0,
+            }
+            file.write_text(json.dumps({**result, "accuracy": value} if figure == "accuracy" else result))
+    return check(write_report(run))
+
+
+@pytest.mark.parametrize("order", [("default", "again"), ("again", "default")])
+def test_a_run_is_judged_by_its_first_suite(run: RunPaths, order: tuple[str, str]) -> None:
+    """Whichever suite has the larger figures, or comes first by its name; each suite's best has a star."""
+    run.config.write_text(json.dumps({"env": {"train": {"env_id": "x"}}, "workflow": {"eval_suites": list(order)}}))
+    results = {"default": {50: 301.0, 100: 302.0}, "again": {50: 903.0, 100: 4.0}}
+    text = suites_of(run, "return_mean", results)
+    first = results[order[0]]
+    best, last = max(first, key=lambda step: first[step]), 100
+    for title, step in (("Best evaluation", best), ("Last evaluation", last)):
+        card = f"<span>{title}</span><b>{first[step]:.1f}</b><span>mean return, step {step}, suite {order[0]}</span>"
+        assert card in text
+    assert text.count("★") == 2 and "302.00 ★" in text and "903.00 ★" in text
+    beside = text[text.index("Checkpoints") :]
+    assert all(f">{value:.1f}<" in beside for value in first.values())
+    assert not any(f">{value:.1f}<" in beside for value in results[order[1]].values())
+
+
+def test_a_language_run_is_judged_by_its_first_suite(tmp_path: Path) -> None:
+    paths = RunPaths.of(tmp_path, "words")
+    paths.root.mkdir()
+    paths.config.write_text(json.dumps({"runner": {"task_type": "reasoning"}, "workflow": {"eval_suites": ["hard"]}}))
+    text = suites_of(paths, "accuracy", {"easy": {5: 0.99, 10: 0.98}, "hard": {5: 0.31, 10: 0.22}})
+    assert "<b>31.0%</b><span>accuracy, hard, step 5</span>" in text
+    assert "<b>22.0%</b><span>accuracy, hard, step 10</span>" in text
+
+
+def test_a_suite_without_results_leaves_the_others(run: RunPaths) -> None:
+    run.config.write_text(json.dumps({"env": {"train": {"env_id": "x"}}, "workflow": {"eval_suites": ["planned"]}}))
+    assert "mean return, step 100, suite default" in check(write_report(run))
+
+
 def test_curves_are_files_of_their_own(run: RunPaths, tmp_path: Path) -> None:
     files = write_curves(run, tmp_path / "curves")
     assert {"return_vs_env_steps.svg", "return_vs_time.svg", "evaluation.svg", "time_per_phase.svg"} <= {
@@ -139,6 +214,23 @@ def test_curves_are_files_of_their_own(run: RunPaths, tmp_path: Path) -> None:
         assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
     empty = RunPaths.of(tmp_path, "nothing")
     assert "nothing logged yet" in write_curves(empty, tmp_path / "empty")[0].read_text()
+
+
+def test_evaluations_of_training_and_of_checkpoints_are_one_chart_and_come_first(run: RunPaths) -> None:
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for row in lines[4::5]:
+        row |= {"eval/return_mean": 3.0 * row["step"], "eval/return_std": 5.0, "eval/episodes": 25}
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    text = write_report(run).read_text()
+    titles = re.findall(r'class="chart" viewBox="0 0 (\d+) \d+" role="img" aria-label="([^"]*)"', text)
+    assert titles[:3] == [
+        ("766", "Return in evaluations"), ("364", "Return in evaluations"), ("364", "Return over experience")
+    ]  # fmt: skip
+    assert len(titles) == len(set(titles))
+    chart = text.split('aria-label="Return in evaluations"')[1].split("</svg>")[0]
+    rings, points = re.findall("<circle[^>]*fill:var.--panel.", chart), re.findall("<circle", chart)
+    assert len(points) == 20 and len(rings) == 18  # those of steps 50 and 100 are of checkpoints
+    assert "global step 25\ndefault: 75 (73.04 to 76.96)" in chart and "default: 475 (473 to 477)" in chart
 
 
 def test_other_time_is_what_the_phases_leave() -> None:

@@ -90,6 +90,17 @@ def test_a_mistake_that_is_not_the_sweeps_is_not_blamed_on_it() -> None:
     assert "sweep" not in str(refused.value).removeprefix("lr.yaml")
 
 
+def test_a_folder_that_cannot_be_written_is_named_and_no_override_that_nobody_typed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("taken").touch()
+    for command in (["plan"], ["run"]):
+        assert cli.main([*command, write({"seeds": [1, 2]}), "runner.run_dir=taken"]) == 2
+        error = capsys.readouterr().err
+        assert f"{Path('taken').absolute()} is a file, not a folder; choose another with runner.run_dir=…" in error
+        assert "override" not in error and error.count("rlhpc: error") == 1
+
+
 def test_names_that_are_taken() -> None:
     sweep = load({"seeds": [1]})
     folder = RunPaths(sweep.paths.root)
@@ -155,7 +166,7 @@ def test_a_run_on_demonstrations_is_made_once_for_those_that_need_the_same() -> 
     sweep = load({"grid": {"actor.optim.lr": [1e-4, 3e-4]}, "seeds": [1, 2]}, base="reasoning/demo.yaml")
     folders = [str(run.cfg.actor.model.model_path) for run in sweep.runs]  # type: ignore[attr-defined]
     assert folders[0] == folders[2] != folders[1] == folders[3]
-    assert all(folder.startswith("runs/lr/sft-") and folder.endswith("/export/global_step_180") for folder in folders)
+    assert all(folder.startswith("runs/lr/sft-") and folder.endswith("/export/chosen") for folder in folders)
     assert [sorted(run.prepares) for run in sweep.runs] == [["sft"], ["sft"], [], []]
     more = load({"grid": {"actor.optim.lr": [1e-3, 3e-4]}, "seeds": [3, 1]}, base="reasoning/demo.yaml")
     assert str(more.runs[3].cfg.actor.model.model_path) == folders[0]  # type: ignore[attr-defined]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
-from rlhpc.jobs.slurm import Allowance, Start
+import pytest
+
+from rlhpc.jobs.slurm import Allowance, Start, has_gpus
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.when import Answer, Outlook, Shape, walltimes
+from rlhpc.runs.tuning.tune import Asked
+from rlhpc.runs.when import Answer, Outlook, Shape, _shapes, walltimes
 from rlhpc.runs.when_text import moment, render, verdict
+from rlhpc.runtime.errors import ConfigError
 
 NOW = time.mktime((2026, 3, 2, 12, 0, 0, 0, 0, -1))  # a Monday
 DAY = 86400.0
@@ -77,3 +82,49 @@ def test_moments() -> None:
         "Tuesday 12:00",
         "2026-03-12 12:00",
     ]
+
+
+def test_a_walltime_within_the_reserve_never_ends() -> None:
+    """A job of it would be over before it trained: it takes no number of jobs, and anything else is better."""
+    none, some = answer(8, 0, 3600.0, usable=0.0), answer(4, DAY, 3600.0, usable=600.0)
+    assert none.shape.jobs is None and none.end is None and some.shape.jobs == 6
+    assert min([none, some], key=lambda one: one.rank) is some
+    words = ["cluster.time=00:02:00", "cluster.signal_lead_s=300", "runner.save_reserve_s=60"]
+    cfg = load_config("configs/quickstart.yaml", words)
+    with pytest.raises(ConfigError, match="no step has room"):
+        _shapes(Asked("configs/quickstart.yaml", tuple(words)), cfg, cfg.cluster.num_nodes, cfg.cluster.partition, None)
+
+
+def partition(name: str, start: float, *, idle_gpus: bool, own: bool = False) -> Answer:
+    shape = Shape(1, 0, name, 60, () if own else (f"cluster.partition={name}",), own, "", None, None, idle_gpus)
+    return Answer(shape, Start(NOW + start))
+
+
+def test_a_run_without_gpus_takes_none_of_them_where_others_are_as_good() -> None:
+    gpu, cpu = partition("gpu", 0, idle_gpus=True, own=True), partition("cpu", 20, idle_gpus=False)
+    found = Outlook(sorted([gpu, cpu], key=lambda one: one.rank), None, "", (), NOW)
+    assert verdict(found)[-1] == "for the first: cluster.partition=cpu" and "GPU" not in "\n".join(verdict(found))
+    later = partition("cpu", DAY, idle_gpus=False, own=True)
+    found = Outlook(sorted([later, partition("gpu", 0, idle_gpus=True)], key=lambda one: one.rank), None, "", (), NOW)
+    *_, note, words = verdict(found)
+    assert note == "the nodes of gpu have GPUs, which this run would not use: ask whether the site allows that"
+    assert words == "for the first: cluster.partition=gpu"
+
+
+def test_which_partitions_have_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {
+        "gpu": "gpu|gpu:a100:4",
+        "cpu": "cpu*|(null)",
+        "all": "all|(null)\nall|gpu:a100:4(S:0)",
+        "": "cpu*|(null)\ngpu|gpu:4",
+    }
+    cases = "".join(f"*--partition={name}*) printf '%s\\n' '{text}';;\n" for name, text in rows.items() if name)
+    (tmp_path / "sinfo").write_text(f"#!/bin/sh\ncase \"$*\" in\n{cases}*) printf '%s\\n' '{rows['']}';;\nesac\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    has_gpus.cache_clear()
+    assert [has_gpus(name) for name in ("gpu", "cpu", "all", None)] == [True, False, False, False]
+    (tmp_path / "sinfo").unlink()
+    has_gpus.cache_clear()
+    assert not has_gpus("gpu")  # nobody says
+    has_gpus.cache_clear()

@@ -106,3 +106,34 @@ def test_a_name_is_given_once(name: str) -> None:
     with pytest.raises(ConfigError, match=f"tool '{name}' is registered twice"):
         tools.register("free", name)(print)
     assert "free" not in tools.names()
+
+
+@pytest.mark.parametrize("where", ["here", "beside the configuration", "nowhere"])
+@pytest.mark.parametrize("form", ["module", "package"])
+def test_code_that_lies_where_python_does_not_look(
+    where: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message has the command that makes it importable."""
+    here, beside = tmp_path / "here it is", tmp_path / "configs"
+    here.mkdir()
+    beside.mkdir()
+    if where != "nowhere":
+        folder = here if where == "here" else beside
+        file = folder / ("my_tools.py" if form == "module" else "my_tools/__init__.py")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("def hammer(): pass\n")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path and Path(path) != Path.cwd()])
+    monkeypatch.setattr(sys, "argv", ["rlhpc", "train", "../configs/run.yaml"])
+    with pytest.raises(ConfigError) as caught:
+        registry().find("my_tools:hammer")
+    ways = {
+        "here": f"it is in {here}: export PYTHONPATH='{here}'",
+        "beside the configuration": f"it is in {beside}: export PYTHONPATH={beside}",
+        "nowhere": "No module named 'my_tools'",
+    }
+    assert ways[where] in str(caught.value) and ("PYTHONPATH" in str(caught.value)) == (where != "nowhere")
+    if where != "nowhere":
+        monkeypatch.syspath_prepend(str(here if where == "here" else beside))
+        assert registry().find("my_tools:hammer").__name__ == "hammer"
+        del sys.modules["my_tools"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -28,7 +29,7 @@ def registry(tmp_path: Path) -> Registry:
 @pytest.fixture
 def context(registry: Registry) -> Context:
     registry.put("members", "env-0", {"group": "env", "rank": 0})
-    made = Context("driver", registry, cast(Any, None))
+    made = Context("driver", registry, cast(Any, SimpleNamespace(epoch=0)))
     assert made.member("env", 0)["group"] == "env"
     return made
 
@@ -47,6 +48,7 @@ def test_an_unknown_member_is_not_waited_for_where_it_cannot_arrive(context: Con
 def test_a_member_that_was_taken_out_is_waited_for(context: Context) -> None:
     """It is started again: what was known of it is of a process that is gone."""
     context.registry.remove("members", "env-0")
+    context.service.epoch += 1
     with pytest.raises(RendezvousTimeout, match="env-0"):
         context.member("env", 0, timeout=0.05)
 
@@ -54,6 +56,7 @@ def test_a_member_that_was_taken_out_is_waited_for(context: Context) -> None:
 @pytest.mark.parametrize(("folder", "name"), [("run/registry", "registry"), ("run", "run folder")])
 def test_a_registry_that_is_gone_is_said_at_once(context: Context, tmp_path: Path, folder: str, name: str) -> None:
     shutil.rmtree(tmp_path / folder)
+    context.service.epoch += 1
     words = f"the {name} {tmp_path / folder} was removed while the run went on"
     for attempt in (lambda: context.member("env", 0), lambda: context.registry.put("groups", "env", {})):
         with pytest.raises(StaleGeneration, match=words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import os
 import shutil
@@ -19,7 +20,15 @@ import pytest
 from rlhpc.cli import main
 from rlhpc.runtime import scratch as scratch_module
 from rlhpc.runtime.errors import ConfigError, OwnershipError, StorageError
-from rlhpc.runtime.scratch import Scratch, cache_folder, folder_for_sockets, live, remove_stale
+from rlhpc.runtime.scratch import (
+    Scratch,
+    cache_folder,
+    folder_for_sockets,
+    live,
+    make_temporary_folder,
+    remove_stale,
+    temporary_folder,
+)
 from tests.users import ALICE, BOB, needs_root, run_as
 
 OLD = 3600.0
@@ -362,7 +371,7 @@ def test_two_locks_of_one_process_are_one(roots: tuple[Path, Path]) -> None:
     with open(scratch.sockets / "lock") as other:
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        scratch._let_go()
+        scratch.release()
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     scratch.remove()
 
@@ -432,3 +441,115 @@ def test_clean_says_what_it_removed_and_what_lives(
     assert main(["clean"]) == 0
     assert capsys.readouterr().out == f"{node}: nothing to remove\n"
     assert main(["clean", "a=b"]) == 2
+
+
+TRAIN = """
+import os, sys
+from pathlib import Path
+from rlhpc.runtime import scratch
+scratch._SOCKET_ROOT = scratch._SHM_ROOT = Path(os.environ["TMPDIR"])
+session = scratch.Scratch.create()
+session.hold_caches()
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.Adam(model.parameters())
+model(torch.ones(2)).sum().backward()
+optimizer.step()
+import torch._inductor.runtime.cache_dir_utils as caches
+print(caches.cache_dir())
+session.leave()
+print(os.listdir(os.environ["TMPDIR"]))
+"""
+
+
+def test_what_torch_makes_for_compiling_goes_with_the_session(tmp_path: Path) -> None:
+    """With its first optimizer it makes a folder for what it compiles. A place that somebody has chosen stays theirs."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    environment |= {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    where, rest = subprocess.check_output([sys.executable, "-c", TRAIN], env=environment, text=True).splitlines()
+    assert where.startswith(f"{tmp_path}/rlhpc-") and rest == "[]"
+    chosen = str(tmp_path / "chosen")
+    environment["TORCHINDUCTOR_CACHE_DIR"] = chosen
+    where, rest = subprocess.check_output([sys.executable, "-c", TRAIN], env=environment, text=True).splitlines()
+    assert where == chosen and rest == "['chosen']"
+
+
+#: Modules that make temporary folders by themselves, and why these do not go with a session.
+OWN_FOLDERS = {
+    "runtime/scratch.py": "where the rule stands",
+    "language/agents/shells.py": "its copy of the rule, for interpreters without rlhpc; is told the session's folder",
+    "embodied/elsewhere.py": "a command's, which has no session",
+    "embodied/robots/serving.py": "on a robot's own machine, while it connects",
+    "cli/config.py": "a command's, which has no session",
+    "language/data/builtin.py": "a plan's, which has no session",
+    "language/evaluate.py": "a command's, which has no session",
+    "runs/tuning/tune.py": "in the run's folder, to be looked at",
+    "runtime/repository.py": "a command's or the driver's, for the time of one call of git",
+}
+
+
+def test_no_other_module_makes_folders_that_a_killed_rank_leaves() -> None:
+    package, makes = Path(scratch_module.__file__).parents[1], set[str]()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            if name in ("mkdtemp", "TemporaryDirectory", "NamedTemporaryFile", "mkstemp"):
+                makes.add(str(path.relative_to(package)))
+    assert makes == set(OWN_FOLDERS)
+
+
+def test_a_temporary_folder_lies_in_the_session_and_goes_with_it() -> None:
+    with temporary_folder("x") as outside:
+        assert outside.parent == Path(tempfile.gettempdir()) and stat.S_IMODE(outside.stat().st_mode) == 0o700
+    assert not outside.exists()
+    scratch = Scratch.create()
+    try:
+        folder = make_temporary_folder("x")
+        assert folder.parent == scratch.sockets == folder_for_sockets("y").parent
+        with temporary_folder("x") as inside:
+            assert inside.parent == scratch.sockets
+        assert not inside.exists()
+    finally:
+        scratch.remove()
+        scratch.release()
+    assert not folder.exists()
+
+
+@needs_root
+def test_what_a_program_has_locked_is_removed_with_its_session() -> None:
+    """Root enters every folder; its users do not."""
+    code = """
+import rlhpc.runtime.scratch as module
+scratch = module.Scratch.create()
+folder = module.make_temporary_folder("x") / "deep" / "er"
+folder.mkdir(parents=True)
+(folder / "file").touch()
+folder.chmod(0o500)
+folder.parent.chmod(0)
+scratch.release()
+module.remove_stale()  # or another session of that user has
+assert not scratch.sockets.exists()
+print("gone")
+"""
+    done = run_as(ALICE, code)
+    assert done.stdout == "gone\n", done.stderr
+
+
+def test_large_files_lie_below_the_sites_scratch_and_sockets_do_not(
+    roots: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders of programs stay where memory is freed, and go with the session."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    disk.chmod(0o1777)
+    monkeypatch.setenv("RLHPC_SCRATCH", str(disk))
+    scratch = Scratch.create()
+    try:
+        files, sockets = make_temporary_folder("box"), folder_for_sockets("api")
+        (files / "large").write_text("x")
+        assert files.parent == scratch.spill and disk in files.parents and sockets.parent == scratch.sockets
+        scratch.free_memory()
+        assert (files / "large").exists()
+    finally:
+        scratch.remove()
+    assert not list(disk.iterdir()) and not list(roots[0].iterdir())

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import gymnasium as gym
-import pytest
 import torch
 
 from rlhpc import Worker
@@ -16,6 +15,7 @@ from rlhpc.embodied.config import PpoConfig
 from rlhpc.embodied.roles.trainer import Trainer
 from rlhpc.training import ReplicatedBackend
 from rlhpc.training.flat import FlatModule
+from tests.extras import need_extra
 
 HERE = Path(__file__).parent / "checkpoints"
 
@@ -44,7 +44,7 @@ def test_a_policy_s_goes_on() -> None:
 
 def test_a_language_model_s_goes_on(tmp_path: Path) -> None:
     """Its optimizer's averages were one flat tensor each."""
-    pytest.importorskip("transformers")
+    need_extra("llm")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rlhpc.language.config import GrpoConfig

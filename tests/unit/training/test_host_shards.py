@@ -40,7 +40,7 @@ def mesh() -> Iterator[DeviceMesh]:
 def offloaded(mesh: DeviceMesh, fill: float) -> Any:
     """A backend's tensors as `cpu_offload` leaves them."""
     backend: Any = FsdpBackend.__new__(FsdpBackend)
-    backend.rank, backend.optim, backend._steps = 0, SimpleNamespace(name="adam"), int(fill)
+    backend.rank, backend.optim, backend._steps = 0, SimpleNamespace(name="adam"), dict.fromkeys(SHAPES, int(fill))
     backend.write_identity = backend.check_identity = lambda folder: None
     backend.worker = SimpleNamespace(rank=0, all_gather_object=lambda plan: [plan], barrier=lambda: None)
     backend.module = nn.Module()
@@ -62,7 +62,7 @@ def test_a_checkpoint_reaches_moments_that_lie_on_the_host(mesh: DeviceMesh, tmp
     resumed = offloaded(mesh, 0.0)
     resumed._local, resumed.optimizer = {}, None
     resumed.load(tmp_path)
-    assert resumed._steps == 5
+    assert resumed._steps == dict.fromkeys(SHAPES, 5)
     for name, parameter in resumed._parameters():
         assert parameter.to_local().unique().tolist() == [5.0]
         held = resumed._moments[name]

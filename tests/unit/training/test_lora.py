@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from rlhpc.config.sections import LoraConfig
-from rlhpc.runtime.errors import RlhpcError
+from rlhpc.language.memory.model import size_of
+from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.training import merging
 from rlhpc.training.lora import ADAPTER, attach_lora, full_weights
 from rlhpc.training.pieces import pieces
+from tests.extras import need_extra
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")
+need_extra("llm")
+import transformers
 
 #: Families: by name, their configuration, what gets adapters, and where that is. GPT-2 stores its weights transposed.
 MODELS: dict[str, tuple[Callable[[], Any], str, str]] = {
@@ -30,7 +32,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str, str]] = {
         "c_attn", "transformer.h.0.attn.c_attn",
     ),
     "experts": (
-        lambda: transformers.Qwen3MoeConfig(
+        lambda: transformers.Qwen3MoeConfig(  # type: ignore[call-arg]
             vocab_size=32, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_experts=4,
             num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
         ), "q_proj", "model.layers.0.self_attn.q_proj",
@@ -163,3 +165,88 @@ def test_factors_that_a_kernel_rounds_are_no_fault(monkeypatch: pytest.MonkeyPat
         sent = adapted.sent()
         torch.testing.assert_close(sent, before + adapted.delta(), rtol=1e-2, atol=1e-2)
     assert not torch.equal(sent, before + adapted.delta())
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+#: Configurations by name: dense ones, with the head tied to the embeddings and not; and mixtures.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("Llama", {}),
+    "Llama, tied": ("Llama", {"tie_word_embeddings": True}),
+    "Phi3": ("Phi3", {}),
+    "GPT2": ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 32}),
+    "GPTNeoX": ("GPTNeoX", {}),
+    "Qwen3Moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 4, "head_dim": 32, "mlp_only_layers": [0]}),
+    "Qwen2Moe, tied": ("Qwen2Moe", {**EXPERTS, "num_experts": 4, "tie_word_embeddings": True}),
+    "Mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "Olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "Glm4Moe": ("Glm4Moe", {**EXPERTS, "n_routed_experts": 4, "head_dim": 32, "first_k_dense_replace": 1}),
+}
+TARGETS: list[Any] = [
+    "all-linear",
+    ["q_proj", "self_attn.v_proj"],
+    ["q_proj", "lm_head"],
+    r".*\.0\..*(o_proj|dense|c_attn)",
+    r".*lm_head|.*wte|.*q_proj",
+    ["c_fc", "query_key_value", "gate_up_proj"],
+    ["q_proj", "gate_proj", "up_proj", "down_proj"],
+]
+
+
+def built(family: str) -> tuple[Any, dict[str, Any]]:
+    kind, changes = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **changes})
+    return transformers.AutoModelForCausalLM.from_config(config).eval(), config.to_dict()
+
+
+def attached(model: Any, targets: Any) -> Any:
+    """The model with adapters, or why there are none."""
+    try:
+        return attach_lora(model, LoraConfig(rank=4, alpha=8, target_modules=targets), seed=0)
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_with_adapters_merged_compute_what_was_trained(family: str, targets: Any) -> None:
+    """Of any adapter that is not refused: a model that loads what is sent says what the adapted one says."""
+    model, _ = built(family)
+    adapted = attached(model, targets)
+    if isinstance(adapted, str):
+        assert adapted.startswith(f"actor.lora.target_modules is {targets!r}: ") and "; allowed: " in adapted
+        assert targets != "all-linear"
+        return
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn(parameter.shape) * 0.1)
+        other, ids = built(family)[0], torch.arange(3, 19)[None]
+        before = other(input_ids=ids).logits
+        other.load_state_dict(dict(full_weights(adapted, lambda tensor: tensor)), strict=False)
+        expected = adapted(input_ids=ids).logits
+        torch.testing.assert_close(other(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(before, expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", ["Llama, tied", "GPT2", "Qwen2Moe, tied"])
+@pytest.mark.parametrize("targets", [["lm_head"], ".*lm_head"], ids=str)
+def test_an_adapter_on_a_weight_of_two_modules_is_refused(family: str, targets: Any) -> None:
+    refused = attached(built(family)[0], targets)
+    assert isinstance(refused, str) and "lm_head and " in refused and " have one weight" in refused, refused
+    assert "lm_head" not in refused.partition("; allowed: ")[2]
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_account_of_memory_knows_which_layers_get_adapters(family: str, targets: Any) -> None:
+    model, config = built(family)
+    adapted = attached(model, targets)
+    if isinstance(adapted, str):
+        return
+    found = sum(4 * (out + given) for out, given in size_of("somebody/model", config=config).adapted(targets).values())
+    assert found == sum(tensor.numel() for name, tensor in adapted.named_parameters() if ".lora_" in name)

@@ -23,7 +23,8 @@ class LerobotPolicy(Policy):
     """One of LeRobot's policies. A subclass acts, and says what the value head sees.
 
     `actor.model`: `model_path`, `num_action_chunks` (how many of the predicted actions are played), `add_value_head`;
-    `kwargs`: `statistics` (a LeRobot dataset's folder, or its stats.json, in place of the folder's own).
+    `kwargs`: `statistics` (a LeRobot dataset's folder, or its stats.json, in place of the folder's own); `cameras` (the
+    environment's camera of each of the folder's, where their names differ).
 
     Attributes:
         inner: The policy of LeRobot's library.
@@ -42,7 +43,6 @@ class LerobotPolicy(Policy):
             self.described, self.inner.config, cfg.kwargs.get("statistics"), cfg.kwargs.get("vlm")
         )
         self._task = str(cfg.kwargs.get("task") or "")
-        self._pictures = list(folder.pictures_of(observation_space, self.described.looks))
         self.value_head = ValueHead(self.value_inputs(), self.value_width) if cfg.add_value_head else None
 
     def value_inputs(self) -> int:
@@ -70,10 +70,9 @@ class LerobotPolicy(Policy):
             is_pad: `[B, imitated]`, which of them lie outside of the episode; none by default.
         """
         parts = obs if isinstance(obs, dict) else {"": obs}
-        cameras = iter(self._cameras(parts))
         found: dict[str, Any] = {}
         for name, source in self.described.sources.items():
-            found[name] = next(cameras) if source is None else self._numbers(parts[source])
+            found[name] = self._camera(name, parts) if source is None else self._numbers(parts[source])
         found["task"] = self._tasks(parts, count_rows(obs))
         if actions is not None:
             found["action"] = actions.reshape(len(actions), -1, self.dim).float()
@@ -89,10 +88,11 @@ class LerobotPolicy(Policy):
     def _numbers(self, part: Tensor) -> Tensor:
         return part.flatten(1 if self.described.looks == 1 else 2).float()
 
-    def _cameras(self, parts: dict[str, Tensor]) -> Iterator[Tensor]:
-        for key in self._pictures:
-            pictures = parts[key].movedim(-1, -3).float() / 255
-            yield from (each.contiguous() for each in pictures.split(3, -3))
+    def _camera(self, name: str, parts: dict[str, Tensor]) -> Tensor:
+        """The pictures of an input, channels first, 0 to 1."""
+        key, number = self.described.cameras[name]
+        picture = parts[key][..., 3 * number : 3 * number + 3]
+        return (picture.movedim(-1, -3).float() / 255).contiguous()
 
     def _tasks(self, parts: dict[str, Tensor], rows: int) -> list[str]:
         if "instruction" not in parts:

@@ -16,7 +16,7 @@ from rlhpc.embodied.models.vlm import values_of
 
 class DenoisingPolicy(LerobotPolicy):
     """Its states on the way are a chain `[B, K + 1, *state_shape]`, whose log-probability over the actions that are used is
-    that of the chunk. Evaluation goes a deterministic way from zero.
+    that of the chunk. Evaluation goes a deterministic way from noise.
 
     Attributes:
         steps: K.
@@ -49,9 +49,14 @@ class DenoisingPolicy(LerobotPolicy):
     def denoise(self, seen: Any, x: Tensor) -> Tensor:
         """The deterministic way from a state of noise to actions, normalised `[B, *state_shape]`."""
 
-    def evaluated(self, seen: Any, hidden: Tensor) -> Tensor:
-        """Where evaluations end, which go from zero."""
-        return self.denoise(seen, hidden.new_zeros(len(hidden), *self.state_shape))
+    def evaluated(self, encoded: Any, hidden: Tensor, obs: Obs, noise: Tensor | None) -> Tensor:
+        """Returns the actions in which evaluations end, which begin in rows of `sample_start`."""
+        return self.denoise(encoded, self.start_for(obs, noise, hidden.device))
+
+    @property
+    def start_shape(self) -> tuple[int, ...]:
+        """See `Policy.start_shape`: that of a state."""
+        return self.state_shape
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """See `Policy.features`: there is no head."""
@@ -80,12 +85,12 @@ class DenoisingPolicy(LerobotPolicy):
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Actions for a batch of observations (`Policy.predict_action_batch`); evaluations start from zero."""
+        """Actions for a batch of observations (`Policy.predict_action_batch`); evaluations go a deterministic way."""
         with self.settled():
             seen, hidden = self.see(obs)
             values = self._values(hidden)
             if mode == "eval":
-                return self._used(self.evaluated(seen, hidden)), {"prev_values": values}
+                return self._used(self.evaluated(seen, hidden, obs, noise)), {"prev_values": values}
             chain = self.chain(seen, self.noise_for(obs, noise, hidden.device))
             found = self._leveled(self.chain_logprobs(seen, chain))
         return self._used(chain[:, -1]), {"prev_logprobs": found, "prev_values": values, "inputs": {"chain": chain}}

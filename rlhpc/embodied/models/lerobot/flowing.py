@@ -54,11 +54,11 @@ class FlowPolicy(DenoisingPolicy):
         """See `Policy.horizon`: all that the network predicts."""
         return self.state_shape[0]
 
-    def plan(self, obs: Obs, guide: Guide | None = None) -> Tensor:
+    def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
         """See `Policy.plan`."""
         with self.settled():
             velocity, hidden = self.see(obs)
-            return self.evaluated(velocity if guide is None else guide(velocity), hidden)
+            return self.evaluated(velocity if guide is None else guide(velocity), hidden, obs, noise)
 
     def played(self, plan: Tensor, part: slice) -> Tensor:
         """See `Policy.played`."""

@@ -9,7 +9,7 @@ policy_postprocessor.json
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from gymnasium import spaces
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.plain import read_json
 
 if TYPE_CHECKING:
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 FAMILIES = {
     "act": "chunk_size", "diffusion": "horizon", "smolvla": "chunk_size", "pi0": "chunk_size", "pi05": "chunk_size",
 }  # fmt: skip
-_FLOW = ("statistics", "noise_level", "num_steps", "vlm", "task")
+_FLOW = ("statistics", "cameras", "noise_level", "num_steps", "vlm", "task")
 #: Keys of `actor.model.kwargs`, by family.
 OPTIONS = {
-    "act": ("statistics",),
-    "diffusion": ("statistics", "noise_level", "num_steps"),
+    "act": ("statistics", "cameras"),
+    "diffusion": ("statistics", "cameras", "noise_level", "num_steps"),
     **dict.fromkeys(("smolvla", "pi0", "pi05"), _FLOW),
 }
 STATE, PLACE = "observation.state", "observation.environment_state"
@@ -47,6 +48,7 @@ class Described:
         path: The folder.
         family: One of `FAMILIES`.
         sources: The part of our observations that each of its inputs is; pictures are None.
+        cameras: The camera of the environment that each input with pictures is: part, and number within it.
         looks: How many observations it sees, the last of which is the present one (`n_obs_steps`).
         config: All of it.
     """
@@ -54,6 +56,7 @@ class Described:
     path: Path
     family: str
     sources: dict[str, str | None]
+    cameras: dict[str, tuple[str, int]]
     looks: int
     config: dict[str, Any]
 
@@ -65,9 +68,7 @@ def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Des
         ConfigError: It is none, of a family that is not here, or of another task; or an option is unknown.
     """
     path, config = _read(cfg.model_path)
-    family = str(config.get("type"))
-    if family not in FAMILIES:
-        raise ConfigError(f"{_KEY}: {path}/config.json is of type {family!r}; here are: {', '.join(FAMILIES)}")
+    family = _family(path, config)
     if unknown := sorted(set(cfg.kwargs) - set(OPTIONS[family])):
         raise ConfigError(
             f"actor.model.kwargs of lerobot's {family} has {', '.join(unknown)}; allowed: {', '.join(OPTIONS[family])}"
@@ -83,13 +84,33 @@ def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Des
             "played as they are here: set it null"
         )
     _check_actions(cfg, path, config, action_space, FAMILIES[family], looks)
-    return Described(path, family, _sources(path, config, observation_space, looks), looks, config)
+    sources = _sources(path, config, observation_space, looks)
+    inputs = [name for name, source in sources.items() if source is None]
+    cameras = match_cameras(inputs, environment_cameras(observation_space, looks), cfg.kwargs.get("cameras"), path)
+    return Described(path, family, sources, cameras, looks, config)
+
+
+def check_folder(cfg: ModelConfig) -> None:
+    """Refuses a folder that LeRobot's `save_pretrained` did not write, or of a family that is not here.
+
+    Raises:
+        ConfigError: Says what is wrong.
+    """
+    path, config = _read(cfg.model_path)
+    _family(path, config)
+
+
+def _family(path: Path, config: Mapping[str, Any]) -> str:
+    family = str(config.get("type"))
+    if family not in FAMILIES:
+        raise ConfigError(f"{_KEY}: {path}/config.json is of type {family!r}; here are: {', '.join(FAMILIES)}")
+    return family
 
 
 def _read(given: str | None) -> tuple[Path, dict[str, Any]]:
     if not given:
         raise ConfigError(f"{_KEY} is not set; model_type lerobot takes a folder that LeRobot's save_pretrained wrote")
-    path = Path(given).expanduser().absolute()
+    path = expand_home(given).absolute()
     try:
         config = read_json((path / "config.json").read_bytes())
     except (OSError, ValueError) as error:
@@ -120,6 +141,61 @@ def _check_actions(cfg: ModelConfig, path: Path, config: Mapping[str, Any], spac
 def pictures_of(space: Any, looks: int) -> dict[str, Any]:
     """The boxes of pictures of an observation, `[H, W, C]`, or `[looks, H, W, C]` where it shows several."""
     return {key: box for key, box in boxes_of(space).items() if len(box.shape) == 3 + (looks > 1)}
+
+
+def environment_cameras(space: Any, num_steps: int) -> dict[str, tuple[str, int]]:
+    """Returns the cameras of an environment by name: part of the observation, and number within it. A part that holds several
+    pictures side by side, such as `rgb`, has cameras `rgb_0`, `rgb_1`, …; `num_steps` as `Described.looks`."""
+    cameras: dict[str, tuple[str, int]] = {}
+    for key, box in pictures_of(space, num_steps).items():
+        count = box.shape[-1] // 3
+        cameras |= {(key or "pictures") if count == 1 else f"{key or 'pictures'}_{i}": (key, i) for i in range(count)}
+    return cameras
+
+
+def match_cameras(
+    inputs: Sequence[str], cameras: Mapping[str, tuple[str, int]], chosen: Any, path: Path
+) -> dict[str, tuple[str, int]]:
+    """Returns the environment's camera of each input with pictures.
+
+    `observation.images.X` is the camera X. Where no name is the same, the cameras of one part, such as `rgb`, are the inputs
+    in their order.
+
+    Args:
+        inputs: In the folder's order.
+        cameras: `environment_cameras`.
+        chosen: `actor.model.kwargs.cameras`, which names a camera for each input; None for none.
+        path: The folder, for messages.
+
+    Raises:
+        ConfigError: Which camera an input is does not follow, or a camera is left over.
+    """
+    short = {name: name.removeprefix("observation.").removeprefix("images.") for name in inputs}
+    lists = (
+        f"{path}/config.json has cameras {', '.join(short.values())}, the environment {', '.join(cameras) or 'none'}"
+    )
+    if chosen is not None:
+        if not isinstance(chosen, Mapping):
+            raise ConfigError(f"actor.model.kwargs.cameras is {chosen!r}; it is a mapping: {{theirs: ours}}")
+        named = {str(name).removeprefix("observation.").removeprefix("images."): str(camera)
+                 for name, camera in chosen.items()}  # fmt: skip
+        if set(named) != set(short.values()) or not set(named.values()) <= set(cameras):
+            raise ConfigError(
+                f"actor.model.kwargs.cameras is {named}; it names one of the environment's for each of the folder's: {lists}"
+            )
+        return {name: cameras[named[short[name]]] for name in inputs}
+    if set(short.values()) == set(cameras):
+        return {name: cameras[short[name]] for name in inputs}
+    parts = {part for part, _ in cameras.values()}
+    by_position = len(parts) <= 1 and not set(short.values()) & set(cameras) and len(inputs) == len(cameras)
+    if not by_position:
+        ours = list(cameras)
+        example = ", ".join(f"{name}: {ours[i % len(ours)]}" for i, name in enumerate(short.values()))
+        raise ConfigError(
+            f"{_KEY}: {lists}; which is which does not follow from their names: set "
+            f"actor.model.kwargs.cameras={{{example}}}, each with the right one"
+        )
+    return dict(zip(inputs, cameras.values(), strict=True))
 
 
 def _sources(path: Path, config: Mapping[str, Any], space: Any, looks: int) -> dict[str, str | None]:

@@ -14,6 +14,7 @@ from rlhpc.embodied.elsewhere import importable, needs_lerobot
 from rlhpc.embodied.models.lerobot.folder import Described
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.shown import first_line
 
@@ -98,7 +99,7 @@ class Processors:
 
     def __init__(self, described: Described, config: Any, statistics: Any, vlm: str | None = None) -> None:
         self._path, self._config, self._vlm = described.path, config, vlm
-        self._stats = None if statistics is None else _statistics(Path(str(statistics)).expanduser())
+        self._stats = None if statistics is None else _statistics(expand_home(str(statistics)))
         if self._stats is None and not (described.path / "policy_preprocessor.json").is_file():
             raise ConfigError(
                 f"actor.model.model_path: {described.path} has no policy_preprocessor.json; name the dataset whose "

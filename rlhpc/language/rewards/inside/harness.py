@@ -59,12 +59,17 @@ def encode(value: Any, depth: int = 0) -> Any:
         return {"q": [hex(value.numerator), hex(value.denominator)]}
     if module == "decimal" and name == "Decimal":
         return {"n": str(value)}
+    if module == "datetime" and name in ("date", "datetime", "time"):
+        return {"m": [name, value.isoformat()]}
+    if module == "datetime" and name == "timedelta":
+        return {"m": [name, [value.days, value.seconds, value.microseconds]]}
     if module == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
         return encode(value.item(), depth + 1)
     raise TypeError(f"a {module}.{name} cannot leave the sandbox")
 
 
 def _described(error: BaseException) -> str:
+    """Names the exception, and what it says."""
     try:
         return f"{type(error).__name__}: {error}"[:2000]
     except BaseException:
@@ -92,6 +97,8 @@ def _checks(checks: list[dict[str, str]], namespace: dict[str, Any], fd: int, no
                 _run(_compile(check["source"], "<test>", "exec"), namespace)
         except BaseException as error:
             kind, payload = "error", _described(error)
+            if check["kind"] == "raises":
+                kind, payload = "value", encode((payload, [cls.__name__ for cls in type(error).__mro__]))
         tell(fd, nonce, f"{kind} {number}", payload)
         number += 1  # noqa: SIM113 - `enumerate` could be the program's own
 
@@ -104,7 +111,7 @@ def run(job: dict[str, Any], fd: int) -> None:
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     module = type(sys)("__main__" if job["main"] else "program")
     sys.modules.pop("confine", None), sys.modules.pop("harness", None)
-    sys.modules["__main__"] = sys.modules[module.__name__] = module
+    sys.modules["__main__"] = sys.modules[module.__name__] = sys.modules["solution"] = module
     code, failure = 0, ""
     try:
         for source, name in ((job["source"], "<program>"), (job["setup"], "<setup>")):

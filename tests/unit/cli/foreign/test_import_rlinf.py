@@ -10,7 +10,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlhpc import cli
-from rlhpc.cli.foreign import rlinf, rlinf_embodied, rlinf_language
+from rlhpc.cli.foreign import rlinf, rlinf_defaults, rlinf_embodied, rlinf_language
+from rlhpc.cli.foreign.hydra import Composed
+from rlhpc.cli.foreign.rules import Translation
+from rlhpc.cli.foreign.written import written
 from rlhpc.config.keys import Schema
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.kinds import find_kind
@@ -109,10 +112,49 @@ LANGUAGE: dict[str, Any] = {
 }  # fmt: skip
 
 
+#: What a value model adds to a language model's run.
+CRITIC: dict[str, Any] = {
+    "cluster": {"component_placement": {"actor,rollout,reward": None, "actor,critic,rollout,reward": "0-15"}},
+    "algorithm": {"adv_type": "gae", "group_size": 1, "normalize_advantages": True, "value_cliprange": 0.5, "gae_lambda": 0.9},
+    "critic": {
+        "use_critic_model": True, "training_backend": "megatron", "seed": 3, "model": {"precision": "bf16"},
+        "optim": {"optimizer": "adam", "lr": 1e-5, "clip_grad": 1.0}, "lr_sched": {"lr_decay_style": "linear"},
+    },
+}  # fmt: skip
+FSDP: dict[str, Any] = {"actor": {"training_backend": "fsdp", "optim": {"adam_beta1": 0.8, "adam_beta2": 0.7}}}
+
+
 def merged(below: Any, above: Any) -> Any:
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
     return {**below, **{key: merged(below.get(key), value) for key, value in above.items()}}
+
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}  # name → (a configuration, RLinf's defaults)
+
+
+def _kinds() -> None:
+    embodied = merged({"env": {"train": CUBE, "eval": CUBE}, "actor": {"model": MLP}}, PPO)
+    embodied = {key: value for key, value in embodied.items() if key not in ("defaults", "hydra")}
+    KINDS["embodied"] = embodied, rlinf_defaults.EMBODIED
+    KINDS["off_policy"] = merged(embodied, SAC), rlinf_defaults.SAC
+    for name, above in {"megatron": {}, "fsdp": FSDP, "critic": CRITIC}.items():
+        tree = merged(LANGUAGE, above)
+        KINDS[name] = tree, rlinf_defaults.language_defaults(flat(tree))
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix[:-1]: tree}
+    return {key: value for name, below in tree.items() for key, value in flat(below, f"{prefix}{name}.").items()}
+
+
+_kinds()
+
+
+def translation(leaves: dict[str, Any]) -> Translation:
+    known = {key: value for key, value in leaves.items() if "${" not in str(value)}
+    return rlinf.translate(Composed(known), "rlinf.yaml")
 
 
 def put(folder: Path, name: str, content: Any) -> Path:
@@ -133,7 +175,7 @@ def imported(source: Path, capsys: pytest.CaptureFixture[str], *words: str) -> t
     target = source.parent / "ours.yaml"
     assert cli.main(["config", "import", str(source), "-o", str(target), *words]) == 0
     report = capsys.readouterr().err
-    cfg = load_config(target, site="") if "accepts it" in report else None
+    cfg = load_config(target, site="") if "keys and values are right" in report else None
     return cfg, target.read_text(), report
 
 
@@ -148,7 +190,7 @@ def keys_of(tree: Any, prefix: str = "") -> list[str]:
     [
         ("embodied", [*rlinf_embodied.PPO, *rlinf_embodied.SEEING]),
         ("off_policy", rlinf_embodied.SAC),
-        ("reasoning", rlinf_language.ROWS),
+        ("reasoning", [*rlinf_language.ROWS, *rlinf_language.CRITIC]),
     ],
 )
 def test_what_is_written_are_keys_of_that_kind(kind: str, rows: Any) -> None:
@@ -157,9 +199,95 @@ def test_what_is_written_are_keys_of_that_kind(kind: str, rows: Any) -> None:
     assert not [ours for ours, _ in [*rlinf.RUN, *common, *rows] if ours and ours not in keys]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_left_out_means_what_rlinf_takes_for_it(kind: str) -> None:
+    leaves, defaults = flat(KINDS[kind][0]), KINDS[kind][1]
+    for key, value in defaults.items():
+        without = {name: below for name, below in leaves.items() if name != key}
+        assert translation(without).ours == translation({**without, key: value}).ours, key
+        assert not any(key in origins for origins in translation(without).origin.values()), key
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rlinfs_defaults_reach_the_run(kind: str, tmp_path: Path) -> None:
+    leaves, defaults = flat(KINDS[kind][0]), KINDS[kind][1]
+    made = translation({key: value for key, value in leaves.items() if key not in defaults})
+    (tmp_path / "ours.yaml").write_text(text := written(made, "rlinf.yaml", "RLinf"))
+    cfg = load_config(tmp_path / "ours.yaml", [], site="", check=False)
+    assert "adam_eps: 1.0e-08  # RLinf's default of actor.optim.adam_eps\n" in text
+    converted = {"algorithm.normalize_advantages", "actor.optim.lr_warmup_steps"}  # true is batch, and -1 is 0
+    as_they_are = {key for key in made.ours if key in defaults} - converted
+    assert {key: OmegaConf.select(cfg, key) for key in as_they_are} == {key: defaults[key] for key in as_they_are}
+    adamw = {"actor.optim.name": "adamw", "actor.optim.weight_decay": 0.01, "actor.optim.adam_eps": 1e-8}
+    answers = {"algorithm.gamma": 1.0, **adamw}
+    wanted: dict[str, Any] = {
+        "embodied": {
+            "algorithm.gamma": 1.0, "algorithm.gae_lambda": 1.0, "algorithm.normalize_advantages": "batch",
+            "algorithm.update_epochs": 1, **adamw,
+        },
+        "off_policy": {
+            "algorithm.initial_alpha": 0.01, "algorithm.auto_entropy_tuning": True, "algorithm.backup_entropy": True,
+            "actor.optim.name": "adam", "actor.optim.weight_decay": 0.0, "actor.optim.adam_eps": 1e-8,
+        },
+        "megatron": {"algorithm.clip_ratio_c": None, "actor.optim.lr_warmup_steps": 0, **answers},
+        "fsdp": {"algorithm.clip_ratio_c": 3.0, "actor.optim.lr_scheduler": "constant", **answers},
+        "critic": {
+            "algorithm.gae_lambda": 1.0, "critic.optim.weight_decay": 0.01, "critic.optim.adam_eps": 1e-8,
+            "critic.warmup_steps": 0, **answers,
+        },
+    }[kind]  # fmt: skip
+    assert {key: OmegaConf.select(cfg, key) for key in wanted} == wanted
+
+
+def test_a_key_that_is_taken_as_it_is_has_rlinfs_default_or_is_needed_there() -> None:
+    """RLinf stops without a key of `needed`: none of its files leaves it out for another value's sake."""
+    needed = {
+        "actor.seed", "cluster.num_nodes", "env.train.max_episode_steps", "env.train.seed", "env.eval.max_episode_steps",
+        "env.eval.total_num_envs", "env.eval.video_cfg.fps", "rollout.pipeline_stage_num", "actor.global_batch_size",
+        "runner.save_interval", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "algorithm.entropy_bonus",
+        "algorithm.logprob_type", "algorithm.reward_type", "algorithm.loss_agg_func", "algorithm.group_size",
+        "algorithm.tau", "algorithm.value_cliprange", "algorithm.entropy_tuning.optim.lr", "actor.model.num_action_chunks",
+        "algorithm.entropy_tuning.target_entropy",  # left out: minus the number of the action's components, in both
+        "actor.critic_optim.lr", "algorithm.sampling_params.top_p", "data.max_prompt_length", "data.rollout_batch_size",
+        "data.prompt_key", "data.answer_key", "data.system_prompt", "runner.seq_length", "rollout.max_running_requests",
+        "rollout.gpu_memory_utilization",
+    }  # fmt: skip
+    for name in ("lr", "adam_beta1", "adam_beta2", "clip_grad"):
+        needed |= {f"actor.optim.{name}", f"critic.optim.{name}"}
+    shared = [*rlinf.RUN, *rlinf_embodied.PLAYED, *rlinf_embodied.POLICY]
+    rows = {
+        "embodied": [*shared, *rlinf_embodied.PPO, *rlinf_embodied.SEEING],
+        "off_policy": [*shared, *rlinf_embodied.SAC],
+        "fsdp": [*rlinf.RUN, *rlinf_language.ROWS],
+        "critic": [*rlinf.RUN, *rlinf_language.ROWS, *rlinf_language.CRITIC],
+    }
+    extra = {"off_policy": {"algorithm.gamma"}, "critic": {"algorithm.clip_ratio_c"}}  # needed by that trainer alone
+    for kind, table in rows.items():
+        theirs = {rule for _, rule in table if isinstance(rule, str)}
+        assert theirs - needed - extra.get(kind, set()) <= set(KINDS[kind][1]), kind
+
+
+def test_a_value_model_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = merged(LANGUAGE, CRITIC)
+    del source["cluster"]["component_placement"]["actor,rollout,reward"]
+    cfg, _, report = imported(put(tmp_path, "values.yaml", source), capsys)
+    assert report.endswith("rlhpc plan also looks at the files that they name\n")
+    wanted = {
+        "cluster.component_placement": {"actor,critic,rollout": "0-15"}, "algorithm.adv_type": "gae",
+        "algorithm.gae_lambda": 0.9, "algorithm.gamma": 1.0, "algorithm.value_clip": 0.5, "critic.training_backend": "fsdp",
+        "critic.optim.lr": 1e-5, "critic.optim.clip_grad": 1.0, "critic.optim.lr_scheduler": "linear",
+        "critic.model.dtype": "bfloat16", "critic.model.model_path": "models/one", "critic.warmup_steps": 0,
+    }  # fmt: skip
+    assert {key: OmegaConf.select(cfg, key) for key in wanted} == wanted
+    assert (
+        cfg.reward.terms[0].weight == 10.0
+    )  # RLinf's answers are worth -5 or 5, which the clip of values is relative to
+    assert "there is no critic" not in report
+
+
 def test_ppo_becomes_a_run_of_ours(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg, text, report = imported(put(project, "push.yaml", PPO), capsys, "runner.keep_checkpoints=5")
-    assert report.endswith("rlhpc plan accepts it\n")
+    assert report.endswith("rlhpc plan also looks at the files that they name\n")
     wanted = {
         "runner.task_type": "embodied", "runner.name": "push_a_cube", "runner.seed": 7, "runner.max_steps": 60,
         "runner.keep_checkpoints": 5, "cluster.accelerators_per_node": 2, "algorithm.loss_type": "ppo",
@@ -218,7 +346,7 @@ def test_rounds_without_auto_reset_become_parts(project: Path, capsys: pytest.Ca
 
 def test_sac_counts_updates_by_transitions(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg, _, report = imported(put(project, "push.yaml", merged(PPO, SAC)), capsys)
-    assert report.endswith("rlhpc plan accepts it\n")
+    assert report.endswith("rlhpc plan also looks at the files that they name\n")
     assert (cfg.runner.task_type, cfg.actor.model.model_type) == ("off_policy", "sac")
     assert (cfg.algorithm.update_to_data, cfg.algorithm.rollout_steps) == (
         0.25,
@@ -233,9 +361,25 @@ def test_sac_counts_updates_by_transitions(project: Path, capsys: pytest.Capture
     assert "RLinf counts trajectories, rlhpc counts transitions" in report
 
 
+def test_adapters_are_not_scaled_as_in_rlinf() -> None:
+    lora = {"actor.model.is_lora": True, "actor.model.lora_rank": 24}
+    for kind, model in (("fsdp", {}), ("embodied", {"actor.model.model_type": "openvla_oft"})):
+        ours = translation({**flat(KINDS[kind][0]), **model, **lora}).ours
+        assert (ours["actor.lora.rank"], ours["actor.lora.alpha"]) == (24, 24), kind
+        assert "actor.lora.rank" not in translation({**flat(KINDS[kind][0]), **model}).ours
+
+
+@pytest.mark.parametrize("slots", [7, 49, 64, 3_000_000])
+def test_sac_makes_as_many_updates_as_rlinf(slots: int) -> None:
+    leaves = flat(KINDS["off_policy"][0]) | {"env.train.total_num_envs": slots, "algorithm.update_epoch": 3}
+    ours = translation(leaves).ours
+    transitions = slots * ours["algorithm.rollout_steps"]
+    assert [int(ours["algorithm.update_to_data"] * step * transitions + 1e-6) for step in (1, 10, 100)] == [3, 30, 300]
+
+
 def test_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg, _, report = imported(put(tmp_path, "sums.yaml", LANGUAGE), capsys)
-    assert report.endswith("rlhpc plan accepts it\n")
+    assert report.endswith("rlhpc plan also looks at the files that they name\n")
     wanted = {
         "runner.task_type": "reasoning", "runner.name": "sums", "runner.max_steps": 100, "cluster.accelerators_per_node": 8,
         "cluster.component_placement": {"actor,rollout": "0-15"}, "algorithm.clip_ratio_low": 0.2,

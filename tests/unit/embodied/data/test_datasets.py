@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
-import pyarrow.parquet as parquet
 import pytest
 
 from rlhpc.cli import main
 from rlhpc.embodied.data.lerobot_writer import LeRobotWriter
+from rlhpc.embodied.data.minari import _space, joined_spaces
 from rlhpc.embodied.data.trajectories import read_trajectories
 from rlhpc.embodied.envs.observations import encode_text
+from tests.extras import find_python, need_extra
 from tests.unit.embodied.data.test_trajectories import assert_same, episode, write
 
 ROOT = Path(__file__).resolve().parents[4]
 #: LeRobot has a Python of its own.
-LEROBOT = Path(os.environ.get("RLHPC_LEROBOT_PYTHON") or ROOT / ".venv-lerobot" / "bin" / "python")
+LEROBOT = find_python("lerobot")
 FIELDS = ("actions", "rewards", "terminations", "truncations", "success")
 
 
@@ -40,6 +41,8 @@ def data(*words: object) -> None:
 @pytest.mark.parametrize("kind", [{}, {"rgb": True}, {"discrete": True, "success": None}], ids=str)
 @pytest.mark.parametrize("to", ["hdf5", "lerobot", "minari"])
 def test_converted_and_back(tmp_path: Path, to: str, kind: dict[str, Any]) -> None:
+    if to == "lerobot":
+        need_extra("embodied")
     written = episodes(**kind)
     source, there, back = (
         write(tmp_path / "a.h5", *written),
@@ -69,7 +72,11 @@ def pictures(T: int) -> np.ndarray:
     return found
 
 
+@pytest.mark.long
 def test_lerobot_s_layout_statistics_and_videos(tmp_path: Path) -> None:
+    need_extra("embodied")
+    from pyarrow import parquet
+
     written = [episode(T, obs={"state": np.random.default_rng(T).normal(size=(T + 1, 3)).astype(np.float32),
                                "rgb": pictures(T)}) for T in (5, 9)]  # fmt: skip
     folder = tmp_path / "set"
@@ -113,7 +120,7 @@ def test_lerobot_s_layout_statistics_and_videos(tmp_path: Path) -> None:
         assert apart.mean() < 4, "another frame is further off"
     data("convert", tmp_path / "a.h5", "--to", "lerobot", "--output", tmp_path / "images")
     instructed(tmp_path / "told")
-    if LEROBOT.exists():
+    if LEROBOT:
         found, told = read_by_lerobot(tmp_path / "images", tmp_path / "told")
         assert found == [
             [2, 14, "Task-v1", *np.concatenate([each["actions"] for each in written])[7].tolist()],
@@ -134,6 +141,9 @@ def instructed(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_an_instruction_is_lerobot_s_task_of_each_frame_and_who_acted_is_kept(tmp_path: Path) -> None:
+    need_extra("embodied")
+    from pyarrow import parquet
+
     made = instructed(tmp_path / "set")
     table = parquet.read_table(tmp_path / "set/data/chunk-000/file-000.parquet")
     assert table["task_index"].to_pylist() == [0] * 6 + [1] * 5 + [0] * 3
@@ -163,7 +173,7 @@ def read_by_lerobot(*folders: Path) -> Any:
         "print(json.dumps(all_found))\n"
     )
     home = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folders[0].parent / "hf"), "HOME": str(folders[0].parent)}
-    command = [str(LEROBOT), "-c", program, *map(str, folders)]
+    command = [LEROBOT, "-c", program, *map(str, folders)]
     done = subprocess.run(command, env=home, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -231,6 +241,8 @@ def test_bad_input_is_one_message_and_leaves_nothing(
     words: tuple[str, ...],
     said: str,
 ) -> None:
+    if "lerobot" in words:
+        need_extra("embodied")
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.h5", *episodes())
     write(tmp_path / "bare.h5", episode(3, obs=None))
@@ -245,3 +257,51 @@ def test_bad_input_is_one_message_and_leaves_nothing(
     error = capsys.readouterr().err
     assert said in error and error.count("rlhpc: error:") == 1 and "Traceback" not in error
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def discrete(folder: Path, *lengths: int, declared: int | None = None) -> Path:
+    """A Minari dataset as FrozenLake's: places and moves are numbers."""
+    (folder / "data").mkdir(parents=True)
+    with h5py.File(folder / "data/main_data.hdf5", "w") as file:
+        for i, n in enumerate(lengths):
+            group = file.create_group(f"episode_{i}")
+            group["observations"], group["actions"] = np.arange(n + 1), np.arange(n) % 2
+            group["rewards"] = np.zeros(n)
+            group["terminations"], group["truncations"] = np.arange(n) == n - 1, np.zeros(n, bool)
+    if declared is not None:
+        space = {"type": "Discrete", "dtype": "int64", "start": 0, "n": declared}
+        names = ("observation_space", "action_space")
+        (folder / "data/metadata.json").write_text(json.dumps(dict.fromkeys(names, json.dumps(space))))
+    return folder
+
+
+@pytest.mark.parametrize(("declared", "places", "moves"), [(None, 9, 2), (16, 16, 16), (4, 9, 4)])
+@pytest.mark.parametrize("lengths", [(3, 8), (8, 3)])
+def test_minari_s_numbers_of_places_and_moves(
+    tmp_path: Path, lengths: tuple[int, ...], declared: int | None, places: int, moves: int
+) -> None:
+    """Those that the source declares, and at least those that occur."""
+    source, there = discrete(tmp_path / "a", *lengths, declared=declared), tmp_path / "b"
+    data("convert", source, "--to", "minari", "--output", there)
+    described = json.loads((there / "data/metadata.json").read_text())
+    found = [json.loads(described[name])["n"] for name in ("observation_space", "action_space")]
+    assert found == [places, moves]
+    for one, two in zip(read_trajectories(source), read_trajectories(there), strict=True):
+        assert_same(one["obs"], two["obs"])
+        assert_same(one["actions"], two["actions"])
+
+
+def test_minari_s_spaces_of_several_episodes() -> None:
+    number = {"type": "Discrete", "dtype": "int64", "start": 0, "n": 3}
+    box = {"type": "Box", "dtype": "float32", "shape": [2], "low": [-1, -1], "high": [1, 1]}
+    wide = {**box, "low": [-np.inf] * 2, "high": [np.inf] * 2}
+    both = {"type": "Dict", "subspaces": {"a": number, "b": box}}
+    assert joined_spaces(number, {**number, "n": 5, "start": -1}) == {**number, "start": -1, "n": 5}
+    assert joined_spaces(box, wide) == box
+    assert joined_spaces(both, {"type": "Dict", "subspaces": {"a": {**number, "n": 9}, "b": wide}}) == {
+        "type": "Dict", "subspaces": {"a": {**number, "n": 9}, "b": box}}  # fmt: skip
+    for other in (box, {**box, "shape": [3]}, {"type": "Dict", "subspaces": {"a": number}}, None):
+        assert joined_spaces(both if other is None else number, other) is None
+    assert joined_spaces(box, {**box, "shape": [3]}) is None
+    ints = np.zeros((4, 2), np.int64)
+    assert _space(ints)["low"] == [np.iinfo(np.int64).min] * 2 and _space(ints > 0)["high"] == [True, True]

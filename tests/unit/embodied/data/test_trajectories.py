@@ -12,6 +12,7 @@ import pytest
 
 from rlhpc.embodied.data.trajectories import TrajectoryWriter, read_trajectories
 from rlhpc.runtime.errors import ConfigError
+from tests.extras import need_extra
 
 RNG = np.random.default_rng(0)
 
@@ -209,7 +210,8 @@ def test_a_number_that_is_not_finite_is_named_at_any_depth(tmp_path: Path) -> No
 
 def lerobot(folder: Path, version: str, episodes: list[dict[str, Any]], *, camera: str | None = None) -> Path:
     """A dataset as LeRobot lays it out: version 2 a file an episode, version 3 all in one."""
-    pa = pytest.importorskip("pyarrow")
+    need_extra("embodied")
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     features = {
@@ -261,14 +263,18 @@ def lerobot(folder: Path, version: str, episodes: list[dict[str, Any]], *, camer
 def png(frame: np.ndarray) -> bytes:
     import io
 
-    image = pytest.importorskip("PIL.Image")
+    need_extra("embodied")
+    from PIL import Image
+
     buffer = io.BytesIO()
-    image.fromarray(frame).save(buffer, "PNG")
+    Image.fromarray(frame).save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def mp4(path: Path, frames: np.ndarray) -> None:
-    av = pytest.importorskip("av")
+    need_extra("embodied")
+    import av
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as video:
         stream = video.add_stream("libx264rgb", rate=10, options={"qp": "0"})  # lossless

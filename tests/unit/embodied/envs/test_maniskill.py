@@ -13,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.runtime.errors import ConfigError
+from tests.extras import need_extra
 
-pytest.importorskip("mani_skill")
+need_extra("embodied")
 TASK = {"env_type": "maniskill", "simulators": 0}
 
 
@@ -122,6 +123,7 @@ def test_groups_fixed_states_and_chunks() -> None:
     np.testing.assert_array_equal(infos["chunk"]["rewards"][:, 3], stepped[3][1])
 
 
+@pytest.mark.long
 def test_processes_change_nothing() -> None:
     together, apart = (make_env(section(max_episode_steps=6, simulators=n), 3, seed=2) for n in (0, 2))
     try:

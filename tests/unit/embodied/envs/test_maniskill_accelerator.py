@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import make_env
 from tests.accelerators import kind
+from tests.extras import need_extra
 
-pytest.importorskip("mani_skill")
+need_extra("embodied")
 from rlhpc.embodied.envs.maniskill_data import convert
 
 pytestmark = pytest.mark.gpu

@@ -12,8 +12,9 @@ from omegaconf import OmegaConf
 
 from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import make_env
+from tests.extras import need_extra
 
-pytest.importorskip("mani_skill")
+need_extra("embodied")
 
 
 @pytest.fixture(autouse=True, scope="module")

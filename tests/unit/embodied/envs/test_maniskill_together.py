@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import processes
 from rlhpc.embodied.roles.env import check_env
+from tests.extras import need_extra
 
-pytest.importorskip("mani_skill")
+need_extra("embodied")
 N = 6
 
 

@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 
 from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import make_env
+from tests.extras import need_extra
 
-pytest.importorskip("mujoco")
-pytest.importorskip("Box2D")
+need_extra("embodied")
 
 
 def build(env_id: str, seed: int, **changes: Any) -> Any:

@@ -12,7 +12,18 @@ from rlhpc import ConfigError
 from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import VectorEnv, make_env, space_from_json, space_to_json
 from rlhpc.embodied.envs.gymnasium_env import GymnasiumVectorEnv
-from rlhpc.embodied.envs.observations import columns_of, decode_text, encode_text, join, rows_of, take
+from rlhpc.embodied.envs.observations import (
+    TEXT_BYTES,
+    columns_of,
+    decode_text,
+    encode_text,
+    is_channel_last,
+    join,
+    rows_of,
+    take,
+    text_bytes,
+    text_space,
+)
 
 
 class Views(gymnasium.Env):
@@ -89,9 +100,42 @@ def test_columns_and_rows():
         np.testing.assert_equal(halves, obs)
 
 
-def test_texts_are_cut_at_characters():
-    assert decode_text(encode_text("grün", 3)) == "gr" and decode_text(encode_text("grün", 9)) == "grün"
+def test_texts_are_padded_and_never_cut():
+    assert decode_text(encode_text("grün", 5)) == "grün" == decode_text(encode_text("grün", 9))
     assert encode_text("a", 4).tolist() == [97, 0, 0, 0]
+    with pytest.raises(ConfigError, match=r"the text 'grün' has 5 bytes, and the observation has room for 4"):
+        encode_text("grün", 4)
+
+
+@pytest.mark.parametrize("characters", [None, "ab", "aé", "ab漢", "😀a"])
+def test_every_text_of_a_space_fits(characters):
+    space = spaces.Text(7) if characters is None else spaces.Text(7, charset=characters)
+    longest = max(space.character_set, key=lambda character: len(character.encode())) * 7
+    assert space.contains(longest)
+    (size,) = text_space(space).shape
+    assert decode_text(encode_text(longest, size)) == longest
+    if characters in (None, "ab"):
+        assert size == 7, "one byte a character"
+
+
+def test_the_longest_text_of_many_fits():
+    assert text_bytes([]) == text_bytes(["a"]) == TEXT_BYTES
+    assert text_bytes(["a", "ü" * TEXT_BYTES]) == 2 * TEXT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("shape", "last"),
+    [
+        ((84, 84, 1), True),
+        ((84, 84, 4), True),
+        ((4, 84, 84), False),
+        ((3, 60, 80), False),
+        ((60, 80, 3), True),
+        ((8, 8, 8), True),
+    ],
+)
+def test_the_axis_of_the_channels(shape, last):
+    assert is_channel_last(shape) is last
 
 
 @pytest.mark.parametrize("chunk_step", [VectorEnv.chunk_step, GymnasiumVectorEnv.chunk_step], ids=["any", "gymnasium"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import VectorEnv, make_env, register_env, space_from_json, space_to_json
 from rlhpc.runtime.errors import ConfigError
+from tests.extras import need_extra
 
 
 def section(env_id: str = "CartPole-v1", **changes: Any) -> DictConfig:
@@ -218,10 +220,19 @@ class TestNames:
             ),
             ({"frame_stack": 3}, r"\[0\] is {'frame_stack': 3}; allowed: a name"),
             ({"flatten": {}, "time": {}}, r"\[0\] is .*; allowed: a name"),
-            ({"atari": None}, r"\[0\] is 'atari', which refuses the environment: Disable frame-skipping"),
         ):
             with pytest.raises(ConfigError, match=r"env\.wrappers" + says):
                 make_env(section(wrappers=[given]), 1)
+
+    def test_a_wrapper_that_the_environment_does_not_suit(self) -> None:
+        need_extra("embodied")
+        with pytest.raises(ConfigError, match=r"'atari', which refuses the environment: Disable frame-skipping"):
+            make_env(section(wrappers=["atari"]), 1)
+
+    def test_a_wrapper_without_its_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "cv2", None)
+        with pytest.raises(ConfigError, match=r"\[0\] is 'atari', which needs a package .*opencv.*rlhpc\[embodied\]"):
+            make_env(section(wrappers=["atari"]), 1)
 
     def test_a_third_partys_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "their_envs.py").write_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,23 +47,25 @@ def test_a_script_lets_small_differences_pass_reacts_late_and_leads_for_a_while(
         ("{keyboard: {keys: {nokey: [0, 1]}}}", "keys are named as pygame names them"),
     ],
 )
-def test_what_is_said_of_a_mistake(given: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+def test_what_is_said_of_a_mistake(given: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         find_intervention(given)
 
 
 def test_a_person_needs_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No window is tried: SDL has drivers that abort the process where there is no screen."""
+    import pygame
+
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pygame.display, "set_mode", lambda *_: os.abort())
     with pytest.raises(ConfigError, match=r"a person needs one: log in with it \(ssh -X\), or take scripted"):
         Keyboard()
 
 
 @pytest.fixture
-def pygame(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """SDL on a screen that nobody sees."""
-    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+def pygame() -> Iterator[Any]:
+    """SDL on a screen that nobody sees, as in all tests."""
     import pygame
 
     yield pygame
@@ -75,6 +78,11 @@ def step(person: Person, pygame: Any, *events: Any) -> list[float] | None:
         pygame.event.post(pygame.event.Event(kind, about))
     chosen, taken = person.act(None, np.full((1, 4), 9, np.float32), np.zeros((8, 8, 3), np.uint8))
     return chosen[0].tolist() if taken[0] else None
+
+
+def test_no_test_opens_a_window(pygame: Any) -> None:
+    pygame.display.init()
+    assert pygame.display.get_driver() == "dummy"
 
 
 def test_keys(pygame: Any) -> None:

@@ -65,6 +65,30 @@ def test_acting_and_training_agree_on_log_probs_and_values(name):
     assert out["entropy"].shape == (6,) and (out["entropy"] > -10).all()
 
 
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("kind", ["mlp", "flow"])
+def test_what_acts_needs_no_gradient(kind, mode):
+    """Also that of a subclass which acts in its own way; training differentiates `default_forward`."""
+    cfg = OmegaConf.merge(CFG, {"model_type": kind})
+    policy = build_model(cfg, STATE, spaces.Box(-2, 2, (3,), np.float32), seed=3)
+
+    class Shifted(type(policy)):
+        def predict_action_batch(self, obs, mode="train", noise=None):
+            actions, extras = super().predict_action_batch(obs, mode, noise)
+            return actions + next(self.parameters()).sum(), extras
+
+    obs = observations(STATE, 6)
+    for cls in (type(policy), Shifted):
+        policy.__class__ = cls
+        actions, extras = policy.predict_action_batch(obs, mode)
+        assert not actions.requires_grad and not extras["prev_values"].requires_grad
+        extras["prev_logprobs"].numpy()
+        mean = policy.mean_action(obs)
+        assert mean.requires_grad and torch.equal(mean.detach(), policy.predict_action_batch(obs, "eval")[0])
+        assert not policy.predict_action_batch(obs, mode)[0].requires_grad
+    assert policy.value(obs).requires_grad
+
+
 def test_gumbel_samples_follow_the_softmax():
     policy = build_model(CFG, STATE, spaces.Discrete(4), seed=0)
     logits = torch.tensor([[0.5, -1.0, 1.5, 0.0]]).expand(40_000, 4)

@@ -17,9 +17,10 @@ from rlhpc import ConfigError
 from rlhpc.embodied.envs.observations import encode_text
 from rlhpc.embodied.models import Policy, build_model
 from rlhpc.embodied.models.statistics import Scaling, read_statistics
+from tests.extras import need_extra
 from tests.unit.embodied.models.test_vla import ACTION, LORA, SPACE, observations, section
 
-pytest.importorskip("transformers")
+need_extra("llm")
 
 from rlhpc.embodied.models.prismatic import ActionHead, OpenVLAConfig, OpenVLAForActionPrediction, ProprioProjector
 from rlhpc.embodied.models.vit import ViT, vit_shape
@@ -179,7 +180,7 @@ def statistics(tmp_path):
 ], ids=["tokens", "parallel", "l1", "l1 with adapters"])  # fmt: skip
 def test_a_released_folder_loads_with_equal_actions(options, statistics, tmp_path):
     if "lora" in options:
-        pytest.importorskip("peft")
+        need_extra("llm")
     policy = build_model(
         section("openvla", kwargs={**options, "statistics": statistics}, log_std_init=-1.5), SPACE, ACTION, 1
     )

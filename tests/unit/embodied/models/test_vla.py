@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from rlhpc import ConfigError
 from rlhpc.embodied.envs.observations import encode_text
 from rlhpc.embodied.models import build_model, policy_from_spec
+from tests.extras import need_extra
 
-pytest.importorskip("transformers")
+need_extra("llm")
 
 from rlhpc.embodied.models.vla import ActionTokens
 
@@ -137,7 +138,7 @@ def test_what_it_sees_reads_and_feels_matters(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_train_and_the_rest_stays(kind):
-    pytest.importorskip("peft")
+    need_extra("llm")
     policy = build_model(section(kind, kwargs={"lora": LORA}, add_value_head=False), SPACE, ACTION, seed=1)
     trained = {name for name, p in policy.named_parameters() if p.requires_grad}
     beside = {name for name in trained if name.startswith(("action_head.", "proprio_projector.", "head."))}
@@ -199,7 +200,7 @@ def test_weights_of_a_folder(tmp_path):
     policy = build_model(section("vla", model_path=str(tmp_path)), SPACE, ACTION, seed=0)
     assert policy.tokens.end == 640
     assert policy.predict_action_batch(observations(2), "eval")[0].shape == (2, 2, 3)
-    pytest.importorskip("peft")
+    need_extra("llm")
     lora = section("vla", model_path=str(tmp_path), dtype="bfloat16", kwargs={"lora": LORA})
     policy = build_model(lora, SPACE, ACTION, seed=0)
     assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}

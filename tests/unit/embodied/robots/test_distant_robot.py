@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -39,6 +40,7 @@ class Rail(Robot):
         {"state": spaces.Box(-1, 1, (1,), np.float32), "rgb": spaces.Box(0, 255, (2, 2, 3), np.uint8)}
     )
     action_space = spaces.Box(-1, 1, (1,), np.float32)
+    control_mode = "velocity"
 
     def __init__(self) -> None:
         self.told: list[float] = []
@@ -162,6 +164,29 @@ def test_it_joins_is_moved_within_its_own_bounds_and_is_let_go(inside: Inside) -
     assert not places(inside.folder)
 
 
+def test_who_opens_many_connections_keeps_no_robot_out(inside: Inside) -> None:
+    """They say nothing, and come again as soon as they are sent away."""
+    wait_until(lambda: bool(places(inside.folder)), 20)
+    (place,), over = places(inside.folder), threading.Event()
+
+    def come() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError):
+                there = (place.address, place.port)
+                with socket.create_connection(there, 20, source_address=("127.0.0.2", 0)) as stranger:
+                    while stranger.recv(4096):
+                        pass
+            over.wait(0.05)
+
+    strangers = [threading.Thread(target=come, daemon=True) for _ in range(48)]
+    for stranger in strangers:
+        stranger.start()
+    Outside(inside.key(), Rail(), patience_s=5.0)
+    inside.joined()
+    over.set()
+    inside.env.close()
+
+
 def refused(key: Key, robot: Rail | None = None) -> str:
     outside = Outside(key, robot or Rail())
     outside.join(20)
@@ -226,6 +251,38 @@ def test_when_the_line_is_lost_the_robot_stops_and_comes_back_and_the_episode_co
     assert inside.first[4]["lost"][0] and inside.env.timing.lost == 2 and other.is_alive()
 
 
+def test_a_stop_waits_for_a_person_at_the_robot_whatever_the_run_says(tmp_path: Path) -> None:
+    inside, rail = Inside(tmp_path, wait_s=1.5), Rail()
+    outside = Outside(inside.key(), rail)
+    inside.joined()
+    inside.move(0.5)
+    steps: list[Any] = []
+    waiting = threading.Thread(target=lambda: steps.append(inside.move(float("nan"))), daemon=True)
+    waiting.start()
+    waiting.join(4.0)  # longer than the run waits for a robot that is gone
+    assert waiting.is_alive() and rail.told == [0.5] and outside.is_alive()
+    rail.ready = lambda: True  # type: ignore[method-assign]
+    waiting.join(20)
+    [(obs, rewards, ends, cut, infos)] = steps
+    assert cut[0] and not ends[0] and not rewards[0] and infos["lost"][0] and not infos["episode"]["mask"][0]
+    assert obs["state"][0, 0] == 0 and inside.env.timing.stopped == 1 and inside.env.timing.lost == 0
+    assert (inside.env.refresh()["state"] == obs["state"]).all()
+    rail.ready = lambda: False  # type: ignore[method-assign]
+
+    def move_until_it_is_gone() -> None:
+        with contextlib.suppress(RlhpcError):
+            inside.move(float("inf"))
+
+    again = threading.Thread(target=move_until_it_is_gone, daemon=True)
+    again.start()
+    wait_until(lambda: bool(inside.env._waits_because), 20)
+    inside.env._line.say({"do": "leave", "number": 0})  # the run ends while a person is waited for
+    outside.join(20)
+    assert outside.said[-1].startswith(f"{inside.folder} has let rail go") and rail.closed and rail.told == [0.5]
+    again.join(20)
+    inside.env.close()
+
+
 def test_one_that_does_not_come_is_named_and_so_is_a_run_that_does_not_answer(tmp_path: Path) -> None:
     inside = Inside(tmp_path, wait_s=0.01)
     assert (
@@ -266,6 +323,10 @@ def test_what_is_said_of_a_mistake() -> None:
         ({"observes": None}, r"kwargs\.observes is None; it must be a shape"),
         ({"acts": {"low": [1], "high": [-1]}}, r"kwargs\.acts is .* low below high"),
         ({"address": "x"}, r"kwargs of a distant_robot has address; there are observes"),
+        (
+            {"resume": "auto"},
+            r"kwargs\.resume: who ends a stop for safety is said at the robot: rlhpc robot serve --res",
+        ),
         ({"wait_s": 0}, r"kwargs\.wait_s is 0; it must be a number above 0"),
     ):
         section = EnvSideConfig(env_type="distant_robot", env_id="rail", kwargs={**kwargs, **given})

@@ -1,9 +1,15 @@
 """Rollout outcomes and next values, against a plain loop over slots and steps."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
+import pytest
+import torch
 
 from rlhpc.embodied.roles.env import EnvWorker
 from rlhpc.embodied.roles.outcomes import EpisodeLog, Outcomes, in_order, next_values
+from rlhpc.embodied.roles.rollout import MultiStepRolloutWorker
 
 
 def play(rng, size, steps):
@@ -110,3 +116,22 @@ def test_episodes_in_which_nobody_acted_for_a_while_are_left_out() -> None:
     assert rank._as_meant(0, np.array([0, 1])).tolist() == [0]
     rank.lanes = Half(None, None)  # type: ignore[assignment]
     assert rank._receive(0) is None
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_value_pass_has_no_more_rows_than_a_stage_has_slots(named: bool) -> None:
+    """However many episodes a rollout has ended."""
+    passes: list[int] = []
+
+    def value(obs: Any) -> torch.Tensor:
+        rows = obs["state"] if named else obs
+        passes.append(len(rows))
+        return 2 * rows[:, 0]
+
+    worker: Any = object.__new__(MultiStepRolloutWorker)
+    worker.shares, worker.device = [range(4), range(8, 15)], torch.device("cpu")
+    worker.policy = SimpleNamespace(value=value)
+    obs = np.arange(61, dtype=np.float32)[:, None]
+    values = worker._value({"state": obs} if named else obs)
+    np.testing.assert_array_equal(values, 2 * obs[:, 0])
+    assert max(passes) == 7 and sum(passes) == 61

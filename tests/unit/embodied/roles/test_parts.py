@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -166,27 +169,39 @@ def test_a_rank_that_joins_has_slots_and_seeds_of_its_own() -> None:
 
 
 class Ranks:
-    """One rank of several, whose others' parts are known."""
+    """Ranks of a group that gather at the same time, each in a thread."""
 
-    def __init__(self, parts: list[dict[str, np.ndarray]]) -> None:
-        self.world_size, self.parts = len(parts), parts
+    def __init__(self, count: int) -> None:
+        self.world_size, self._barrier = count, threading.Barrier(count, timeout=30)
+        self._objects: list[object] = [None] * count
 
-    def all_gather_object(self, obj: object) -> list[object]:
-        return list(self.parts)
+    def of(self, rank: int) -> SimpleNamespace:
+        def gather(obj: object) -> list[object]:
+            self._objects[rank] = obj
+            self._barrier.wait()
+            gathered = list(self._objects)
+            self._barrier.wait()
+            return gathered
+
+        return SimpleNamespace(world_size=self.world_size, all_gather_object=gather)
 
 
 def test_transitions_of_incomplete_steps_fill_rows_and_none_is_lost() -> None:
-    """Two ranks, of four slots each, of which one env rank's five are missing; rows agree, and what is left waits."""
+    """Two ranks, of four slots each, of which one env rank's five are missing; rows agree, what is left waits, and one rank
+    alone makes the same rows."""
     rng = np.random.default_rng(1)
-    shares = [range(4), range(4, 8)]
-    tables = [Incomplete(8, share) for share in shares]
-    given, found = list[int](), list[int]()
+    tables, ranks, alone = [Incomplete(8, range(4)), Incomplete(8, range(4, 8))], Ranks(2), Incomplete(8, range(8))
+    expected, found = list[int](), list[int]()
     for number in range(6):
-        columns = [{"obs": np.arange(12).reshape(4, 3) + 100 * number + 1000 * rank} for rank in range(2)]
-        there = [rng.random((4, 3)) < 0.6 for _ in range(2)]
-        parts = [{"obs": c["obs"].T[t.T]} for c, t in zip(columns, there, strict=True)]
-        given += [int(value) for part in parts for value in part["obs"]]
-        rows = [table.table(c, t, Ranks(parts)) for table, c, t in zip(tables, columns, there, strict=True)]
-        assert rows[0]["obs"].shape == rows[1]["obs"].shape and rows[0]["obs"].shape[0] == 4
-        found += [int(value) for row in rows for value in row["obs"].ravel()]
-    assert len({*found}) == len(found) and {*found} <= {*given} and len(given) - len(found) < 8
+        obs, there = np.arange(24).reshape(8, 3) + 100 * number, rng.random((8, 3)) < 0.6
+        expected += obs[there].tolist()
+        with ThreadPoolExecutor(2) as pool:
+            calls = [
+                pool.submit(tables[rank].table, {"obs": obs[part]}, there[part], ranks.of(rank))
+                for rank, part in enumerate((slice(0, 4), slice(4, 8)))
+            ]
+            rows = [call.result()["obs"] for call in calls]
+        one = alone.table({"obs": obs}, there, SimpleNamespace(world_size=1))
+        np.testing.assert_array_equal(np.concatenate(rows), one["obs"])
+        found += [int(value) for row in rows for value in row.ravel()]
+    assert len({*found}) == len(found) and {*found} <= {*expected} and len(expected) - len(found) < 8

@@ -34,7 +34,7 @@ def helped(units: int, ahead: int, ranks: list[int]) -> tuple[Helped, Any, Any]:
     env, actor = Group(), Group()
     slots: Any = SlotMap(units * 2, env_ranks=units)
     groups: Any = (env, actor)
-    made = Helped(*groups, slots, 8, ahead, lambda step: step == 1, 5.0)
+    made = Helped(*groups, slots, 8, ahead, lambda step: step == 1, 5.0)  # type: ignore[call-arg]
     made.ranks = ranks
     return made, env, actor
 

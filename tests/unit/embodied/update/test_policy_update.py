@@ -131,6 +131,20 @@ def test_any_split_makes_the_same_update(ranks, micro, masked, normalize):
             assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
+def test_a_minibatch_of_which_nothing_trains_takes_no_step():
+    """Nor is it in a mean; whatever momentum the optimizer has."""
+    module = Tiny()
+    update = PolicyUpdate(algorithm(), replicated(module, OPTIM), batch_size=BATCH, micro_batch=None, seed=7)
+    full = rollout(False)
+    metrics = update.run(full, range(TOTAL), TOTAL, step=1, lr=1e-2)
+    assert "empty_minibatches" not in metrics
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    nothing = {**full, "mask": torch.zeros_like(full["mask"])}
+    metrics = update.run(nothing, range(TOTAL), TOTAL, step=2, lr=1e-2)
+    assert metrics["epochs"] == 0 and metrics["empty_minibatches"] == algorithm().update_epochs * TOTAL / BATCH
+    assert all(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
+
+
 def test_the_update_is_that_of_plain_ppo():
     module = Tiny()
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,18 @@ import pytest
 import torch
 
 from rlhpc.jobs.doctor import Line, checks, examine, here, nodes, probe, render, to_json, torch_probe, worst
-from rlhpc.jobs.doctor.jobs import Probed, ProbeJob, plan_jobs, script_of, source_of
+from rlhpc.jobs.doctor.jobs import Probed, ProbeJob, plan_jobs, script_of, source_of, wake_up_s
 from rlhpc.jobs.doctor.slurm import (
     Answer,
     Group,
     Site,
     SlurmFacts,
     gres_of,
+    is_asleep,
+    is_out_of_service,
     parse_config,
     seconds_of,
+    usable,
     version_of,
 )
 
@@ -145,6 +149,54 @@ def test_partitions() -> None:
     assert "out of service: cpu1" in lines[1].found
     assert "gpu, cpu, old" in lines[2].found and "of c in the site file" in lines[2].do
     assert lines[3].found == "is DOWN"
+
+
+@pytest.mark.parametrize(
+    ("state", "is_out", "asleep", "free"),
+    [
+        ("IDLE", False, False, True),
+        ("MIXED+PLANNED", False, False, True),
+        ("IDLE+CLOUD", False, False, True),
+        ("IDLE+DYNAMIC_NORM", False, False, True),
+        ("ALLOCATED", False, False, False),
+        ("IDLE+CLOUD+POWERED_DOWN", False, True, False),
+        ("IDLE+POWERED_DOWN", False, True, False),
+        ("IDLE+POWERING_DOWN", False, True, False),
+        ("ALLOCATED+CLOUD+NOT_RESPONDING+POWERING_UP", False, True, False),
+        ("MIXED*+POWERING_UP", False, True, False),
+        ("DOWN+CLOUD+POWERED_DOWN", True, False, False),
+        ("DOWN*", True, False, False),
+        ("IDLE*", True, False, False),
+        ("IDLE+NOT_RESPONDING", True, False, False),
+        ("IDLE+DRAIN", True, False, False),
+        ("DOWN+DRAIN+INVALID_REG", True, False, False),
+        ("IDLE+MAINTENANCE", False, False, False),
+        ("IDLE+RESERVED", False, False, False),
+        ("IDLE+REBOOT_REQUESTED", False, False, False),
+    ],
+)
+def test_states_of_nodes(state: str, is_out: bool, asleep: bool, free: bool) -> None:
+    """Whole words decide: POWERED_DOWN is not DOWN. A partition of sleeping nodes is a good one."""
+    node = Answer(0, NODE.format(name="n1", gres="(null)", state=state, partitions="cpu")).records[0]
+    assert (is_out_of_service(node), is_asleep(node), usable(node)) == (is_out, asleep, free)
+    partition = replace(facts(ResumeTimeout="900 sec"), nodes=[node, {**node, "NodeName": "n2"}])
+    [line] = checks.partitions(partition, site(Group("cpu", "cpu")))
+    assert line.level == ("fail" if is_out else "pass") and ("2 asleep" in line.found) == asleep
+    jobs = plan_jobs(site(Group("cpu", "cpu")), partition, 2)
+    assert wake_up_s(jobs, partition) == (900 if asleep else 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "level"), [("20.02.1", "fail"), ("21.08.8-2", "warn"), ("22.05.8", "pass"), ("26.11.0", "pass")]
+)
+def test_versions_of_slurm(text: str, level: str) -> None:
+    """Those that the tests run on are named, by the doctor and by the docs."""
+    line = checks.version(replace(facts(), version=Answer(0, f"slurm {text}\n")))
+    docs = (Path(__file__).parents[4] / "docs" / "how-to" / "administer.md").read_text()
+    assert line.level == level
+    for year, month in checks.TESTED_SLURM:
+        assert level == "fail" or f"{year}.{month:02}" in line.found + line.do
+        assert f"{year}.{month:02}" in docs
 
 
 def test_accounts() -> None:

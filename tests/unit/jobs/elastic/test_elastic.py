@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +105,52 @@ def test_jobs_of_several_ranks() -> None:
     assert Rule(replace(bounds, least=1)).decide(Seen(0)).submit == 1
 
 
+class Cluster:
+    """Jobs that start at once and run on; each look is half a minute after the one before."""
+
+    def __init__(self, rule: Rule, draw: random.Random, useful: int) -> None:
+        self.rule, self.draw, self.useful = rule, draw, useful
+        self.jobs: list[Job] = []
+        self.now, self.ids = 0.0, 0
+
+    def look(self, waited: float, count: int) -> int:
+        """Looks `count` times; jobs start a look later, and some lose a rank. Returns the number of jobs in the end."""
+        for _ in range(count):
+            self.now += 30.0
+            decision = self.rule.decide(Seen(self.now, self.jobs, waited=waited, useful=self.useful))
+            self.jobs = [
+                replace(job, state="running", ranks=job.ranks or self.rule.bounds.per_job) for job in self.jobs
+            ]
+            self.jobs = [job for job in self.jobs if job.id not in decision.leave]
+            self.jobs += [Job(f"{self.ids + at}", "queued") for at in range(decision.submit)]
+            self.ids += decision.submit
+            if self.jobs and self.draw.random() < 0.1:
+                at = self.draw.randrange(len(self.jobs))
+                self.jobs[at] = replace(self.jobs[at], ranks=max(1, self.jobs[at].ranks - 1))
+        return len(self.jobs)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_idleness_leads_to_the_least_and_starving_to_the_most_that_limits_and_budget_allow(seed: int) -> None:
+    draw = random.Random(seed)
+    per_job, hours = draw.randint(1, 4), draw.choice([0.5, 1.0, 3.0])
+    least = draw.choice([0, 0, draw.randint(0, 6)])
+    most = math.ceil(least / per_job) * per_job + draw.randint(0, 13)
+    most = max(most, per_job)
+    budget = draw.choice([None, hours * draw.uniform(1.0, 6.0)])
+    useful = draw.choice([2**31, draw.randint(0, 12)])
+    rule = Rule(Bounds(least, most, per_job, hours, budget))
+    affordable = most if budget is None else int(budget / hours + 1e-9)
+    least_jobs = min(math.ceil(least / per_job), affordable)
+    most_jobs = max(least_jobs, min(min(most, useful) // per_job, affordable))
+    cluster = Cluster(rule, draw, useful)
+    assert cluster.look(0.5, 60) == most_jobs and most_jobs * per_job <= most
+    assert cluster.look(0.0, 80) == least_jobs
+    cluster.look(draw.choice([0.0, 0.5]), draw.randint(0, 9))
+    assert cluster.look(0.5, 60) == most_jobs
+    assert cluster.look(0.0, 80) == least_jobs
+
+
 def test_the_budget_holds_for_whole_walltimes() -> None:
     bounds = replace(BOUNDS, budget=4.0)
     assert Rule(bounds).decide(Seen(0, asked=8)).submit == 4
@@ -156,11 +204,13 @@ def test_without_accelerators_the_node_is_counted() -> None:
         ("[{group: actor}]", r"cluster.elastic\[0\].group is 'actor'; groups of this run that take ranks under way: rollout"),
         ("[{}, {}]", r"cluster.elastic\[1\].group is 'rollout'; there is another entry for it"),
         ("[{min: 3}]", r"cluster.elastic\[0\].max is 1; it must be at least min \(3\)"),
+        ("[{min: 3, max: 3, ranks_per_job: 2}]", r"max is 3; min \(3\) takes 2 jobs of 2 ranks: it must be at least 4"),
         ("[{ranks_per_job: 2}]", r"cluster.elastic\[0\].max is 1; it must be at least min \(0\) and ranks_per_job \(2\)"),
         ("[{max_gpu_hours: 0.5}]", r"cluster.elastic\[0\].max_gpu_hours is 0.5; one job takes 1 \(time 01:00:00\)"),
         ("[{time: soon}]", r"cluster.elastic\[0\].time is 'soon'; write it as Slurm does"),
         ("[{partition: 'a b'}]", r"cluster.elastic\[0\].partition is 'a b'; it goes into a job's directives"),
         ("[{look_s: 0}]", r"cluster.elastic\[0\].look_s is 0"),
+        ("[{look_s: 4.9}]", r"cluster.elastic\[0\].look_s is 4.9(.|\n)*5"),
         ("[{nodes: 2}]", r"nodes"),
     ],
 )  # fmt: skip

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlhpc.language.agents.frameworks import pick_task
 from rlhpc.language.agents.registry import (
     Agent,
     Episodes,
     ToolAgent,
-    configured_agent,
     make_agent,
     make_generation,
     register_agent,
@@ -332,7 +332,7 @@ def test_calculator(expression, value):
     [
         "9**9**9", "9**9**9**9", "10**10000", "1/0", "(-1)**0.5", "__import__('os')", "().__class__", "'a'*9", "True", "x",
         "1 if 1 else 2", "[1]", "max()", "sqrt(-1)", "f(1)", "1+", "", "1" * 501, "(" * 400, "1e308*10", "exp(1000)",
-        "round(1, n=2)", "2 << 9",
+        "round(1, n=2)", "2 << 9", "round(5, -10**9)",
     ],
 )  # fmt: skip
 def test_the_calculator_refuses(expression):
@@ -384,6 +384,12 @@ def test_by_name():
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             make_agent(name)
-    for agent, turns, message in [(None, 3, "rollout.agent is not set"), ("tools", 1, "must be at least 2")]:
-        with pytest.raises(ConfigError, match=message):
-            configured_agent(SimpleNamespace(rollout=SimpleNamespace(agent=agent, max_turns=turns)))
+
+
+def test_a_problem_beyond_a_taskset_is_refused() -> None:
+    tasks = ["a", "b", "c"]
+    assert [pick_task(tasks, SimpleNamespace(id=n, meta={})) for n in range(3)] == tasks
+    assert pick_task(tasks, SimpleNamespace(id=70, meta={"idx": 1})) == "b"
+    for number in (3, 70, -1):
+        with pytest.raises(ValueError, match=rf"has tasks 0 to 2, and the source asks for {number}"):
+            pick_task(tasks, SimpleNamespace(id=number, meta={}))

@@ -175,9 +175,7 @@ def gradients_of(given: TokenBatch, said: torch.Tensor, entropy: torch.Tensor, *
     """Of log-probs and entropies, with samples of an episode in several micro-batches."""
     algorithm = make_algorithm(config(kl_coef=0.1, entropy_coef=0.01, tis_cap=2.0, **options))
     given.columns["advantages"] = algorithm.advantages(given, None)
-    given.columns["parts_of"] = given.parts_of_sequences()
-    owners = torch.repeat_interleave(given.sequence(), given.lengths)[given.mask]
-    whole = Whole(float(given.mask.sum()), float(len(owners.unique())), given.by_episode().width)
+    whole = Whole.of(given, length=11.0)
     logprobs, uncertain = said.clone().requires_grad_(), entropy.clone().requires_grad_()
     for samples in torch.arange(len(given)).split(5):
         where = given.tokens_of(samples)
@@ -210,9 +208,9 @@ def test_the_ratio_of_gspo_is_a_samples(batch: TokenBatch) -> None:
     """By hand: in pieces, each token is weighed by the ratio of its own piece, and has the advantage of its episode."""
     two = in_pieces(batch)
     algorithm = make_algorithm(config(loss_type="gspo", clip_ratio_low=0.9, clip_ratio_high=9.0))
-    two.columns |= {"advantages": algorithm.advantages(two, None), "parts_of": two.parts_of_sequences()}
+    two.columns["advantages"] = algorithm.advantages(two, None)
     logprobs = (-torch.rand(batch.tokens)).requires_grad_()
-    whole = Whole(float(two.mask.sum()), 1.0, two.by_episode().width)
+    whole = Whole.of(two)
     algorithm.loss(TokenScores(logprobs, None), two, whole)[0].backward()
     expected = torch.zeros(batch.tokens)
     for begin, end in zip(two.cu_seqlens[:-1].tolist(), two.cu_seqlens[1:].tolist(), strict=True):

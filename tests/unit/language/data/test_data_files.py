@@ -15,6 +15,7 @@ from rlhpc.language.config import DataSourceConfig
 from rlhpc.language.data import Prompt, make_dataset, register_source
 from rlhpc.language.data.parts import is_held_out
 from rlhpc.runtime.errors import ConfigError
+from tests.extras import need_extra
 
 ROWS = [
     {"question": f"What is {i} + {i}?", "answer": 2 * i, "subject": "even" if i % 2 == 0 else "odd", "hint": f"add {i}"}
@@ -48,11 +49,15 @@ def write(source: str, folder: Path, rows: list[dict[str, Any]]) -> str:
                     file.create_dataset(name, data=values)
         return str(folder / "rows.h5")
     if source == "parquet":
-        pa = pytest.importorskip("pyarrow")
-        pq = pytest.importorskip("pyarrow.parquet")
+        need_extra("llm")
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet", row_group_size=7)
         return str(folder / "rows.parquet")
-    datasets = pytest.importorskip("datasets")
+    need_extra("llm")
+    import datasets
+
     datasets.Dataset.from_list(rows).save_to_disk(str(folder / "rows"))
     return str(folder / "rows")
 
@@ -170,7 +175,9 @@ def test_split_filters_rows(tmp_path: Path) -> None:
 
 
 def test_split_names_a_part_of_a_dataset_folder(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    need_extra("llm")
+    import datasets
+
     parts = {"train": datasets.Dataset.from_list(ROWS[:5]), "test": datasets.Dataset.from_list(ROWS[5:8])}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "d"))
     cfg = config(source="hf", path=str(tmp_path / "d"), prompt_key="question", split="test")
@@ -266,7 +273,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("source", "name"), [("parquet", "x.parquet"), ("hdf5", "x.h5")])
 def test_a_file_of_another_format(source: str, name: str, tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
+    need_extra("llm")
     (tmp_path / name).write_text("this is text")
     with pytest.raises(ConfigError, match=rf"{name} cannot be read as (Parquet|HDF5): "):
         make_dataset(config(source=source, path=str(tmp_path / name)))

@@ -16,9 +16,12 @@ from rlhpc.language.data import Prompt, PromptTokenizer, load_tokenizer
 from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.data.tiny import main, make_tiny_model
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.host import process_id
 from tests import warm
+from tests.extras import need_extra
 
-transformers = pytest.importorskip("transformers")
+need_extra("llm")
+import transformers
 
 
 def test_the_tiny_model_loads(tmp_path: Path) -> None:
@@ -68,6 +71,23 @@ def test_who_wants_one_that_is_being_made_waits_for_it(tmp_path: Path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
+def test_processes_of_two_hosts_make_a_model_in_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging: list[str] = []
+
+    def noted(folder: Path, **options: Any) -> int:
+        staging.append(folder.name)
+        return make_tiny_model(folder, **options)
+
+    monkeypatch.setattr("rlhpc.language.data.tiny.make_tiny_model", noted)
+    for host in ("one", "two"):  # without a lock that holds between them, and with one process id
+        monkeypatch.setattr("rlhpc.language.data.builtin.node_name", lambda host=host: host)
+        resolve_model("builtin:tiny", tmp_path / host)
+    assert len(staging) == 2 and staging[0] != staging[1]
+    assert all(name.endswith(process_id()) for name in staging)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--hidden", "32", "--layers", "1", "--heads", "2", "--vocabulary", "01+=", "--context", "16"]
     assert main([str(tmp_path / "new" / "model"), *options]) == 0
@@ -111,9 +131,9 @@ def vllm_answers(folder: Path, prompts: list[list[int]]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_vllm_loads_the_tiny_model_and_says_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
+    need_extra("vllm")
     make_tiny_model(tmp_path)
     tokenizer = PromptTokenizer(load_tokenizer(str(tmp_path)), 64)
     prompts = [tokenizer.encode(Prompt(0, ({"role": "user", "content": text},)))[0] for text in ("12+34=", "5*7=")]

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from rlhpc.language.config import DataSourceConfig
 from rlhpc.language.data import make_dataset
 from rlhpc.runtime.errors import ConfigError
+from tests.extras import need_extra
 
 
 def config(source: str, **fields: Any) -> Any:
@@ -130,7 +131,9 @@ GYM = {"task": "chain_sum", "min_terms": 2, "max_terms": 3, "min_digits": 1, "ma
 
 
 def test_reasoning_gym_problems_are_those_of_the_package() -> None:
-    gym = pytest.importorskip("reasoning_gym")
+    need_extra("llm")
+    import reasoning_gym as gym
+
     problems = make_dataset(config("reasoning_gym", kwargs=GYM, size=5, seed=3))
     own = gym.create_dataset("chain_sum", seed=3 * 2**20, size=5, **{k: v for k, v in GYM.items() if k != "task"})
     for problem, entry in zip(problems, own, strict=True):
@@ -141,7 +144,7 @@ def test_reasoning_gym_problems_are_those_of_the_package() -> None:
 
 
 def test_reasoning_gym_parts_and_seeds_share_no_problem() -> None:
-    pytest.importorskip("reasoning_gym")
+    need_extra("llm")
     kwargs = {"task": "base_conversion", "max_value": 10**9}
     drawn = [
         set(questions(make_dataset(config("reasoning_gym", kwargs=kwargs, size=400, seed=seed), part)))
@@ -152,7 +155,7 @@ def test_reasoning_gym_parts_and_seeds_share_no_problem() -> None:
 
 
 def test_reasoning_gym_holds_questions_out_where_a_task_has_few() -> None:
-    pytest.importorskip("reasoning_gym")
+    need_extra("llm")
     fields: dict[str, Any] = {"kwargs": {"task": "gcd", "max_value": 20}, "size": 300}
     without = [set(questions(make_dataset(config("reasoning_gym", **fields), part))) for part in ("train", "eval")]
     assert without[0] & without[1]
@@ -165,7 +168,7 @@ def test_reasoning_gym_holds_questions_out_where_a_task_has_few() -> None:
 
 
 def test_reasoning_gym_difficulty_and_mixtures() -> None:
-    pytest.importorskip("reasoning_gym")
+    need_extra("llm")
     lengths = []
     for difficulty in (0, 3):
         problems = make_dataset(
@@ -192,13 +195,13 @@ def test_reasoning_gym_difficulty_and_mixtures() -> None:
     ],
 )
 def test_reasoning_gym_arguments(kwargs: dict[str, Any], said: str) -> None:
-    pytest.importorskip("reasoning_gym")
+    need_extra("llm")
     with pytest.raises(ConfigError, match=said):
         make_dataset(config("reasoning_gym", kwargs=kwargs))
 
 
 def test_global_generators_are_left_alone() -> None:
-    pytest.importorskip("reasoning_gym")
+    need_extra("llm")
     import numpy as np
 
     for task in ("pool_matrix", "gcd"):
@@ -240,7 +243,7 @@ def made_elsewhere(hash_seed: str, tasks: list[str], positions: list[int]) -> di
 
 
 def test_problems_are_the_same_in_every_process() -> None:
-    pytest.importorskip("reasoning_gym")
+    need_extra("llm")
     tasks = ["ransom_note", "acre", "gcd", "list_functions"]
     elsewhere = made_elsewhere("0", tasks, [2, 4])
     for task in tasks:
@@ -248,10 +251,10 @@ def test_problems_are_the_same_in_every_process() -> None:
         assert [here[4], here[2]] == elsewhere[task][::-1]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_every_task_is_the_same_in_every_process_and_scores_its_own_answer() -> None:
-    pytest.importorskip("reasoning_gym")
+    need_extra("llm")
     from rlhpc.language.data.reasoning import score
 
     with ThreadPoolExecutor(2) as both:

@@ -11,8 +11,10 @@ import pytest
 from rlhpc.language.data import Prompt, PromptTokenizer, load_tokenizer
 from rlhpc.language.data.tiny import SPECIAL, VOCABULARY, character_tokenizer
 from rlhpc.runtime.errors import ConfigError
+from tests.extras import need_extra
 
-transformers = pytest.importorskip("transformers")
+need_extra("llm")
+import transformers
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -148,13 +150,16 @@ def test_prompts_that_are_too_long(characters: Any) -> None:
     assert lax.encode(long) is None
     assert lax.encode_demonstration(long) is None
     assert list(lax.fitting([short, long, short])) == [short, short]
-    assert lax.fitting([short, short]) == [short, short]
+    assert list(lax.fitting([short, short])) == [short, short]
+    assert lax.fitting([short, long, short]).notes("data.train") == [
+        "data.train: 1 of 3 problems are dropped, because they are too long (data.overlong_prompts=drop)"
+    ]
     with pytest.raises(ConfigError, match=r"all 2 prompts are longer than data\.max_prompt_tokens=6"):
         lax.fitting([long, long])
     assert lax.encode_demonstration(short, max_tokens=6) is None
     longer = ask("1+9=", "10")
     assert list(lax.fitting([short, longer, long], demonstrations=True, max_tokens=7)) == [short]
-    with pytest.raises(ConfigError, match="has 7 tokens with its response, more than the model's context allows"):
+    with pytest.raises(ConfigError, match=r"has 7 tokens with its response, more than actor\.max_tokens_per_micro_"):
         strict.encode_demonstration(short, max_tokens=6)
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 from rlhpc.language.data.preferences import Judged, Preferences, encode
 from rlhpc.language.data.prompts import Prompt
@@ -76,7 +78,9 @@ def test_other_columns_level_part_and_template(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["parquet", "hf"])
 def test_other_sources(tmp_path: Path, source: str) -> None:
-    datasets = pytest.importorskip("datasets")
+    need_extra("llm")
+    import datasets
+
     table = datasets.Dataset.from_list([GOOD, {**GOOD, "chosen": ""}])
     path = tmp_path / ("rows.parquet" if source == "parquet" else "folder")
     table.select([0]).to_parquet(path) if source == "parquet" else table.select([0]).save_to_disk(path)
@@ -85,6 +89,12 @@ def test_other_sources(tmp_path: Path, source: str) -> None:
     at = path if source == "parquet" else tmp_path / "both"
     with pytest.raises(ConfigError, match=rf"{at.name}, row 1: column 'chosen' is \"\"; allowed: a text"):
         read(at, source=source)
+
+
+def called(arguments: str) -> list[dict[str, Any]]:
+    """A response that calls a tool."""
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 BAD = [
@@ -114,8 +124,18 @@ BAD = [
         r"rows\.jsonl:2: column 'prompt' ends with the assistant's turn",
     ),
     ("pairs", {}, "{", r"rows\.jsonl:2 is not JSON"),
+    ("pairs", {}, {**GOOD, "chosen": called("[" * 100_000)}, r"jsonl:2: column 'chosen' .* arguments are no JSON"),
+    ("pairs", {}, {**GOOD, "chosen": called('{"a":' * 90_000 + "1" + "}" * 90_000)}, r"jsonl:2: column 'chosen' .* no JSON"),
     ("labels", {}, '{"prompt": "1+1=", "response": "2", "label": NaN}', r"rows\.jsonl:2"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("column", GOOD)
+def test_half_of_a_pair_that_writes_one_character_is_named(tmp_path: Path, column: str) -> None:
+    """JSON allows it, and no tokenizer takes it."""
+    row = Preferences(PreferenceSourceConfig(path=str(file_of(tmp_path, GOOD, {**GOOD, column: "9\ud83d"}))), "pairs")
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: a text has \\ud83d, half of the pair"):
+        row.fit(encoder(), 100)
 
 
 @pytest.mark.parametrize(("form", "keys", "row", "said"), BAD)
@@ -143,13 +163,13 @@ def test_rows_that_are_too_long(tmp_path: Path) -> None:
     long = {"prompt": "1+1=", "chosen": "2" * 20, "rejected": "3"}
     path = file_of(tmp_path, GOOD, long, {"prompt": "1234567890=", "chosen": "2", "rejected": "3"})
     rows = Preferences(PreferenceSourceConfig(path=str(path)), "pairs")
-    with pytest.raises(ConfigError, match="prompt 1 has 26 tokens with its response"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:2 has 26 tokens with its response"):
         encode(rows[1], encoder(), 12)
-    with pytest.raises(ConfigError, match=r"prompt 2 has 12 tokens, more than data\.max_prompt_tokens allows"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:3 has 12 tokens, more than data\.max_prompt_tokens allows"):
         encode(rows[2], encoder(), 40)
-    assert rows.drop_overlong(encoder(overlong="drop"), 12) == 2 and len(rows) == 1
+    assert rows.fit(encoder(overlong="drop"), 12) == 2 and len(rows) == 1
     with pytest.raises(ConfigError, match=r"data\.train: all 1 rows are too long"):
-        rows.drop_overlong(encoder(overlong="drop"), 2)
+        rows.fit(encoder(overlong="drop"), 2)
 
 
 def test_a_rank_without_rows_takes_part() -> None:

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
 
-pytest.importorskip("vllm", reason="needs the extra vllm")
+from tests.extras import need_extra
+
+need_extra("llm", "vllm")
+from transformers import AutoConfig
+from vllm import EngineArgs
 
 from rlhpc.language.engines.vllm_logprobs import log_before_filters, merged, say_outcomes
 from rlhpc.language.tokens import rows
@@ -272,3 +275,78 @@ def test_one_kernel_uses_experts_as_they_are_loaded() -> None:
     assert converted[0] is first and converted[1] is second
     for kernel in backend_to_kernel_cls(triton):
         assert kernel.process_weights_after_loading is FusedMoEExperts.process_weights_after_loading
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("mask", [None, "0", "1", "3", "0,1", "2,3", "0,1,2,3", "7,5,3,1", "0,1,2,3,4,5,6,7"])
+def test_vllms_own_all_reduce_is_off_where_it_would_look_for_devices_beyond_the_mask(
+    monkeypatch: pytest.MonkeyPatch, mask: str | None, size: int
+) -> None:
+    """It asks its platform for the device of each rank of the engine, by the rank's number."""
+    from vllm import platforms
+    from vllm.platforms.interface import Platform
+
+    from rlhpc.language.engines.vllm_launched import sees_all_cards
+
+    class Card(Platform):
+        device_control_env_var = "CUDA_VISIBLE_DEVICES"
+
+    monkeypatch.setattr(platforms, "_current_platform", Card())
+    if mask is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    fails = False
+    for rank in range(size):
+        try:
+            Card.logical_device_id_to_visible_device_id(rank)
+        except IndexError:
+            fails = True
+    assert sees_all_cards(size) is not fails
+    assert "disable_custom_all_reduce" in inspect.signature(EngineArgs).parameters
+
+
+class _Sleeper:
+    """Stands for an engine on an accelerator: which level it sleeps at, and when its cache is dropped."""
+
+    def __init__(self) -> None:
+        self.events: list[object] = []
+
+    def sleep(self, level: int, mode: str) -> None:
+        self.events.append(("sleep", level, mode))
+
+    def wake_up(self) -> None:
+        self.events.append("wake")
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        self.events.append(("reset", reset_running_requests))
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["adapters apart", "all weights"])
+def test_an_engine_keeps_the_weights_that_no_update_brings(apart: bool) -> None:
+    """Turn after turn: what never comes again is kept on the host, and what comes with each update is dropped and demanded."""
+    from rlhpc.language.engines.vllm import VLLMRollout
+    from rlhpc.language.engines.vllm_adapters import Adapters
+
+    engine = VLLMRollout.__new__(VLLMRollout)
+    sleeper = _Sleeper()
+    engine._engine, engine._on_cpu, engine._sleeps, engine._slept, engine._refuses = sleeper, False, True, False, ""
+    engine._adapters = Adapters(8, 16, {"model.layers.0.self_attn.q_proj.weight": (4, 4)}) if apart else None
+    for _ in range(2):
+        engine.offload()
+        engine.reload()
+    assert sleeper.events == [("sleep", 1 if apart else 2, "keep"), "wake", ("reset", True)] * 2
+    assert bool(engine._refuses) is not apart
+
+
+def test_vllm_keeps_weights_on_the_host_at_level_1_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import device_allocator
+    from vllm.device_allocator import sleep_mode_backend
+
+    kept: list[tuple[str, ...]] = []
+    allocator = SimpleNamespace(sleep=lambda offload_tags: kept.append(offload_tags))
+    monkeypatch.setattr(device_allocator, "get_mem_allocator_instance", lambda: allocator)
+    backend = sleep_mode_backend.CuMemBackend()
+    for level in (1, 2):
+        backend.suspend(level)
+    assert ["weights" in tags for tags in kept] == [True, False]

@@ -15,6 +15,7 @@ from rlhpc.language.data.registry import make_dataset
 from rlhpc.language.environments import kuhn
 from rlhpc.language.environments.base import Environment, step_of
 from rlhpc.language.environments.numbers import Guess, judged
+from rlhpc.language.environments.problems import EnvironmentProblems
 from rlhpc.language.environments.registry import ENVIRONMENTS
 from rlhpc.language.environments.search import Bm25, Search, world_of
 from rlhpc.runtime.errors import ConfigError
@@ -87,6 +88,14 @@ def test_problems_are_held_out_and_demonstrations_show_each_turn() -> None:
         assert all(call.startswith("search: ") for call in calls) and row.messages[-1]["role"] == "user"
         hops = int(row.level[0])
         assert (row.response == row.answer) == (len(calls) == hops)
+    for kwargs in ({"pages": 0}, {"pages": 1066}, {"pages": 2000}):
+        given = DataSourceConfig(source="environment", kwargs={"name": "search", **kwargs})
+        with pytest.raises(ConfigError, match=rf"kwargs.pages .* search is {kwargs['pages']}; allowed: 1 to 1065"):
+            EnvironmentProblems(given, part="train", key="data.train")
+    for name, kwargs in (("guess", {"high": 0}), ("mastermind", {"symbols": ""}), ("search", {"hops": "two"})):
+        given = DataSourceConfig(source="environment", kwargs={"name": name, **kwargs})
+        with pytest.raises(ConfigError, match=rf"data.train.kwargs: {name} makes no problem of \{{.*: "):
+            EnvironmentProblems(given, part="train", key="data.train")
     with pytest.raises(ConfigError, match=r"kwargs\.name is 'serch'.*did you mean 'search'"):
         source("train", name="serch")
 
@@ -155,3 +164,23 @@ def test_tests_that_the_model_does_not_see_judge_its_mend() -> None:
     )
     assert said(cheat, "pytest: {}").said == "all tests pass"
     assert said(cheat, "done").reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("query", "error"),
+    [
+        ("select printf('%.*c', 999999999, 'x')", "not authorized"),  # half a minute within one opcode
+        ("select FORMAT('%*d', 999999999, 1)", "not authorized"),
+        ("select hex(zeroblob(300000000))", "too big"),  # two GiB
+        ("select replace(hex(zeroblob(8000)), '0', hex(zeroblob(8000)))", "too big"),
+        ("select '" + "x" * 20_000 + "'", "too large"),
+        ("with recursive t(x) as (select 1 union all select x + 1 from t) select count(*) from t", "interrupted"),
+    ],
+)
+def test_a_query_cannot_take_the_hosts_memory_or_time(query: str, error: str) -> None:
+    kind = ENVIRONMENTS.find("sql")
+    problem = kind.problem(3)
+    player = begun(kind(), problem)
+    assert error in said(player, f"query: {query}").said
+    assert problem.answer in said(player, f"query: {problem.meta['query']}").said, "the next one is answered"
+    player.close()

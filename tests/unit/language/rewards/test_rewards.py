@@ -13,6 +13,7 @@ from rlhpc.language.rewards.answers import boxed, extract, hashed, last_number, 
 from rlhpc.language.rewards.service import HTTPReward
 from rlhpc.language.rewards.texts import ExactReward, FormatReward, LengthReward
 from rlhpc.runtime.errors import ConfigError
+from tests.extras import need_extra
 
 
 def said(response: str, answer: str = "", **more) -> Sample:
@@ -72,7 +73,7 @@ MATH = [
 
 def test_math():
     """Numbers by value, expressions by algebra, everything else by text; and nothing for hedging."""
-    pytest.importorskip("math_verify")
+    need_extra("llm")
     from rlhpc.language.rewards.mathematics import MathReward
 
     reward = MathReward()
@@ -94,7 +95,9 @@ def test_math():
 
 def test_reasoning_gym():
     """The scorer of the task itself: full marks for the reference, not for another answer; also after JSON."""
-    gym = pytest.importorskip("reasoning_gym")
+    need_extra("llm")
+    import reasoning_gym as gym
+
     from rlhpc.language.rewards.procedural import ReasoningGymReward
 
     reward = ReasoningGymReward()

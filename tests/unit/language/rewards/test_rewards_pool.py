@@ -17,6 +17,7 @@ from rlhpc.language.config import RewardConfig, RewardTermConfig
 from rlhpc.language.rewards import RewardPool, Sample, Term, make_reward, register_reward
 from rlhpc.language.rewards.registry import REWARDS
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.scratch import Scratch
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -299,3 +300,16 @@ def test_the_pools_process_is_killed(tmp_path):
     child.stdout.close()
     assert all(gone(pid) for pid in (server, *below))
     assert [path for path in tmp_path.iterdir() if path.name != "pid"] == []
+
+
+def test_files_of_judges_go_with_the_session_of_a_rank_that_was_killed() -> None:
+    """They are in its folder, which the next session of this user removes from the host, or `rlhpc clean`."""
+    scratch = Scratch.create()
+    try:
+        with RewardPool([Term("moody", moody)], timeout_s=60, processes=1) as pool:
+            (folder,) = scratch.sockets.glob("rlhpc-judges-*")
+            assert str(folder) == pool._folder
+        assert not folder.exists()
+    finally:
+        scratch.remove()
+        scratch.release()

@@ -8,8 +8,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-pytest.importorskip("transformers", reason="needs the extra llm")
+from tests.extras import need_extra
 
+need_extra("llm")
+
+from rlhpc.algorithms.finite import Skips
 from rlhpc.config.typed import typed, untouched
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.data.builtin import resolve_model
@@ -40,7 +43,7 @@ def actor(model: str, **algorithm: Any) -> GrpoActor:
 
 
 def test_groups_without_samples_have_all_columns_and_train_nothing(model: str) -> None:
-    """A part of a step's groups has none at all, and so has an optimizer step: one of two, for one sample."""
+    """A part of a step's groups has none at all, and so has a minibatch: one of two, for one sample."""
     trainer = actor(
         model,
         update_epochs=1,
@@ -66,4 +69,27 @@ def test_groups_without_samples_have_all_columns_and_train_nothing(model: str) -
     }  # fmt: skip
     trainer._parts, trainer._received, trainer._returns = [none, some], 1, None
     found = trainer.update(1)
-    assert found["updates"] == 2 and found["tokens"] == 1.0  # on average
+    assert (found["updates"], found["empty_minibatches"], found["tokens"]) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_a_minibatch_without_a_trained_token_takes_no_step(model: str, on_nonfinite: str) -> None:
+    """Nor is it in a mean: momentum and weight decay move nothing, whatever follows numbers that are not finite."""
+    trainer = actor(model, update_epochs=2, adv_type="raw")
+    trainer.skips = Skips(on_nonfinite == "skip")
+    columns = {"rollout_logprobs": [torch.tensor([0.0, -1.0, -2.0])], "versions": [torch.tensor([-1.0, 0.0, 0.0])]}
+    some = TokenBatch.of([[5, 6, 7]], [[False, True, True]], columns)
+    some.reward = torch.ones(1)
+
+    def update(step: int, *parts: TokenBatch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        trainer._parts, trainer._received, trainer._returns = list(parts), step, None
+        metrics = trainer.update(step)
+        return metrics, {name: tensor.clone() for name, tensor in trainer.backend.held_tensors()}
+
+    metrics, before = update(1, some)
+    assert (metrics["updates"], metrics["empty_minibatches"]) == (2, 2), "the momentum is not 0"
+    assert metrics["entropy"] == pytest.approx(3.8, abs=0.3), "of a model of 45 tokens that has learned nothing"
+    none = some.select(torch.zeros(0, dtype=torch.long))
+    metrics, after = update(2, none)
+    assert (metrics["updates"], metrics["empty_minibatches"], metrics["tokens"]) == (0, 4, 0)
+    assert "loss" not in metrics and all(torch.equal(before[name], after[name]) for name in before)

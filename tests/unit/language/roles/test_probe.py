@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rlhpc.language.roles.probe import Probe, Prober, check_probe, probe_text
+from rlhpc.language.engines.base import Completion
+from rlhpc.language.roles.probe import Probe, Prober, check_probe, draw, long_text, probe_text
 from rlhpc.language.tokens.scores import token_scores
 from rlhpc.weights.proof import WeightsDiffer
+from tests.extras import need_extra
 
-transformers = pytest.importorskip("transformers", reason="needs the extra llm")
+need_extra("llm")
+import transformers
 
 
 class Engine:
@@ -100,3 +105,35 @@ def test_in_single_precision_nothing_is_rounded_otherwise() -> None:
     half = copy.deepcopy(trainer)
     half.model.bfloat16()
     check_probe(half, found[2], 1, None, {"float32", "bfloat16"}, "actor-0")
+
+
+class Drawing:
+    """Takes requests that fit into a context, and draws as many tokens as there is room for."""
+
+    def __init__(self, context: int) -> None:
+        self.context, self.lengths = context, list[int]()
+
+    def generate(self, requests):
+        completions = []
+        for request in requests:
+            room = self.context - len(request.prompt_ids)
+            assert len(request.prompt_ids) > 0 < room, (len(request.prompt_ids), self.context)
+            count = min(room, request.sampling.max_new_tokens)
+            self.lengths.append(len(request.prompt_ids) + count)
+            completions.append(Completion(request.id, [1] * count, [-1.0] * count, [0] * count))
+        return completions
+
+
+@given(
+    prompt=st.integers(1, 5000), response=st.integers(1, 5000), context=st.integers(3, 9000),
+    window=st.sampled_from([0, 24, 512, 4096]), chunk=st.sampled_from([0, 64, 2048]),
+)  # fmt: skip
+def test_what_is_drawn_fits_and_is_longer_than_a_window_where_the_runs_own_sequences_may_be(
+    prompt: int, response: int, context: int, window: int, chunk: int
+) -> None:
+    longest, engine = min(prompt + response, context - 1), Drawing(context)
+    length = long_text(prompt + response, window, chunk, context)
+    draws = draw(engine, 50, prompt, response, length, 0, 0)  # type: ignore[arg-type]
+    assert all(1 <= len(one.drawn) <= response and len(one.token_ids) <= longest for one in draws)
+    if longest > max(window, chunk) + 64 and prompt > max(window, chunk) + 64:
+        assert max(engine.lengths) > max(window, chunk)

@@ -12,7 +12,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-pytest.importorskip("transformers", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 from transformers import AutoTokenizer
 
@@ -94,6 +96,9 @@ def samples(*responses: str) -> list[Sample]:
         ("Score: 10\nThat is all.", None), ("Score: 3\nScore: 10", None), ("He wrote Score: 10, but\nScore: 2", None),
         ("His SCORE : 9\nScore: 2", None), ("Score: nan", None), ("Score: 1e1", None), ("Score: ７", None),
         ("Score: 10 Score: 10", None), ("My Score: 10", None),
+        ("<think>Maybe Score: 5?\nScore: 3</think>\nIt is right.\nScore: 10", 1.0),
+        ("Score: 3, I think\n</think>\n\nScore: 10", 1.0), ("<think>It is right.\nScore: 10", None),
+        ("<think>Score: 10</think>", None), ("Score: 10\n</think>\nNo number.", None),
     ],
 )  # fmt: skip
 def test_a_grade_is_the_last_line_or_none(reply: str, value: float | None) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 from rlhpc.config.typed import typed, untouched
 from rlhpc.language.config import GrpoConfig

@@ -9,7 +9,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-pytest.importorskip("transformers", reason="needs the extra llm")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 from rlhpc.config.typed import typed, untouched
 from rlhpc.language.config import GrpoConfig

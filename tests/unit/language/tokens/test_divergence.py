@@ -80,7 +80,7 @@ def test_by_autograd_on_the_formula(
 
     def expected(merge: Any) -> tuple[Tensor, Tensor]:
         mine, theirs = ((one / temperature).softmax(-1).double() for one in (student, teacher))
-        by_place = formula(*merge(mine, theirs), beta)
+        by_place = formula(*merge(mine, theirs), beta)  # type: ignore[call-arg]
         flat = batch.flat(torch.nn.functional.pad(by_place[:, :-1], (1, 0))) * batch.mask
         (gradient,) = torch.autograd.grad((flat * weight).sum(), student)
         return flat, gradient

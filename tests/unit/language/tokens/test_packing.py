@@ -7,7 +7,9 @@ import inspect
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 from transformers import (
     AutoConfig,
@@ -25,7 +27,9 @@ from transformers import (
     NemotronConfig,
     Olmo2Config,
     Phi3Config,
+    PhimoeConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -75,6 +79,12 @@ NOT_READ = {
         Qwen3NextConfig, {**EXPERTS, "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
                           "linear_value_head_dim": 8, "shared_expert_intermediate_size": 8},
     ),
+    # their factors follow from the longest position in the row, which is another sample's
+    "longrope": (Phi3Config, {
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+        "original_max_position_embeddings": 8, "max_position_embeddings": 64,
+    }),
+    "dynamic rope": (LlamaConfig, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
 }  # fmt: skip
 HOW = (torch.device("cpu"), torch.float32)
 LENGTHS = (9, 5, 5, 1, 7)
@@ -142,6 +152,24 @@ def test_a_family_that_does_not_hand_on_what_it_is_given(batch) -> None:
     assert pack(model) and not reads_rows(model, *HOW)
     unpack(model)
     torch.testing.assert_close(token_scores(model, batch).logprobs, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", [Qwen2MoeConfig, PhimoeConfig, Qwen2Config, MistralConfig])
+def test_a_window_that_is_kept_in_a_mask_is_not_lost(family) -> None:
+    """Some families hand their window on to their attention, others have it in a mask alone, which rows do without."""
+    torch.manual_seed(5)
+    lengths = (40, 33)
+    samples = TokenBatch.of([torch.randint(1, 61, (n,)) for n in lengths], [torch.arange(n) >= 4 for n in lengths])
+    changes = {**EXPERTS, "shared_expert_intermediate_size": 8, **WINDOW, "sliding_window": 12}
+    if family in (Qwen2Config, Qwen2MoeConfig):
+        changes["layer_types"] = ["sliding_attention", "full_attention"]
+    model = built(family, changes)
+    expected = token_scores(model, samples).logprobs
+    is_packed = pack(model) and reads_rows(model, *HOW)
+    assert is_packed == (family in (Qwen2Config, MistralConfig))
+    if not is_packed:
+        unpack(model)
+    torch.testing.assert_close(token_scores(model, samples).logprobs, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_positions_that_are_not_heeded(monkeypatch) -> None:

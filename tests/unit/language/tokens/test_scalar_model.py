@@ -10,8 +10,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
+from tests.extras import need_extra
+
+need_extra("llm")
 
 from rlhpc import Worker
 from rlhpc.config.sections import LoraConfig
@@ -19,6 +20,7 @@ from rlhpc.language.data.tiny import make_tiny_model
 from rlhpc.language.model_config import LanguageActorConfig, LanguageModelConfig
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.model import export_model
+from rlhpc.language.tokens.packing import pack
 from rlhpc.language.tokens.scalar import last_values, load_scalar_model, token_values
 from rlhpc.language.tokens.trainer import ScalarTrainer
 from rlhpc.runtime.errors import CheckpointError, ConfigError
@@ -96,6 +98,16 @@ def test_a_critic_is_asked_before_the_token_is_read(causal: Path) -> None:
     assert before.tolist() == [0, *after[:4], 0, *after[5:7], 0, *after[8:14], 0]
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["rows", "rectangles"])
+def test_a_rank_without_tokens_values_none(causal: Path, packed: bool) -> None:
+    """It computes with the others, whatever its model reads."""
+    module = load_scalar_model(LanguageModelConfig(model_path=str(causal))).eval()
+    assert not packed or pack(module)
+    nothing = batch_of(SAMPLES).nothing()
+    for before in (False, True):
+        assert token_values(module, nothing, before=before).shape == (0,)
+
+
 def test_the_head_computes_in_float32(causal: Path) -> None:
     module = load_scalar_model(LanguageModelConfig(model_path=str(causal)), dtype=torch.bfloat16)
     assert token_values(module, batch_of(SAMPLES)).dtype is torch.float32
@@ -162,5 +174,5 @@ def test_what_has_no_head_for_values_says_so(causal: Path, tmp_path: Path) -> No
     three.save_pretrained(tmp_path / "three")
     refused(tmp_path / "three", "the sequence classifier has 3 labels; one that gives a value has 1")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    BertForSequenceClassification(BertConfig(vocab_size=32, num_labels=1, **sizes)).save_pretrained(tmp_path / "bert")
+    BertForSequenceClassification(BertConfig(vocab_size=32, num_labels=1, **sizes)).save_pretrained(tmp_path / "bert")  # type: ignore[call-arg]
     refused(tmp_path / "bert", "BertForSequenceClassification has no linear head 'score' over a decoder's tokens")

@@ -136,6 +136,8 @@ def test_nothing_trains_nothing():
     assert none.padded(none.ids, 7).tolist() == [[7, 7]] and not none.attended().any()
     assert {name: values.dtype for name, values in none.columns.items()} == {"advantage": torch.float32}
     assert len(TokenBatch.of([], [])) == 0
+    for packed in (False, True):  # values of a rank that has nothing to do
+        assert none.read_by(packed).before(torch.zeros(0)).shape == (0,)
 
 
 def test_what_a_role_says_in_an_episode_is_one():
@@ -150,3 +152,15 @@ def test_what_a_role_says_in_an_episode_is_one():
     assert torch.equal(units.flat(units.padded(batch.ids)), batch.ids)
     assert same(batch_of([2, 3]).by_episode(), batch_of([2, 3])), "one sample an episode is the case of one"
     assert cumulated([2, 3]).tolist() == [0, 2, 5]
+
+
+def test_a_sequences_tokens_are_in_the_order_of_time():
+    """The second sample begins with the prompt of turn 0, and the first has the turns 1 and 3: by turn, then by position."""
+    batch = batch_of([4, 5, 2])
+    batch.episode, batch.ids = torch.tensor([0, 0, 1]), torch.arange(11)
+    batch.turn = torch.tensor([1, 1, 3, 3, 0, 0, 0, 2, 2, 0, 0])
+    units = batch.by_episode()
+    assert units.padded(batch.ids, -1).tolist() == [[4, 5, 6, 0, 1, 7, 8, 2, 3], [9, 10, *[-1] * 7]]
+    assert torch.equal(units.flat(units.padded(batch.ids)), batch.ids)
+    batch.mask = torch.tensor([1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1], dtype=torch.bool)
+    assert batch.sequence_tokens().tolist() == [5] * 9 + [1] * 2

@@ -5,14 +5,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 
+from rlhpc.jobs.plan import build_plan
+from rlhpc.runs.configuration import load_config
+from rlhpc.runs.memory.plan import memory_plan
 from rlhpc.runs.tuning.costs import Costs, Curve
 from rlhpc.runs.tuning.model import Model
 from rlhpc.runs.tuning.search import Space, search
 from rlhpc.runs.tuning.shape import Candidate, Place, Pool, Shape
+from rlhpc.runs.tuning.tune import Asked, is_allowed
 from rlhpc.runs.tuning.workload import Knob, Phase, Workload
+
+MATH = str(Path(__file__).resolve().parents[4] / "configs" / "reasoning" / "math.yaml")
 
 CPU = Shape({"cluster": Pool("cluster", ((0, -1),))}, cores=(4,))
 GPUS = Shape({"cluster": Pool("cluster", tuple((0, i) for i in range(4)))}, cores=(8,), accelerators=4)
@@ -191,3 +198,29 @@ def test_a_slower_machine_takes_longer_everywhere() -> None:
         for candidate in everything(workload, shape)[::211]:
             step = Model(workload, costs, shape).predict(candidate).step_s
             assert Model(workload, costs.times(3.0), shape).predict(candidate).step_s == pytest.approx(3 * step)
+
+
+@pytest.mark.parametrize(
+    ("memory", "check", "here"),
+    [
+        ("24G", "refuse", False),
+        ("80G", "warn", False),
+        ("80G", "refuse", True),
+        ("80G", "off", True),
+        (None, "refuse", False),
+    ],
+)
+def test_what_the_account_of_memory_refuses_is_not_proposed(memory: str | None, check: str, here: bool) -> None:
+    """For each number of ranks as a start of the very configuration would be judged, whatever fewer or more ranks held."""
+    words = ["cluster.accelerators_per_node=8", f"cluster.memory_check={check}"]
+    words += [] if memory is None else [f"cluster.accelerator_memory={memory}"]
+    verdicts = []
+    for ranks in (8, 1):
+        place = Place.of("cluster", 0, ranks)
+        candidate = Candidate({"actor": place, "rollout": place}, {})
+        cfg = load_config(MATH, [*words, *candidate.overrides()])
+        fits = not memory_plan(cfg, build_plan(cfg, launcher="local" if here else "slurm"), build=False).refusals()
+        verdicts.append(is_allowed(Asked(MATH, tuple(words)), candidate, here=here))
+        assert verdicts[-1] == (fits or check == "off")
+    if not here:
+        assert verdicts == {"24G": [False, False], "80G": [True, False], None: [True, True]}[memory]

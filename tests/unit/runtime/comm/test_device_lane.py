@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.runtime.comm import crossings, devices
+from rlhpc.runtime.comm import devices
 from rlhpc.runtime.comm.crossings import Crossing
 from rlhpc.runtime.comm.device_mappings import DeviceMappings, Elsewhere
 from rlhpc.runtime.comm.device_pool import DevicePool
 from rlhpc.runtime.comm.segments import FREE, USED, WRITTEN, SegmentGone, discard
 from rlhpc.runtime.errors import ChannelError
+from rlhpc.runtime.host import has_ended, pid_namespace
 from rlhpc.runtime.scratch import Scratch
 from tests import warm
 from tests.eventually import wait_until
@@ -185,7 +186,7 @@ def test_what_a_killed_reader_had_in_use_is_free(pool, device, other):
     killed.do("take", crossing, 0)
     assert sent(pool, device, numbers(1000)).path != crossing.path
     killed.process.kill()
-    wait_until(lambda: not crossings.alive(killed.process.pid), 30)  # though nobody has waited for it
+    wait_until(lambda: has_ended(f"{killed.process.pid}.{pid_namespace()}"), 30)  # though nobody has waited for it
     again = sent(pool, device, numbers(1000, 3))
     assert again.path == crossing.path
     assert torch.equal(reader.do("take", again, 0)[0], numbers(1000, 3))
@@ -211,7 +212,7 @@ def test_what_a_killed_sender_left_is_gone(scratch, device, other):
         mappings = DeviceMappings()
         assert mappings.take(first, 0)[0].sum() == 1000
         sender.kill()
-        wait_until(lambda: not crossings.alive(sender.pid), 30)
+        wait_until(lambda: has_ended(f"{sender.pid}.{pid_namespace()}"), 30)
         for crossing in (second, first):
             with pytest.raises(SegmentGone):
                 mappings.take(crossing, 0)

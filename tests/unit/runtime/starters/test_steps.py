@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +27,7 @@ from rlhpc.runtime.errors import (
     WorkerFailed,
 )
 from rlhpc.runtime.spec import WorkerSpec
-from rlhpc.runtime.starters.commands import step_environment
+from rlhpc.runtime.starters.commands import killing_step, step_environment
 from rlhpc.runtime.starters.stepped import task_status
 from rlhpc.runtime.task import own_devices
 
@@ -31,12 +36,18 @@ def test_the_steps_environment() -> None:
     """What Slurm set for the batch step alone must not size or bind another step; what names the job stays."""
     job = {
         "SLURM_CONF": "/etc/slurm/slurm.conf", "SLURM_JOB_ID": "7", "SLURM_JOB_ID_HET_GROUP_1": "8", "SLURM_HET_SIZE": "2",
-        "SLURM_JOB_NODELIST_HET_GROUP_1": "n2", "SLURM_RESTART_COUNT": "1", "PATH": "/bin", "HOME": "/home/me",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "n2", "SLURM_RESTART_COUNT": "1", "SLURM_STEPMGR": "n1",
+        "SLURM_NODELIST": "n1", "SLURM_CLUSTER_NAME": "c", "SLURM_JOB_SLUID": "s1", "SLURM_NETWORK": "vni",
+        "PATH": "/bin", "HOME": "/home/me",
     }  # fmt: skip
     batch = dict.fromkeys(
         ("SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NPROCS", "SLURM_NNODES",
          "SLURM_GPUS_ON_NODE", "SLURM_CPUS_PER_TASK", "SLURM_MEM_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SBATCH_GRES",
-         "SLURM_DISTRIBUTION", "SLURM_TASKS_PER_NODE", "SRUN_CPUS_PER_TASK", "CUDA_VISIBLE_DEVICES", "SUBMITIT_EXECUTOR"),
+         "SLURM_DISTRIBUTION", "SLURM_TASKS_PER_NODE", "SRUN_CPUS_PER_TASK", "CUDA_VISIBLE_DEVICES", "SUBMITIT_EXECUTOR",
+         # of 23.11 and later, and users' own
+         "SLURM_TRES_PER_TASK", "SLURM_TRES_BIND", "SLURM_GRES_FLAGS", "SLURM_MPI_TYPE", "SLURM_STDINMODE", "SLURM_LABELIO",
+         "SLURM_OOM_KILL_STEP", "SLURM_WAIT", "SLURM_EXIT_ERROR", "SLURM_HINT", "SLURM_SRUN_REDUCE_TASK_EXIT_MSG",
+         "SLURM_SPREAD_SEGMENTS", "SRUN_INPUT", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
         "1",
     )  # fmt: skip
     assert step_environment({**job, **batch}) == job
@@ -119,3 +130,38 @@ def test_a_rank_that_raised_for_anothers_failure_may_be_tried_again() -> None:
     failure = WorkerFailed("raised", remote_traceback="Traceback …")
     failure.__cause__ = CallAborted("another group failed")
     assert failure.restartable
+
+
+def test_one_task_of_a_step_is_killed() -> None:
+    """With all that it has started, also what hides its environment and its session; a stopped one, too; no other task."""
+    mark = f"RLHPC_STEP=many-{os.getpid()}"
+    hidden = f"{shlex.quote(sys.executable)} -c 'import time; time.sleep(60)'"
+
+    def task(number: int) -> subprocess.Popen[str]:
+        environment = {**os.environ, "SLURM_PROCID": str(number), **dict([mark.split("=")])}
+        script = f"setsid env -i {hidden} & echo $!; wait"
+        return subprocess.Popen(["bash", "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+
+    tasks = [task(0), task(1), task(11)]
+    children = [int(one.stdout.readline()) for one in tasks if one.stdout]
+    try:
+        tasks[1].send_signal(signal.SIGSTOP)
+        argv = killing_step(1, 2, "n1", mark, 1)
+        assert argv[: argv.index("bash")][-2:] == ["--het-group=1", "--nodelist=n1"]
+        done = subprocess.run(argv[argv.index("bash") :], timeout=60)
+        assert done.returncode == 0 and tasks[1].wait(10) == -signal.SIGKILL
+        assert not is_alive(children[1]) and all(map(is_alive, (children[0], children[2])))
+        assert tasks[0].poll() is None and tasks[2].poll() is None
+    finally:
+        for pid in [*children, *(one.pid for one in tasks)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for one in tasks:
+            one.communicate()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

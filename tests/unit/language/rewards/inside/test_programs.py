@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhpc.language.rewards import Sample
-from rlhpc.language.rewards.claims import read_tests
+from rlhpc.language.rewards.problems import read_tests
 from rlhpc.language.rewards.programs import CodeReward, last_block
 from rlhpc.language.rewards.values import decode
 from rlhpc.runtime.errors import ConfigError
@@ -91,8 +91,9 @@ def test_values_keep_their_types(reward):
         "assert fractions.Fraction(1, 2) == 0.5", "assert decimal.Decimal('1.5') == 1.5", "assert numpy.int64(3) in [3]",
         "assert collections.namedtuple('P', 'x')(1) == (1,)", "assert collections.deque([1]) is not None",
     ]  # fmt: skip
-    assert [step["source"] for step in read_tests(tests[:1], {}).steps] == ["collections.Counter('aab')"]
-    assert partial_of(reward, more, tests) == 1 - 1 / 8  # a deque cannot be told from what only claims to be one
+    assert read_tests(tests[:1], {}).steps[-1]["source"] == "collections.Counter('aab')"
+    # A deque cannot be told from what only claims to be one. Three hold without a program, so they are not counted.
+    assert partial_of(reward, more, tests) == 1 - 1 / 5
 
 
 def partial_of(reward, code, tests):
@@ -165,11 +166,8 @@ def test_right_programs_pass_tests_that_are_taken_apart(partial):
         "    for n in range(2, 4):\n        assert f(n * n) == n\n"
     )
     assert partial(program(code, check, entry_point="root")) == 1
-    assert read_tests([check], {"entry_point": "root"}).scripts == [
-        {"kind": "do", "source": "META = {'a': 1}"}, {"kind": "do", "source": "_check_got = root(4)"},
-    ]  # fmt: skip
-    for test, gained in (("raise ValueError\nassert root(4) == 2", 0), ("root(4)", 1), ("root(-1)", 0)):
-        assert partial(program(code, [test])) == gained, test
+    assert read_tests([check], {"entry_point": "root"}).scripts == [{"kind": "do", "source": "_check_got = root(4)"}]
+    assert partial(program(code, "raise ValueError\nassert root(4) == 2")) == 0
 
 
 def test_what_came_before_a_hang_counts(partial):
@@ -197,7 +195,8 @@ def test_the_expected_value_is_not_inside(partial):
     ]  # fmt: skip
     for test in split:
         assert "424242" not in str(read_tests([test], {}).steps + read_tests([test], {}).scripts), test
-    assert partial(program(finder, split[0])) == 1  # it was not found: False is not True
+    both = [split[0], "assert add(1, 1) is False"]
+    assert partial(program(finder, both)) == 1  # it was not found: False is not True
 
 
 def test_bad_arguments():

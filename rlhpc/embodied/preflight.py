@@ -1,0 +1,207 @@
+"""Preflight of runs with simulators: the checks of `Kind.checks` about environments, policies and demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from rlhpc.checkpoint.start import check_start, find_weights
+from rlhpc.config.typed import changed
+from rlhpc.embodied.config import BcConfig, EmbodiedConfig, EnvSideConfig, PpoConfig, SacConfig
+from rlhpc.embodied.envs.base import VectorEnv
+from rlhpc.embodied.envs.processes import require_python
+from rlhpc.embodied.envs.registry import ENVS
+from rlhpc.embodied.models import build_model, check_policy
+from rlhpc.embodied.models.registry import check_folder
+from rlhpc.embodied.real_time import real_time
+from rlhpc.embodied.roles.env import check_env
+from rlhpc.embodied.update.blueprint import check_backend, without_weights
+from rlhpc.runs.hub import model_resource
+from rlhpc.runs.preflight import FILES, Check, Need, Resource, path_resource, strongest
+
+#: Environments that are a robot, or the way to one.
+_ROBOTS = ("robot", "distant_robot")
+Spaces = tuple[Any, Any]
+
+
+def environment_resource(section: EnvSideConfig, python: str | None = None) -> Resource:
+    """Returns the resource that it takes to build an environment.
+
+    Args:
+        section: `env.train` or `env.eval`.
+        python: The env group's own Python.
+    """
+    if section.env_type.lower() in _ROBOTS:
+        return Resource(Need.ROBOT, "no plan moves one")
+    if interpreter := section.simulator_python or python:
+        return Resource(Need.PROCESS, f"a simulator in {interpreter}")
+    factory = ENVS.find(section.env_type)
+    if isinstance(factory, type) and issubclass(factory, VectorEnv):
+        if factory.holds_hardware:
+            return Resource(Need.ROBOT, "no plan moves one")
+        if factory.uses_accelerator(section):
+            return Resource(Need.PROCESS, "a simulator on an accelerator")
+    return FILES
+
+
+def _check_environment(section: EnvSideConfig, python: str | None) -> Spaces:
+    if section.simulators and environment_resource(section, python) is FILES:
+        section = changed(section, "simulators", 0)  # this process can build it
+    return check_env(section, python)
+
+
+def environment_checks(cfg: PpoConfig | SacConfig, python: str | None, spaces: Callable[[], Spaces]) -> Iterator[Check]:
+    """Yields the checks of the environments in which a policy learns and is evaluated.
+
+    Args:
+        cfg: The configuration.
+        python: The env group's own Python.
+        spaces: Builds an environment of `env.train`.
+    """
+    train, resource = cfg.env.train, environment_resource(cfg.env.train, python)
+    yield from _interpreter_check(train.simulator_python, "env.train")
+    if (path := train.reward_model) is not None:
+        from rlhpc.embodied.envs.judged import KEY, reward_model
+
+        yield Check(KEY, lambda: find_weights(path, KEY), path_resource(cfg, path))
+    yield Check("env.train", spaces, resource)
+    if path is not None:
+        yield Check(
+            f"{KEY} and env.train",
+            lambda: reward_model(path, spaces()[0]),
+            strongest(resource, path_resource(cfg, path)),
+        )
+    if cfg.runner.val_check_interval > 0:
+        if cfg.env.eval.simulator_python != train.simulator_python:
+            yield from _interpreter_check(cfg.env.eval.simulator_python, "env.eval")
+        yield Check("env.eval", lambda: _check_environment(cfg.env.eval, None), environment_resource(cfg.env.eval))
+
+
+def _interpreter_check(python: str | None, section: str) -> Iterator[Check]:
+    if python is not None:
+        yield Check(f"{section}.simulator_python", lambda: require_python(python))
+
+
+def policy_checks(
+    cfg: EmbodiedConfig, spaces: Callable[[], Spaces], resource: Resource, build: Callable[[Spaces], Any]
+) -> Iterator[Check]:
+    """Yields the checks of the policy, and of the weights that it starts from.
+
+    Args:
+        cfg: The configuration.
+        spaces: Gives observation and action space.
+        resource: That `spaces` needs.
+        build: Builds the policy for them, without weights of others; None where another Python alone can.
+    """
+    start = cfg.runner.init_from
+    resource = strongest(resource, model_resource(cfg, getattr(cfg.actor.model, "model_path", None)))
+
+    @cache
+    def policy() -> Any:
+        with without_weights():
+            return build(spaces())
+
+    def check_real_time() -> None:
+        if policy() is not None:
+            real_time(policy(), cfg.env.eval)
+
+    yield Check("actor.model", lambda: check_folder(cfg.actor.model))
+    if start is not None:
+        yield Check("runner.init_from", lambda: find_weights(start), path_resource(cfg, start))
+    yield Check("actor.model and env.train", policy, resource)
+    if start is not None:
+        at = strongest(resource, path_resource(cfg, start))
+        yield Check("runner.init_from and actor.model", lambda: check_start(cfg, policy()), at)
+    yield Check("env.eval.real_time_chunking", check_real_time, resource)
+
+
+def ppo_checks(cfg: PpoConfig, ranks: Mapping[str, int], pythons: Mapping[str, str | None]) -> Iterator[Check]:
+    """Yields the checks of a run whose policy learns from its own rollouts.
+
+    Args:
+        cfg: The configuration.
+        ranks: Ranks of each group.
+        pythons: Each group's own Python, where it has one.
+    """
+    yield from _slot_checks(cfg, ranks)
+    yield Check("actor.training_backend", lambda: check_backend(cfg.actor))
+    spaces = cache(lambda: _check_environment(cfg.env.train, pythons["env"]))
+    yield from environment_checks(cfg, pythons["env"], spaces)
+    builders = [pythons["actor"], pythons["rollout"]]
+    resource = environment_resource(cfg.env.train, pythons["env"])
+    yield from policy_checks(cfg, spaces, resource, lambda pair: check_policy(cfg.actor, pair, builders))
+
+
+def _slot_checks(cfg: PpoConfig | SacConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
+    from rlhpc.embodied.roles.slots import SlotMap
+
+    def check() -> None:
+        SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
+
+    yield Check("cluster.component_placement", check)
+
+
+def off_policy_checks(cfg: SacConfig, ranks: Mapping[str, int], python: str | None) -> Iterator[Check]:
+    """Yields the checks of a run that learns from a replay buffer; `python` is the env group's own."""
+    from rlhpc.embodied.data.mixture import fit, load_demos
+    from rlhpc.embodied.roles.sac import skips
+    from rlhpc.embodied.update.registry import algorithm_for
+
+    yield from _slot_checks(cfg, ranks)
+    spaces = cache(lambda: _check_environment(cfg.env.train, python))
+    yield from environment_checks(cfg, python, spaces)
+    resource = environment_resource(cfg.env.train, python)
+
+    def build(pair: Spaces) -> Any:
+        policy = build_model(cfg.actor.model, *pair)
+        algorithm_for(cfg.algorithm.name, policy, cfg.actor.model.model_type)
+        return policy
+
+    yield from policy_checks(cfg, spaces, resource, build)
+    path, train = cfg.algorithm.demo_buffer.load_path, cfg.env.train
+    if not path:
+        return
+    at = path_resource(cfg, path, _recorder(cfg))
+
+    @cache
+    def demos() -> Any:
+        return load_demos(
+            path, reward_scale=train.reward_scale, ignore_terminations=train.ignore_terminations, skip=skips(cfg)
+        )
+
+    yield Check("algorithm.demo_buffer.load_path", demos, at)
+    yield Check(
+        "algorithm.demo_buffer.load_path and env.train",
+        lambda: fit(demos(), *spaces(), cfg.actor.model.num_action_chunks),
+        strongest(at, resource),
+    )
+
+
+def _recorder(cfg: SacConfig | BcConfig) -> str:
+    """Returns what writes the demonstrations before the start; "" for nothing."""
+    return "the expert of workflow.demos_expert" if cfg.workflow.demos_expert is not None else ""
+
+
+def bc_checks(cfg: BcConfig, python: str | None) -> Iterator[Check]:
+    """Yields the checks of behaviour cloning; `python` is the actor group's own."""
+    from rlhpc.embodied.roles.bc import check_actions, check_fit, environment_of, read_demos, skips, spaces_of
+    from rlhpc.embodied.update.conditioning import KEY, value_model
+
+    train = environment_of(cfg)
+    resource = environment_resource(train)
+    spaces = cache(lambda: spaces_of(cfg))
+    yield from _interpreter_check(train.simulator_python, "env.train")
+    yield Check("env.train", spaces, resource)
+    yield Check("actor.training_backend", lambda: check_backend(cfg.actor))
+    yield from policy_checks(cfg, spaces, resource, lambda pair: check_policy(cfg.actor, pair, [python]))
+    yield Check("algorithm.bc_loss", lambda: check_actions(cfg, spaces()[1]), resource)
+    if path := cfg.algorithm.value_model:
+        at = path_resource(cfg, path)
+        yield Check(KEY, lambda: find_weights(path, KEY), at)
+        yield Check(f"{KEY} and env.train", lambda: value_model(cfg, spaces()[0]), strongest(at, resource))
+    paths: Sequence[str] = [cfg.demos.path] if isinstance(cfg.demos.path, str) else list(cfg.demos.path or ())
+    at = strongest(*(path_resource(cfg, one, _recorder(cfg)) for one in paths))
+    first = cache(lambda: next(iter(read_demos(cfg, [] if skips(cfg) else None))))
+    yield Check("demos.path", first, at)
+    yield Check("demos.path and env.train", lambda: check_fit(first(), *spaces()), strongest(at, resource))

@@ -1,0 +1,59 @@
+"""Limits of a robot's commands, and the errors of a command that is refused."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlhpc.embodied.robots.driver import Robot
+from rlhpc.runtime.errors import RlhpcError
+
+CONTROL_MODES = ("absolute", "delta", "velocity")
+RESUME_MODES = ("person", "auto")
+
+
+class RobotStopped(RlhpcError):
+    """A call was refused, or cut short: the robot is stopped, and waits for a person."""
+
+
+class StaleObservation(RlhpcError):
+    """A command was refused: it was chosen from an observation that is too old."""
+
+
+class Limits(NamedTuple):
+    """Limits of a robot's commands.
+
+    Attributes:
+        stale_s: Age at which an observation is too old, and time without a command after which the robot holds still.
+        max_change: Greatest distance of each number of a command from where the robot is; None does not limit it.
+        resume: `person` or `auto`: who ends a stop for safety.
+    """
+
+    stale_s: float = 0.5
+    max_change: float | None = None
+    resume: str = "person"
+
+
+def why_no_max_change(driver: Robot) -> str:
+    """Returns why `max_change` cannot be kept with a driver; empty if it can."""
+    kind = f"{type(driver).__module__}:{type(driver).__name__}"
+    if driver.control_mode not in CONTROL_MODES:
+        return (
+            f"{kind}.control_mode is {driver.control_mode!r}, which does not say from what a change is counted: set it in the "
+            "class to absolute (with position()), delta or velocity, or leave max_change out"
+        )
+    if driver.control_mode == "absolute" and type(driver).position is Robot.position:
+        return f"{kind}.control_mode is absolute: position() must return the measured position, which a change is counted from"
+    return ""
+
+
+def nearest_command(action: np.ndarray, space: Any, here: np.ndarray | None, change: float | None) -> np.ndarray | None:
+    """Returns the command nearest to `action` within the bounds of `space` and no more than `change` from `here`, in the dtype
+    of the space; None if there is no such command."""
+    low, high = np.asarray(space.low, np.float64), np.asarray(space.high, np.float64)
+    if change is None or here is None:
+        return np.clip(action, low, high).astype(space.dtype)
+    command = np.clip(np.clip(action, here - change, here + change), low, high).astype(space.dtype)
+    reached = np.abs(command - here) <= change + 1e-5 * np.maximum(1.0, np.abs(here))  # for float32
+    return command if reached.all() else None

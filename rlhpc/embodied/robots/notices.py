@@ -1,0 +1,130 @@
+"""Notices of robots that must not move: a safety stop, and a process that ended without closing its robot.
+
+A notice is a file of the user's on the robot's machine. A robot with one stays still until a person takes it back
+(`rlhpc robot resume`), also in a later process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.host import node_name, state_folder
+from rlhpc.runtime.ownership import make_private
+from rlhpc.runtime.plain import read_json
+
+
+def notices_folder() -> Path:
+    """Returns the folder of notices."""
+    return state_folder("robots")
+
+
+def robot_name(path: str, kwargs: Mapping[str, Any]) -> str:
+    """Returns the name of a robot, the same for each process that builds it with the same class and arguments."""
+    digest = hashlib.sha256(json.dumps([path, kwargs], sort_keys=True, default=str).encode()).hexdigest()
+    return f"{re.sub('[^A-Za-z0-9]+', '-', path).strip('-')}-{digest[:6]}"
+
+
+def _process_began(pid: int) -> str | None:
+    """Returns when a process of this machine began, in the kernel's ticks; None if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+class Notice:
+    """Notice of one robot.
+
+    Args:
+        robot: Its name, see `robot_name`.
+    """
+
+    def __init__(self, robot: str) -> None:
+        self.robot = robot
+        self._path, self._word = (notices_folder() / f"{robot}.{kind}" for kind in ("json", "resume"))
+        make_private(self._path.parent, parents=True)
+        self._id, self._reason = 0, ""
+        self._lock = threading.Lock()
+
+    def left_behind(self) -> str:
+        """Returns why the robot must stay still according to the process before; empty if it need not."""
+        try:
+            record = read_json(self._path.read_bytes())
+            reason, node, pid, number = str(record["reason"]), record["node"], int(record["pid"]), record["id"]
+        except FileNotFoundError:
+            return ""
+        except (OSError, ValueError, KeyError, TypeError):
+            return "the notice of the process before cannot be read"
+        if reason:
+            return "" if self._has_word(number) else reason
+        if node == node_name() and _process_began(pid) == record.get("began"):
+            return ""
+        return f"process {pid} on {node} ended without closing it"
+
+    def post(self, reason: Callable[[], str]) -> None:
+        """Writes the notice, if it is not there; without a reason it counts only once this process has ended."""
+        with self._lock:  # whoever comes last writes what holds then
+            current = reason()
+            if not self._id or self._reason != current:
+                self._reason, self._id = current, time.time_ns()
+                self._write()
+
+    def _write(self) -> None:
+        record = {"robot": self.robot, "reason": self._reason, "since": time.time(), "id": self._id, "node": node_name(),
+                  "pid": os.getpid(), "began": _process_began(os.getpid())}  # fmt: skip
+        replace_durably(self._path, json.dumps(record).encode(), mode=0o600, sync=False)
+
+    def resumed(self) -> bool:
+        """Returns whether a person has taken back this very notice."""
+        return self._has_word(self._id)
+
+    def _has_word(self, number: int) -> bool:
+        with suppress(OSError, ValueError):
+            return self._word.read_text() == str(number)
+        return False
+
+    def take_down(self) -> None:
+        """Removes the notice that this process has posted."""
+        with self._lock:
+            for path in (self._path, self._word) if self._id else ():
+                path.unlink(missing_ok=True)
+            self._id = 0
+
+
+def stopped_robots() -> list[dict[str, Any]]:
+    """Returns the notices that have a reason."""
+    records = []
+    for path in sorted(notices_folder().glob("*.json")):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            record = dict(read_json(path.read_bytes()))
+            if record["reason"]:
+                records.append(record)
+    return records
+
+
+def resume(robot: str) -> str:
+    """Takes back the notice of a stopped robot; returns the reason that it had.
+
+    Raises:
+        ConfigError: No robot of that name is stopped.
+    """
+    records = {record["robot"]: record for record in stopped_robots()}
+    if robot not in records:
+        names = ", ".join(records) or "none"
+        raise ConfigError(
+            f"no robot {robot!r} is stopped on this machine; stopped are: {names} (rlhpc robot resume lists them)"
+        )
+    path = notices_folder() / f"{robot}.resume"
+    replace_durably(path, str(records[robot]["id"]).encode(), mode=0o600, sync=False)
+    return str(records[robot]["reason"])

@@ -1,0 +1,396 @@
+"""Safety core of a robot: the only code that calls its driver. Every command passes here, whoever chose it.
+
+What holds for every caller, from any thread:
+
+- A command that is not finite stops the robot, and is not sent.
+- A command does not leave the bounds of the action space. With `max_change` it is near where the robot is: near its measured
+  position where commands are absolute, else near the command that it carries out (0 while it holds still).
+- A command chosen from an observation that is older than `stale_s` is refused, and the robot holds still.
+- A robot holds still once no command has come for `stale_s`, and is stopped when a call of its driver hangs. `stop` is called
+  from a thread of its own, and does not wait for a call that is under way.
+- After a stop for safety nothing moves it until a person has said so (`rlhpc robot resume`, `Robot.ready`), also in a later
+  process, unless `resume` is auto.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rlhpc.embodied.envs.timing import Timing
+from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
+from rlhpc.embodied.robots.limits import Limits, StaleObservation, nearest_command, why_no_max_change
+from rlhpc.embodied.robots.notices import Notice, robot_name
+from rlhpc.embodied.robots.states import LIVE, State, StateMachine
+from rlhpc.embodied.robots.watchdog import WatchdogProcess
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.lookup import load_attribute
+
+log = logging.getLogger(__name__)
+
+#: Longest pause between two looks of the watchdog thread.
+_LOOK_S = 0.01
+#: Seconds that a stop waits for a movement, so that it comes after it: one that is under way, and one that is about to begin.
+_SENDING_S, _BEGINNING_S = 0.03, 1.0
+#: Seconds between looks for a person's word, and between messages that it is waited for.
+_WORD_S, _REMIND_S = 0.2, 60.0
+#: Seconds by which an observation may seem to be of the future.
+_CLOCKS_S = 0.05
+#: Seconds in which a driver must have let go of its hardware.
+_CLOSE_S = 5.0
+
+
+class SafetyCore:
+    """One robot and its watchdog.
+
+    Args:
+        driver: The robot's driver, which nothing else may call from now on.
+        limits: Limits of its commands.
+        name: Name in messages and notices; empty leaves no notice for later processes.
+
+    Attributes:
+        observation: The newest observation; None before the first reset.
+        timing: Counts of stops and refusals.
+    """
+
+    def __init__(self, driver: Robot, limits: Limits, name: str = "") -> None:
+        self.__driver = driver
+        self.observation_space, self.action_space = driver.observation_space, driver.action_space
+        self.name = name or type(driver).__name__
+        self.observation: Observation | None = None
+        self.timing = Timing()
+        self._states = StateMachine(self.name)
+        self._last = np.zeros(self.action_space.shape)
+        self._call_under_way: tuple[str, float, float] | None = None  # name, begin, seconds that it may take
+        self._unconfirmed = False  # the driver raised in `stop`
+        self._calls = threading.RLock()  # calls come one at a time, but for stops
+        self._sending = threading.RLock()  # held while a movement begins
+        self._closed, self._let_go = threading.Event(), threading.Event()
+        try:
+            self.set_limits(limits)
+            stop = driver.independent_stop()
+            self._process = None if stop is None else WatchdogProcess(stop)
+        except BaseException:
+            driver.close()
+            raise
+        self._notice = Notice(name) if name else None  # for later processes
+        if self._notice is not None and (reason := self._notice.left_behind()):
+            self.stop(reason)
+        threading.Thread(target=self._watch, name="robot-watchdog", daemon=True).start()
+
+    @property
+    def state(self) -> State:
+        """State of the robot."""
+        return self._states.current
+
+    def set_limits(self, limits: Limits) -> None:
+        """Changes the limits.
+
+        Raises:
+            ConfigError: `max_change` is set, and the driver does not say from what a change is counted.
+        """
+        if limits.max_change is not None and (why := self.why_no_max_change()):
+            raise ConfigError(f"max_change is {limits.max_change:g}; {why}")
+        self.limits = limits
+
+    def why_no_max_change(self) -> str:
+        """Returns why `max_change` cannot be kept; empty if it can."""
+        return why_no_max_change(self.__driver)
+
+    # -- episodes and commands ------------------------------------------------------------------------------------
+
+    def begin(self, seed: int) -> Observation:
+        """Stops the robot and resets it; returns its first observation.
+
+        Raises:
+            RobotStopped: It is stopped, or was so meanwhile.
+        """
+        with self._calls:
+            self._states.require()
+            self.end()
+            self._post_notice()
+            if not self._move("reset", seed, State.IDLE, State.RESETTING):
+                raise RlhpcError(f"{self.name} was reset by two threads at a time")
+            observation = self._look()
+            self._states.move(State.RESETTING, State.HELD)
+            return observation
+
+    def observe(self) -> Observation:
+        """Returns the newest observation.
+
+        Raises:
+            RobotStopped: It is too old or shows something unsafe, or the robot was stopped before.
+        """
+        with self._calls:
+            self._states.require(State.HELD, State.MOVING)
+            return self._look()
+
+    def command(self, action: np.ndarray, within_s: float | None = None) -> float:
+        """Sends a command within the limits, chosen from the newest observation; returns when (`time.monotonic`).
+
+        Args:
+            action: Numbers of the command.
+            within_s: Seconds after which the robot holds still unless another command comes; at most `stale_s`.
+
+        Raises:
+            StaleObservation: The observation is too old. The robot holds still.
+            RobotStopped: The robot is stopped: it was so before, or because of this command.
+        """
+        with self._calls:
+            self._states.require(State.HELD, State.MOVING)
+            action = np.asarray(action, np.float64).reshape(self.action_space.shape)
+            if not np.isfinite(action).all():
+                self.stop(f"a command is not finite: {np.array2string(action, threshold=20)}")
+                self._states.require()
+            while True:
+                self._states.require(State.HELD, State.MOVING)
+                before = self.state
+                limited = self._limited(action, before)
+                now = self._require_fresh()
+                until = now + min(self.limits.stale_s, np.inf if within_s is None else within_s)
+                if self._move("act", limited, before, State.MOVING, until):
+                    self._last = limited.astype(np.float64)
+                    return now
+
+    def judge(self) -> Verdict:
+        """Returns the reward of the step to the newest observation.
+
+        Raises:
+            RobotStopped: The robot is stopped.
+        """
+        with self._calls:
+            self._states.require(State.HELD, State.MOVING)
+            assert self.observation is not None
+            verdict: Verdict = self._call("judge", self.observation.obs, self._last.astype(self.action_space.dtype))
+            self._states.require()
+            return verdict
+
+    def _require_fresh(self) -> float:
+        """Returns the time now, at which the newest observation is not too old."""
+        now = time.monotonic()
+        age = now - (self.observation.taken_at if self.observation is not None else -np.inf)
+        if age > self.limits.stale_s:
+            self.timing.refused += 1
+            self.hold()
+            raise StaleObservation(f"a command was chosen from an observation that is {age:.2f} s old")
+        return now
+
+    def _limited(self, action: np.ndarray, state: State) -> np.ndarray:
+        """Returns the command nearest to `action` that is within the limits."""
+        change, here = self.limits.max_change, None
+        if change is not None and self.__driver.control_mode == "absolute":
+            here = self._position()
+        elif change is not None:
+            here = self._last if state is State.MOVING else np.zeros(self.action_space.shape)
+        command = nearest_command(action, self.action_space, here, change)
+        if command is None:
+            self.stop(f"it is outside of the bounds of its commands by more than max_change ({change:g}): {here}")
+            self._states.require()
+        assert command is not None
+        return command
+
+    def _position(self) -> np.ndarray:
+        position = np.asarray(self._call("position"), np.float64)
+        if position.shape != self.action_space.shape or not np.isfinite(position).all():
+            self.stop(f"its measured position is {position}")
+        self._states.require()
+        return position
+
+    def _look(self) -> Observation:
+        observation: Observation = self._call("observe")
+        age = time.monotonic() - observation.taken_at
+        self.observation = observation
+        if not age > -_CLOCKS_S:
+            self.stop(f"the time of its observation is {age:.2f} s from now: it must be by time.monotonic")
+        elif age > self.limits.stale_s:
+            self.stop(f"its newest observation is {age:.2f} s old")
+        elif why := self._call("unsafe", observation.obs):
+            self.stop(str(why))
+        self._states.require()
+        return observation
+
+    # -- calls of the driver --------------------------------------------------------------------------------------
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """Calls the driver, watched for hanging. The robot is stopped if it raises."""
+        limit = self.__driver.reset_s if name == "reset" else self.limits.stale_s
+        self._call_under_way = (name, time.monotonic(), limit)
+        try:
+            return getattr(self.__driver, name)(*args)
+        except KeyboardInterrupt:
+            self.end()
+            raise
+        except BaseException as error:
+            self.stop(f"{name} raised {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._call_under_way = None
+
+    def _move(self, name: str, argument: Any, before: State, after: State, until: float | None = None) -> bool:
+        """Makes a call that moves the robot, if it is still in the state `before`. A stop that comes while the call lasts is
+        repeated after it.
+
+        Returns:
+            Whether the call was made; False if the robot has held still since.
+        """
+        with self._sending:
+            self._heed_process(moving=True)
+            if not self._states.move(before, after, until):
+                return False
+            try:
+                self._call(name, argument)
+            finally:
+                if self.state is not after:
+                    self._stop_driver()
+        self._states.require()
+        return True
+
+    def _heed_process(self, *, moving: bool) -> None:
+        """Tells the watchdog process, if there is one, that this one lives; stops if that one has."""
+        if self._process is not None:
+            self._process.beat(moving=moving, silence_s=self.limits.stale_s)
+            if self._process.fired():
+                self.stop("the watchdog process has stopped it: this process was blocked, or that one ended")
+
+    def _stop_driver(self) -> None:
+        """Calls the driver's `stop`: behind a movement that just begins, but never waiting long for it."""
+        call, wait_s = self._call_under_way, _SENDING_S
+        if call is None:
+            wait_s = _BEGINNING_S  # one that has not begun must not begin after the stop
+        elif call[0] == "act":
+            wait_s = max(wait_s, call[1] + call[2] - time.monotonic())
+        sent = self._sending.acquire(timeout=wait_s)
+        try:
+            self.__driver.stop()
+            self._unconfirmed = False
+        except Exception as error:  # the watchdog tries again
+            if not self._unconfirmed:
+                log.exception("%s: stop() failed; it is tried again", self.name)
+            self._unconfirmed = True
+            if self.state is not State.STOPPED:
+                self.stop(f"stop raised {type(error).__name__}: {error}")
+        finally:
+            if sent:
+                self._sending.release()
+
+    # -- states ---------------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Holds still until the next command; its episode goes on."""
+        self._states.hold()
+        if self.state is not State.CLOSED:
+            self._stop_driver()
+
+    def end(self) -> None:
+        """Ends the episode: it holds still, and takes no command before a reset."""
+        self._states.end()
+        if self.state is not State.CLOSED:
+            self._stop_driver()
+
+    def stop(self, reason: str) -> None:
+        """Stops it for safety: nothing moves it until a person has said so. Works from any thread, also again."""
+        first = self._states.stop(reason)
+        if self.state is State.CLOSED:
+            return
+        self._stop_driver()
+        if first:
+            self.timing.stopped += 1
+            log.warning("%s was stopped: %s", self.name, reason)
+            self._post_notice()
+
+    def _post_notice(self) -> None:
+        """Leaves a notice for later processes that this one has the robot, and why it is stopped if it is."""
+        if self._notice is not None:
+            self._notice.post(lambda: self._states.reason if self.limits.resume == "person" else "")
+
+    def wait_for_person(self, check: Callable[[str], None] = lambda reason: None) -> None:
+        """Waits until a stopped robot may move again, without a deadline; returns at once if it is not stopped.
+
+        Args:
+            check: Hears again and again why it is stopped; cancels the wait by raising.
+
+        Raises:
+            RobotStopped: It was closed.
+        """
+        reminded = -np.inf
+        while self.state is State.STOPPED:
+            if not self._unconfirmed and (self.limits.resume == "auto" or self._person_is_ready()):
+                if self._notice is not None:
+                    self._notice.take_down()
+                self._states.resume()
+                log.info("%s may move again", self.name)
+                return
+            reason = self._states.reason
+            if time.monotonic() - reminded > _REMIND_S:
+                reminded = time.monotonic()
+                how = f"rlhpc robot resume {self.name}" if self._notice is not None else "its ready() says so"
+                log.warning("%s is stopped (%s) and waits for a person who looks at it: %s", self.name, reason, how)
+            check(reason)
+            self._closed.wait(_WORD_S)
+        self._states.require()
+
+    def _person_is_ready(self) -> bool:
+        if self._notice is not None and self._notice.resumed():
+            return True
+        try:
+            return bool(self.__driver.ready())
+        except Exception:
+            log.exception("%s: ready() failed", self.name)
+            return False
+
+    def close(self) -> None:
+        """Stops the robot and lets go of it; waits at most a few seconds for its driver, also if another thread closes it."""
+        self.end()
+        before = self._states.close()
+        if before is State.CLOSED:
+            self._let_go.wait(_CLOSE_S)
+            return
+        self._closed.set()
+        if self._process is not None:
+            self._process.close()
+        stays_stopped = self._unconfirmed or (before is State.STOPPED and self.limits.resume == "person")
+        if self._notice is not None and not stays_stopped:
+            self._notice.take_down()
+        closing = threading.Thread(target=self.__driver.close, name="robot-close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+        self._let_go.set()
+
+    # -- watchdog -------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_LOOK_S):
+            try:
+                self._look_after()
+            except Exception:
+                log.exception("%s: the watchdog goes on", self.name)
+
+    def _look_after(self) -> None:
+        """Holds a robot whose last command is over, and stops one whose driver hangs."""
+        now, call = time.monotonic(), self._call_under_way
+        self._heed_process(moving=self.state in (State.RESETTING, State.MOVING))
+        if call is not None and self.state in LIVE and now - call[1] > call[2]:
+            self.stop(f"its driver hangs: {call[0]} has not returned for {now - call[1]:.2f} s")
+        elif self._states.is_over(now):
+            self.timing.held += 1
+            self.hold()
+        elif self._unconfirmed:
+            self._stop_driver()
+
+
+def safe_robot(path: str, key: str, kwargs: dict[str, Any], limits: Limits) -> SafetyCore:
+    """Builds a robot from its class, as `module:Class`, inside its safety core.
+
+    Raises:
+        ConfigError: The class cannot be imported or refuses its arguments, or `max_change` cannot be kept.
+    """
+    try:
+        driver: Robot = load_attribute(path, key)(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{key.split('.')[-1]} {path!r} refuses kwargs {kwargs}: {error}") from None
+    return SafetyCore(driver, limits, robot_name(path, kwargs))

@@ -1,0 +1,134 @@
+"""Watchdog process of a robot whose driver has an independent stop: it works while the driver's process is blocked or dead.
+
+Started as `python -m rlhpc.embodied.robots.watchdog SOCKET`, an inherited descriptor. The safety core sends heartbeats; each
+says whether the robot may be moving, and after how long a silence it must be stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+
+import cloudpickle
+
+from rlhpc.runtime.descriptors import readable
+from rlhpc.runtime.import_paths import python_path, run_module
+
+_BEAT = struct.Struct("!?d")
+_READY, _STOPPED, _QUIT = b"ready", b"stopped", b"quit"
+#: Seconds in which the process must be there: it imports what the function needs.
+_START_S = 60.0
+
+
+class WatchdogProcess:
+    """Watchdog process, from the side of the safety core.
+
+    Args:
+        stop: Stops the robot, from another process.
+
+    Raises:
+        RuntimeError: The process does not start.
+    """
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._sock, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            run_module("rlhpc.embodied.robots.watchdog", str(other.fileno())),
+            pass_fds=(other.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": python_path(foreign=False)},
+            start_new_session=True,  # what kills the group of the driver's process must not kill this one
+        )
+        other.close()
+        self._sock.send(cloudpickle.dumps(stop))
+        self._sock.settimeout(_START_S)
+        try:
+            started = self._sock.recv(64) == _READY
+        except OSError:
+            started = False
+        if not started:
+            self.close()
+            raise RuntimeError("the robot's watchdog process did not start; its messages are above")
+        self._sock.setblocking(False)
+        self._fired = False
+
+    def beat(self, *, moving: bool, silence_s: float) -> None:
+        """Sends a heartbeat."""
+        with contextlib.suppress(BlockingIOError):
+            try:
+                self._sock.send(_BEAT.pack(moving, silence_s))
+            except OSError:
+                self._fired = True
+
+    def fired(self) -> bool:
+        """Returns whether it has stopped the robot since this was last asked, or has ended itself."""
+        with contextlib.suppress(BlockingIOError):
+            try:
+                self._fired |= self._sock.recv(64) in (_STOPPED, b"")
+            except BlockingIOError:
+                raise
+            except OSError:
+                self._fired = True
+        fired, self._fired = self._fired, False
+        return fired
+
+    def close(self) -> None:
+        """Ends the process."""
+        with contextlib.suppress(OSError):
+            self._sock.send(_QUIT)
+        self._sock.close()
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _stop(stop: Callable[[], None]) -> None:
+    try:
+        stop()
+    except Exception:
+        traceback.print_exc()
+
+
+def watch(sock: socket.socket) -> None:
+    """Stops the robot when heartbeats cease while it may be moving, and when their sender is gone."""
+    stop = cloudpickle.loads(sock.recv(1 << 20))
+    sock.send(_READY)
+    moving, silence_s = False, 1.0
+    while True:
+        if not readable([sock.fileno()], silence_s):
+            if moving:
+                moving = False
+                _stop(stop)
+                with contextlib.suppress(OSError):
+                    sock.send(_STOPPED)
+            continue
+        try:
+            message = sock.recv(64)
+        except OSError:
+            message = b""
+        if message == _QUIT:
+            return
+        if not message:
+            _stop(stop)
+            return
+        moving, silence_s = _BEAT.unpack(message)
+
+
+def main() -> None:
+    """Runs the process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends with the driver's process, and after it
+    watch(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

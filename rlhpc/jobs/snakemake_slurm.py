@@ -1,0 +1,267 @@
+"""Adapter of Snakemake's Slurm executor (snakemake-executor-plugin-slurm 2.8.0).
+
+Snakemake forgets a job that a round of status queries neither returns as active nor reports as ended. If all queries of a
+round fail, as they do while slurmdbd or slurmctld restarts, `check_active_jobs` returns no job at all, and Snakemake waits
+for jobs that nobody asks about (`keep_unanswered_jobs`).
+
+The executor knows only the jobs that it submitted itself. Of two Snakemakes that work on the same run, each would submit
+every job (`share_jobs`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from rlhpc.jobs.claim import read_json, write_json
+from rlhpc.jobs.lock import LeaseLock
+from rlhpc.jobs.probes import JobReport, JobState, ProcessId, SlurmProbe
+from rlhpc.jobs.shared import SharedProbe
+from rlhpc.jobs.slurm import identify_job
+from rlhpc.runtime.errors import RlhpcError
+
+_PLUGIN = "snakemake_executor_plugin_slurm"
+#: Attributes of an executor: the jobs that it has reported as ended, those that it has submitted, its own Slurm query.
+_REPORTED, _SUBMITTED, _PROBE = "_reported_jobs", "_submitted_jobs", "_attached_probe"
+#: Marks a job that another Snakemake submitted, in `SubmittedJobInfo.aux`.
+_ATTACHED = "attached"
+#: Inputs up to this size are compared by what they contain.
+_DIGESTED_BYTES = 1 << 20
+#: Ends of a job that say nothing about its work.
+_NOT_FAILED = (JobState.CANCELLED, JobState.PREEMPTED, JobState.REVOKED)
+#: Types of parameters whose text says what they are; Snakemake compares the same ones between two runs of a rule.
+_COMPARED = (str, int, float, bool, complex, range, list, tuple, dict, set, frozenset, bytes, type(None))
+
+
+def _executor_class() -> Any:
+    """Returns the class of Snakemake's Slurm executor; None without it.
+
+    Snakemake imports its executors before it reads a workflow.
+    """
+    return getattr(sys.modules.get(_PLUGIN), "Executor", None)
+
+
+def keep_unanswered_jobs() -> None:
+    """Makes Snakemake's Slurm executor return each job that it has not reported as ended."""
+    executor = _executor_class()
+    if executor is None or getattr(executor, "_keeps_unanswered_jobs", False):
+        return
+    executor._keeps_unanswered_jobs = True
+    executor.report_job_success = _noting(executor.report_job_success)
+    executor.report_job_error = _noting(executor.report_job_error)
+    check = executor.check_active_jobs
+
+    @functools.wraps(check)
+    async def check_active_jobs(self: Any, active_jobs: list[Any]) -> AsyncIterator[Any]:
+        reported = self.__dict__.setdefault(_REPORTED, {})
+        open_jobs = {id(job): job for job in active_jobs}
+        async for job in check(self, active_jobs):
+            open_jobs.pop(id(job), None)
+            yield job
+        unanswered = [job for identity, job in open_jobs.items() if identity not in reported]
+        reported.clear()
+        if unanswered:
+            self.logger.warning(f"Slurm gave no states of {len(unanswered)} jobs; they are asked about again")
+        for job in unanswered:
+            yield job
+
+    executor.check_active_jobs = check_active_jobs
+
+
+def _noting(report: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(report)
+    def note(self: Any, job_info: Any, *arguments: Any, **options: Any) -> None:
+        # the job itself, not only its identity: a later one must not get the same
+        self.__dict__.setdefault(_REPORTED, {})[id(job_info)] = job_info
+        report(self, job_info, *arguments, **options)
+
+    return note
+
+
+def share_jobs() -> None:
+    """Makes Snakemake's Slurm executor wait for a job that another Snakemake has submitted for the same outputs.
+
+    The Slurm job of a rule is written beside the rule's log, under a lock. Where it is that of the same parameters, and is
+    alive, or has made outputs that are newer than the inputs, nothing is submitted. Jobs of a rule without a log, grouped
+    jobs and job arrays are not shared.
+    """
+    executor = _executor_class()
+    if executor is None or getattr(executor, "_shares_jobs", False):
+        return
+    executor._shares_jobs = True
+    submit, check = executor.run_job, executor.check_active_jobs
+    cancel, report_submission = executor.cancel_jobs, executor.report_job_submission
+
+    @functools.wraps(submit)
+    def run_job(self: Any, job: Any) -> None:
+        record = _record_of(job)
+        if record is None:
+            submit(self, job)
+            return
+        submitted = False
+        try:
+            record.parent.mkdir(parents=True, exist_ok=True)
+            with LeaseLock(record.with_suffix(".lease"), str(job.rule.name)):
+                if (info := _find_shared(self, job, record)) is not None:
+                    self.logger.info(
+                        f"Job {job.jobid} waits for SLURM job {info.external_jobid}, submitted for it before."
+                    )
+                    self.report_job_submission(info)
+                    return
+                submitted = True
+                submit(self, job)
+                if job_id := self.__dict__.get(_SUBMITTED, {}).pop(id(job), None):
+                    write_json(record, _content(job, job_id))
+        except Exception as error:  # in a thread of Snakemake's, which would wait for the job for ever
+            self.logger.warning(f"Other Snakemakes cannot know of job {job.jobid}: {error}")
+            if not submitted:
+                submit(self, job)
+
+    @functools.wraps(report_submission)
+    def report_job_submission(self: Any, job_info: Any, *arguments: Any, **options: Any) -> None:
+        if not _is_attached(job_info):
+            self.__dict__.setdefault(_SUBMITTED, {})[id(job_info.job)] = job_info.external_jobid
+        report_submission(self, job_info, *arguments, **options)
+
+    @functools.wraps(check)
+    async def check_active_jobs(self: Any, active_jobs: list[Any]) -> AsyncIterator[Any]:
+        attached = [info for info in active_jobs if _is_attached(info)]
+        if attached:
+            reports = await asyncio.to_thread(_probe_of(self).query, [info.external_jobid for info in attached])
+            for info in attached:
+                if await _settle(self, info, reports[info.external_jobid]):
+                    _probe_of(self).leave([info.external_jobid])
+                else:
+                    yield info
+        async for info in check(self, [info for info in active_jobs if not _is_attached(info)]):
+            yield info
+
+    @functools.wraps(cancel)
+    def cancel_jobs(self: Any, active_jobs: list[Any]) -> None:
+        _probe_of(self).leave([info.external_jobid for info in active_jobs if _is_attached(info)])
+        # the Snakemake that submitted a job decides about it, as long as it is there
+        cancel(self, [info for info in active_jobs if not _is_attached(info) or _is_orphan(info)])
+
+    executor.run_job, executor.report_job_submission = run_job, report_job_submission
+    executor.check_active_jobs, executor.cancel_jobs = check_active_jobs, cancel_jobs
+
+
+def _record_of(job: Any) -> Path | None:
+    """Returns the file that names the Slurm job of a rule's job; None where it cannot be shared."""
+    logs = [] if job.is_group() else list(job.log)
+    return Path(str(logs[0])).with_suffix(".job.json") if logs else None
+
+
+def _digest(job: Any) -> str:
+    """Returns a digest of a job's rule and parameters, of those whose change would start it again."""
+    texts = sorted(repr(value) for value in job.non_derived_params if isinstance(value, _COMPARED))
+    return hashlib.sha256(json.dumps([job.rule.name, sorted(map(str, job.output)), texts]).encode()).hexdigest()
+
+
+def _content(job: Any, job_id: str) -> dict[str, Any]:
+    return {
+        "job_id": job_id,
+        "digest": _digest(job),
+        "inputs": _inputs(job),
+        "process": ProcessId.of(os.getpid()).to_json(),
+        "submitted": time.time(),
+    }
+
+
+def _inputs(job: Any) -> dict[str, str]:
+    """Returns digests of those inputs that are small. Each Snakemake that takes a job for finished touches its outputs, which
+    are inputs of the next."""
+    digests = {}
+    for path in job.input:
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_size <= _DIGESTED_BYTES:
+                digests[str(path)] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return digests
+
+
+def _find_shared(executor: Any, job: Any, record: Path) -> Any:
+    """Returns the job to wait for, as Snakemake's `SubmittedJobInfo`; None where a new one must be submitted."""
+    from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
+
+    content = read_json(record)
+    if content is None or content.get("digest") != _digest(job) or not content.get("job_id"):
+        return None
+    job_id = str(content["job_id"])
+    report = SlurmProbe().query_one(job_id)
+    if report.state is JobState.UNKNOWN and report.conclusive:
+        return None
+    if report.state.is_terminal and not (report.state.is_success and _outputs_are_current(executor, job, content)):
+        return None
+    return SubmittedJobInfo(job, external_jobid=job_id, aux={_ATTACHED: content, "slurm_logfile": None})
+
+
+def _outputs_are_current(executor: Any, job: Any, content: dict[str, Any]) -> bool:
+    """Returns whether a finished job has left nothing to do: all outputs exist, and no input has changed since."""
+    if executor.workflow.dag.reason(job).forced:
+        return False
+    before, now = content.get("inputs") or {}, _inputs(job)
+    try:
+        oldest = min(os.stat(path).st_mtime for path in job.output)
+        return all(
+            path.is_ancient or os.stat(path).st_mtime <= oldest or (path in now and now[path] == before.get(path))
+            for path in job.input
+        )
+    except OSError:
+        return False
+
+
+def _is_attached(info: Any) -> bool:
+    return bool((info.aux or {}).get(_ATTACHED))
+
+
+def _is_orphan(info: Any) -> bool:
+    """Returns whether the Snakemake that submitted the job is known to be gone, and Slurm knows the job as one of this rule,
+    submitted in this folder: the file that names the job may come from elsewhere."""
+    process = ProcessId.from_json(info.aux[_ATTACHED].get("process"))
+    if process is None or process.alive() is not False:
+        return False
+    try:
+        identity = identify_job(info.external_jobid)
+    except RlhpcError:
+        return False
+    rule = f"rule_{info.job.rule.name}"
+    return (
+        identity is not None
+        and identity.folder == os.getcwd()
+        and (identity.comment == rule or identity.comment.startswith(f"{rule}_wildcards_"))
+    )
+
+
+def _probe_of(executor: Any) -> SharedProbe:
+    probe: SharedProbe | None = executor.__dict__.get(_PROBE)
+    if probe is None:
+        probe = executor.__dict__[_PROBE] = SharedProbe(SlurmProbe())
+    return probe
+
+
+async def _settle(executor: Any, info: Any, report: JobReport) -> bool:
+    """Reports the end of a job that another Snakemake submitted; returns False while it has not ended.
+
+    A job that was cancelled or preempted, or that Slurm has forgotten, is submitted again: it did not fail, and the other
+    Snakemake may be gone.
+    """
+    if report.state.is_success:
+        executor.report_job_success(info)
+    elif report.state in _NOT_FAILED or (report.state is JobState.UNKNOWN and report.conclusive):
+        await asyncio.to_thread(executor.run_job, info.job)
+    elif report.state.is_terminal:
+        executor.report_job_error(
+            info, msg=f"SLURM-job '{info.external_jobid}' failed, SLURM status is: '{report.state.value}'. "
+        )
+    else:
+        return False
+    return True

@@ -1,0 +1,152 @@
+"""DpoActor: one data-parallel rank of the trainer of a DPO run, and of its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms.dpo import dpo_loss
+from rlhpc.language.data import PromptSampler, PromptTokenizer
+from rlhpc.language.data.preferences import Judged, encode_demonstrations
+from rlhpc.language.dpo_config import DpoConfig
+from rlhpc.language.preference_scores import EACH, cut, most_tokens
+from rlhpc.language.roles.evaluation import EvaluatedActor
+from rlhpc.language.roles.opening import open_pairs
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.scores import TokenScores
+from rlhpc.language.tokens.trainer import TokenTrainer
+
+#: Column of the reference's log-probs.
+REF_LOGPROBS = "ref_logprobs"
+_PAIR = EACH["pairs"]
+
+
+class DpoActor(EvaluatedActor[DpoConfig]):
+    """Trains on the preferences of a dataset; the reference is the model from before training, or the one without adapters."""
+
+    def init_worker(self, total_steps: int) -> dict[str, Any]:
+        """Loads model, optimizer, reference and datasets.
+
+        Args:
+            total_steps: Steps of the whole run, for the learning rate.
+
+        Returns:
+            Facts: trainable parameters, and pairs that are too long.
+        """
+        cfg = self.cfg
+        self.backend = self._load_model(total_steps, lambda: TokenTrainer(cfg, self, reference=True))
+        self.measure = PairMeasure(cfg)
+        self.encoder, self.dataset, dropped = open_pairs(cfg, self.tokenizer)
+        self.sampler = PromptSampler(len(self.dataset), cfg.data.prompts_per_step, self.seed)
+        if cfg.runner.val_check_interval > 0:
+            self.held_out = open_pairs(cfg, self.tokenizer, holdout=True)
+        return {"parameters": self.backend.parameters_trained, "dropped": dropped}
+
+    def prefer(self, step: int) -> dict[str, float]:
+        """Takes one optimizer step on this step's pairs: the mean of their losses.
+
+        Returns:
+            Metrics, the same on all ranks.
+        """
+        count = self.cfg.data.prompts_per_step
+        places = self.sampler.of_step(step, self.data, self.sizes.data)
+        pairs = self._batch_of([self.dataset[place] for place in places], self.encoder)
+        tokens = self._count(pairs).tokens
+        shared = self._shared(pairs, _PAIR)
+
+        def loss(scores: TokenScores, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            metrics = {name: value.sum() / count for name, value in self.measure(scores.logprobs, batch).items()}
+            return metrics["loss"], {name: value.detach() for name, value in metrics.items()}
+
+        parts = self.backend.forward_backward([*self._with_reference(shared)], loss)
+        return self._only_step(step, parts, tokens, shared)
+
+    def validate(self) -> dict[str, float]:
+        """Measures the held-out pairs with the present weights.
+
+        Returns:
+            Means over all pairs, whatever ranks and micro-batches they are on, and their number (`rows`); the same on all
+            ranks.
+        """
+        encoder, dataset, _ = self.held_out
+        sums = dict[str, Tensor]()
+        for places in self._held_out_places(len(dataset), self.cfg.data.prompts_per_step):
+            for batch in self._with_reference(self._batch_of([dataset[place] for place in places], encoder)):
+                measured = self.measure(self.backend.forward(batch).logprobs.cpu().double(), batch)
+                sums = {name: sums.get(name, torch.zeros(())) + value.sum() for name, value in measured.items()}
+        means = self._summed(torch.stack([*sums.values()])) / len(dataset)
+        metrics = dict(zip(sums, means.tolist(), strict=True))
+        return {"pair_accuracy": metrics.pop("accuracy"), **metrics, "rows": float(len(dataset))}
+
+    def _batch_of(self, pairs: Sequence[Judged], encoder: PromptTokenizer) -> TokenBatch:
+        """The completions of pairs with their prompts, those of a pair next to each other."""
+        most = most_tokens(self.max_tokens, "pairs")
+        samples, masks = list[list[int]](), list[list[bool]]()
+        for pair in pairs:
+            encoded = encode_demonstrations(pair, encoder, most)
+            assert encoded is not None, "those that do not fit are dropped at the start"
+            samples += [ids for ids, _ in encoded]
+            masks += [mask for _, mask in encoded]
+        return TokenBatch.of(samples, masks, pad_id=self.pad)
+
+    def _with_reference(self, batch: TokenBatch) -> Iterator[TokenBatch]:
+        """Micro-batches of whole pairs, as many on each rank, with the reference's log-probs."""
+        for _, part in self._evenly(cut(batch, _PAIR, self.max_tokens), batch):
+            part.columns[REF_LOGPROBS] = self.backend.reference(part).logprobs.cpu()
+            yield part
+
+
+class PairMeasure:
+    """Loss and metrics of each pair.
+
+    Args:
+        cfg: The configuration.
+    """
+
+    def __init__(self, cfg: DpoConfig) -> None:
+        algorithm = cfg.algorithm
+        self._loss_type, self._beta = algorithm.loss_type.lower(), algorithm.beta
+        self._label_smoothing = algorithm.label_smoothing
+
+    def __call__(self, logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
+        """Measures the pairs of a micro-batch.
+
+        Args:
+            logprobs: `[T]`, the policy's.
+            batch: Whole pairs, with the column `ref_logprobs`; maybe without tokens.
+
+        Returns:
+            `[P]` each: `loss`; `accuracy`, whether the chosen completion has the higher reward; `margin`, the difference of
+            the two rewards; `rewards_chosen` and `rewards_rejected`; `logps_chosen` and `logps_rejected`, the policy's.
+        """
+        log_ratios = _of_completions(logprobs - batch.columns[REF_LOGPROBS], batch)
+        scores = (
+            log_ratios / _of_completions(batch.mask.to(logprobs.dtype), batch)
+            if self._loss_type == "ipo"
+            else log_ratios
+        )
+        losses = dpo_loss(
+            *scores.view(-1, _PAIR).unbind(1), beta=self._beta, loss_type=self._loss_type,
+            label_smoothing=self._label_smoothing,
+        )  # fmt: skip
+        chosen, rejected = (self._beta * log_ratios.detach()).view(-1, _PAIR).unbind(1)
+        logps_chosen, logps_rejected = _of_completions(logprobs.detach(), batch).view(-1, _PAIR).unbind(1)
+        return {
+            "loss": losses,
+            "accuracy": (chosen > rejected).to(logprobs.dtype),
+            "margin": chosen - rejected,
+            "rewards_chosen": chosen,
+            "rewards_rejected": rejected,
+            "logps_chosen": logps_chosen,
+            "logps_rejected": logps_rejected,
+        }
+
+
+def _of_completions(values: Tensor, batch: TokenBatch) -> Tensor:
+    """`[N]`: sums of `[T]` values over the trained tokens of each sample; nothing of a batch without tokens."""
+    if not batch.tokens:
+        return values[:0]
+    return batch.padded(values.masked_fill(~batch.mask, 0)).sum(1)

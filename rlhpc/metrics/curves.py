@@ -1,0 +1,111 @@
+"""Curves of a run: each metric drawn once and in its quantity's colour, and all evaluations of a quantity in one chart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.metrics.logger import series
+from rlhpc.metrics.results import Evaluated
+from rlhpc.metrics.svg import CHART, Line, Size, is_constant, line_chart, stated_chart
+
+Rows = Sequence[Mapping[str, Any]]
+#: Word of a metric's name → its colour, the same in training and in evaluation; metrics without one share `_OTHER`.
+_COLORS = {"return": 0, "reward": 0, "loss": 1, "accuracy": 2, "success": 2}
+_OTHER = 5
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric that reports know.
+
+    Attributes:
+        file: Name of its chart's file.
+        name: Name in metrics.jsonl.
+        title: Title of the chart.
+        y_label: Label of the y axis.
+    """
+
+    file: str
+    name: str
+    title: str
+    y_label: str
+
+
+def color_of(name: str) -> int:
+    """Returns the colour of a metric's quantity, as an index into the palette."""
+    words = name.rpartition("/")[2].split("_")
+    return next((_COLORS[word] for word in words if word in _COLORS), _OTHER)
+
+
+def metric_charts(
+    rows: Rows, metrics: Sequence[Metric], always: Container[str], x: tuple[str, str] = ("step", "global step")
+) -> dict[str, str]:
+    """Returns the charts of metrics by file name. One that has the values of another, for all its steps, refers to that.
+
+    Args:
+        rows: The run's metrics.
+        metrics: In the order of the page.
+        always: Files of charts that are there whether something was logged or not.
+        x: Metric of the x axis, and its label.
+    """
+    charts: dict[str, str] = {}
+    drawn: dict[str, tuple[list[float], list[float]]] = {}
+    for metric in metrics:
+        points = series(rows, metric.name, x[0])
+        if not points[0] and metric.file not in always:
+            continue
+        twin = next((title for title, other in drawn.items() if _are_equal(points, other)), None)
+        if twin is not None:
+            charts[metric.file] = stated_chart(metric.title, f"the same as {twin}")
+            continue
+        line = Line("", *points, color=color_of(metric.name), smooth=True)
+        charts[metric.file] = line_chart(metric.title, x[1], metric.y_label, [line])
+        if points[0] and not is_constant(points[1]):
+            drawn[metric.title] = points
+    return charts
+
+
+def _are_equal(one: tuple[list[float], list[float]], other: tuple[list[float], list[float]]) -> bool:
+    return one[0] == other[0] and all(
+        math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in zip(one[1], other[1], strict=True)
+    )
+
+
+def evaluation_chart(
+    title: str, y_label: str, suites: Mapping[str, Sequence[Evaluated]], name: str, size: Size = CHART
+) -> str:
+    """Draws a result of all evaluations over steps with 95 % intervals, a line a suite; hollow points are of training.
+
+    Args:
+        title: Title of the chart.
+        y_label: Label of the y axis.
+        suites: Evaluations by suite.
+        name: Of the result, which says the first suite's colour.
+        size: Size of the drawing.
+    """
+    lines = [
+        Line(
+            suite,
+            [one.step for one in evaluated],
+            [one.value for one in evaluated],
+            [one.low for one in evaluated],
+            [one.high for one in evaluated],
+            color=color_of(name) + number,
+            markers=True,
+            hollow=[one.in_training for one in evaluated],
+        )
+        for number, (suite, evaluated) in enumerate(suites.items())
+        if evaluated
+    ]
+    return line_chart(title, "global step", y_label, lines, size)
+
+
+def hollow_points(suites: Mapping[str, Sequence[Evaluated]]) -> str:
+    """Returns a sentence about the points of evaluations in training, as HTML; "" if there are none beside others."""
+    kinds = {one.in_training for evaluated in suites.values() for one in evaluated}
+    if len(kinds) < 2:
+        return ""
+    return '<p class="legend">Hollow points: evaluated while the run trained; filled points: checkpoints.</p>'

@@ -1,0 +1,344 @@
+"""Training from Python: a run in a process of its own, and the handle by which a script or a notebook follows it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from subprocess import Popen
+from types import TracebackType
+from typing import Any
+
+from rlhpc.config import total_steps
+from rlhpc.config.files import ConfigSource, source_name
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.sweep import override
+from rlhpc.config.values import plain_value
+from rlhpc.jobs.claim import SegmentFiles
+from rlhpc.jobs.driver_job import first_failure, size_of, start_driver
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS
+from rlhpc.jobs.sole import require_no_driver
+from rlhpc.jobs.submit import driver_command
+from rlhpc.jobs.waiter import DriverFailed, DriverRejected
+from rlhpc.metrics import ProgressBar, read_metrics
+from rlhpc.metrics.logger import read_last_metrics
+from rlhpc.runs.checks import check_planned
+from rlhpc.runs.conditions import warn_of_unused
+from rlhpc.runs.configuration import load_config
+from rlhpc.runs.folder import note, resolve_resume
+from rlhpc.runs.memory.plan import refuse_overfull
+from rlhpc.runs.same_run import write_config
+from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, UserError
+from rlhpc.runtime.import_paths import python_path
+
+#: Exit codes of a driver that was asked to end: before it could save anything, and after it has saved.
+_ASKED_TO_END = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT, EXIT_REQUEUE)
+_POLL_S = 0.5
+_GRACE_S = 600.0
+#: Runs of this process that have not ended.
+_living: list[TrainingRun] = []
+
+
+def load_for_training(config: ConfigSource, overrides: Sequence[str] = (), *, segment: int | None = None) -> RunConfig:
+    """Reads the configuration of a run that is to be trained here and now, and warns of keys that have no effect in it.
+
+    Args:
+        config, overrides: See `load_config`.
+        segment: Which of its segments; None for the whole run.
+
+    Raises:
+        ConfigError: It is wrong, has no such segment, or needs more memory than there is.
+    """
+    cfg = load_config(config, overrides)
+    if segment is not None and not 0 <= segment < cfg.runner.segments:
+        raise ConfigError(f"--segment is {segment}; the run has segments 0 to {cfg.runner.segments - 1}")
+    refuse_overfull(cfg, source_name(config), "local")
+    if MAX_RESTARTS not in os.environ:  # in a job, whoever submitted it has been told
+        warn_of_unused(config, overrides)
+    return cfg
+
+
+def train(config: ConfigSource, /, **overrides: Any) -> TrainingRun:
+    """Starts a run in a process of its own, as `rlhpc train` does, and returns its handle at once.
+
+    The run ends with the Python process that started it: it saves first, as after Ctrl-C.
+
+    Args:
+        config: YAML file; or, in its place, a mapping of sections, or what `load_config` returned.
+        overrides: Keys with their values: `**{"runner.max_steps": 10}`, or a section at a time, `runner={"max_steps": 10}`.
+
+    Raises:
+        ConfigError: A key or value is wrong, or the run has checkpoints already (pass `runner.resume_dir="auto"`).
+        UserError: Another process trains this run.
+    """
+    words = [override(key, plain_value(value, key)) for key, value in overrides.items()]
+    cfg = load_for_training(config, words)
+    check_planned(cfg)
+    require_no_driver(RunPaths.of(cfg.runner.run_dir, cfg.runner.name))
+    resolve_resume(cfg)
+    return TrainingRun(cfg, source_name(config))
+
+
+class TrainingRun:
+    """A run that a process of its own trains.
+
+    Used as a context manager, it ends with the block, and saves first.
+
+    Args:
+        cfg: Configuration, as `load_for_training` gives it.
+        source: What the configuration is called.
+    """
+
+    def __init__(self, cfg: RunConfig, source: str) -> None:
+        self.name, self.paths = cfg.runner.name, RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+        self._total = total_steps(cfg)
+        self._files = SegmentFiles(self.paths, 0)
+        self._made = _make_folders(self._files.driver_err.parent)
+        self._offset = size_of(self._files.driver_err)
+        self._old_metrics = None if cfg.runner.resume_dir is not None else _identity(self.paths.metrics)
+        self._config = self._files.driver_err.with_suffix(".yaml")
+        self._process: Popen[bytes] | None = None
+        self._ended, self._cancelled, self._failure = threading.Event(), False, ""
+        try:
+            write_config(self._config, cfg, f"As started from {source}")
+            self._start(driver_command(self._config, segment=None))
+        except BaseException:
+            self._remove_traces()
+            raise
+        _living.append(self)
+
+    def _start(self, command: list[str]) -> None:
+        """Starts the driver from a thread that lives as long as it does: the kernel binds a process to the thread that
+        started it, and the caller's may end at any time."""
+        environment = {MAX_RESTARTS: "0", "PYTHONPATH": python_path()}
+        tried, errors = threading.Event(), list[BaseException]()
+
+        def keep() -> None:
+            try:
+                # A session of its own: an interrupt of this process, or of a notebook's cell, is not one of the run.
+                self._process = start_driver(command, self._files, environment, start_new_session=True)
+            except BaseException as error:
+                errors.append(error)
+                return
+            finally:
+                tried.set()
+            code = self._process.wait()
+            if code == UserError.exit_code:
+                self._remove_traces()
+            with contextlib.suppress(ValueError):
+                _living.remove(self)
+            self._ended.set()
+
+        threading.Thread(target=keep, name=f"rlhpc {self.name}", daemon=True).start()
+        tried.wait()
+        if errors:
+            raise errors[0]
+
+    def _remove_traces(self) -> None:
+        """Removes what was made for a driver that has started nothing; keeps its message."""
+        self._failure = first_failure(self._files.driver_err, self._offset)
+        if self.paths.config.exists():  # it has begun: a full disk is a user's error, too
+            return
+        for path in (self._config, self._files.driver_out, self._files.driver_err):
+            if path.parent in self._made:
+                path.unlink(missing_ok=True)
+        for folder in reversed(self._made):
+            with contextlib.suppress(OSError):  # something else is in it
+                folder.rmdir()
+
+    def __repr__(self) -> str:
+        return f"TrainingRun({str(self.folder)!r}, {self.state}, step {self.step} of {self._total})"
+
+    # -- what there is --------------------------------------------------------------------------------------------
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.paths.root
+
+    @property
+    def state(self) -> str:
+        """`running`, `finished`, `stopped` (asked to end before its last step) or `failed`."""
+        code = None if self._process is None or not self._ended.is_set() else self._process.returncode
+        if code is None:
+            return "running"
+        return "finished" if code == 0 else "stopped" if code in _ASKED_TO_END else "failed"
+
+    @property
+    def step(self) -> int:
+        """Steps done, by the metrics."""
+        row = self._last_row()
+        return int(row["step"]) if row else 0
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The best checkpoint of a run that keeps one (`runner.keep_best`), else the newest complete one; None before the
+        first."""
+        step = self.paths.chosen_step()
+        return None if step is None else self.paths.checkpoint(step)
+
+    def done(self) -> bool:
+        """Returns whether the run has ended, in whatever state."""
+        return self._ended.is_set()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Returns a row for each step so far, with its number as `step`; `pandas.DataFrame` takes them. Values that are not
+        finite are None."""
+        return [] if self._is_old() else read_metrics(self.paths.metrics)
+
+    def _is_old(self) -> bool:
+        """Returns whether the metrics are still those of an earlier start that saved nothing."""
+        return self._old_metrics is not None and _identity(self.paths.metrics) == self._old_metrics
+
+    def _last_row(self) -> dict[str, Any] | None:
+        """The newest row, read from the end of the file: it is asked for twice a second."""
+        rows = [] if self._is_old() else read_last_metrics(self.paths.metrics)
+        return rows[-1] if rows else None
+
+    def report(self) -> Path:
+        """Writes the report of what there is so far, and returns its page.
+
+        Raises:
+            RlhpcError: There is nothing yet, or the page cannot be written.
+        """
+        from rlhpc.runs.report import write_report
+
+        return write_report(self.paths)
+
+    # -- its end --------------------------------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float | None = None) -> TrainingRun:
+        """Waits for the run's end, with its progress on stderr. Ctrl-C, or a notebook's interrupt, ends the run, which saves
+        first; a second one ends it at once.
+
+        Args:
+            timeout_s: How long at most; None for as long as it takes.
+
+        Returns:
+            The run.
+
+        Raises:
+            DriverRejected: What was asked for cannot be done; nothing was trained.
+            DriverFailed: The run failed, with its first error; or somebody else ended it.
+            DeadlineExceeded: `timeout_s` is over; the run goes on.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            with contextlib.ExitStack() as stack:
+                bar = None
+                while not self._ended.wait(_POLL_S if end is None else max(0.0, min(_POLL_S, end - time.monotonic()))):
+                    if end is not None and time.monotonic() >= end:
+                        raise DeadlineExceeded(
+                            f"run {self.folder} has not ended within {timeout_s:g} s; it goes on (step {self.step} of "
+                            f"{self._total}): wait again, or end it with cancel()"
+                        )
+                    if row := self._last_row():
+                        step = int(row["step"])
+                        bar = bar or stack.enter_context(ProgressBar(self._total, step - 1, name=self.name))
+                        bar.update(step, _numbers(row))
+                if bar is not None and (row := self._last_row()):
+                    bar.update(int(row["step"]), _numbers(row))
+        except KeyboardInterrupt:
+            note(f"interrupted: {self.folder} saves and ends; Ctrl-C again ends it at once")
+            self.cancel()
+            raise
+        self._raise_failure()
+        return self
+
+    def _raise_failure(self) -> None:
+        """Raises the run's first error, if it has failed."""
+        assert self._process is not None
+        code, log = self._process.returncode, self._files.driver_err
+        if code == 0 or (self._cancelled and code in (*_ASKED_TO_END, -signal.SIGKILL)):
+            return
+        if code == UserError.exit_code:
+            raise DriverRejected(self._failure)
+        saved = f"saved in {self.checkpoint}" if self.checkpoint else "nothing is saved"
+        if code in _ASKED_TO_END:
+            raise DriverFailed(
+                f"run {self.folder} was asked to end from elsewhere at step {self.step} of {self._total}; {saved}; to go on: "
+                'runner.resume_dir="auto"', exit_code=abs(code), log_path=str(log),
+            )  # fmt: skip
+        message = first_failure(log, self._offset) or f"its process ended with code {code} and no message"
+        raise DriverFailed(f"run {self.folder} failed: {message}\n(log: {log})", exit_code=abs(code), log_path=str(log))
+
+    def cancel(self, grace_s: float = _GRACE_S) -> None:
+        """Ends the run, which saves first; returns when it has ended. Does nothing to a run that has ended.
+
+        Args:
+            grace_s: Seconds after which it is killed.
+        """
+        self._cancelled = self._cancelled or not self.done()
+        self._signal(signal.SIGTERM)
+        try:
+            if not self._ended.wait(grace_s):
+                self._kill()
+        except KeyboardInterrupt:
+            self._kill()
+            raise
+
+    def _kill(self) -> None:
+        """Kills the driver; the kernel ends its ranks with it."""
+        self._signal(signal.SIGKILL)
+        self._ended.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and not self.done():
+            self._process.send_signal(number)
+
+    def __enter__(self) -> TrainingRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if isinstance(value, (int, float))}
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    """Returns values that change when a file is written anew; None where there is no file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _make_folders(folder: Path) -> list[Path]:
+    """Makes a folder and those above it; returns those that were not there, outermost first.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"runner.run_dir: {error.filename or folder} cannot be written: {error.strerror}; choose another"
+        ) from error
+    return missing
+
+
+def _end_all(owner: int = os.getpid()) -> None:
+    """Ends the runs of this process when it ends, and lets them save."""
+    if os.getpid() != owner:  # a fork of it
+        return
+    for run in (living := list(_living)):
+        note(f"{run.folder} saves and ends with the program that started it; wait() for it to train to its end")
+        run._signal(signal.SIGTERM)  # all at once
+    for run in living:
+        run.cancel()
+
+
+atexit.register(_end_all)

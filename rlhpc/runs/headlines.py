@@ -1,0 +1,143 @@
+"""Headline numbers of runs: the same columns on pages, in `rlhpc status`, and in tables of a terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.metrics.logger import read_last_metrics, series
+from rlhpc.metrics.page import decimals
+from rlhpc.metrics.results import (
+    PASS_AT_K,
+    Evaluated,
+    evaluations_of,
+    judging_suite,
+    largest_pass_at,
+    metric_title,
+    read_all_results,
+    read_results,
+)
+from rlhpc.metrics.svg import number, running_mean
+from rlhpc.runs.kind_parts import Headline
+from rlhpc.runs.kinds import kind_of_run
+from rlhpc.runtime.shown import in_parentheses
+
+Curve = tuple[list[float], list[float]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its metrics and its evaluations.
+
+    Attributes:
+        paths: Its folder.
+        rows: Its metrics.
+        evaluations: Its evaluations on one suite.
+    """
+
+    paths: RunPaths
+    rows: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+    def curve(self, name: str, against: str) -> Curve:
+        """Returns a metric of training, smoothed as reports do, or a result of evaluations (`eval/`)."""
+        if name.startswith("eval/"):
+            at = dict(zip(*series(self.rows, against), strict=True))  # step → x
+            pairs = [(at[one.step], one.value) for one in self.evaluated(name) if one.step in at]
+            return [x for x, _ in pairs], [y for _, y in pairs]
+        x, y = series(self.rows, name, against)
+        return x, running_mean(y) if len(y) >= 60 else y
+
+    def evaluated(self, name: str) -> list[Evaluated]:
+        """Returns a result of all evaluations, those in training and those of checkpoints."""
+        return evaluations_of(self.rows, self.evaluations, name.removeprefix("eval/"))
+
+    def final(self, name: str) -> Evaluated | None:
+        """Returns the last value of a metric, and of an evaluation that of the best checkpoint, where the run keeps one; None
+        without a value."""
+        if name.startswith("eval/"):
+            evaluated = self.evaluated(name)
+            best = self.paths.best_step()
+            return next((one for one in evaluated if one.step == best), evaluated[-1] if evaluated else None)
+        x, y = series(self.rows, name)
+        return Evaluated(int(x[-1]), y[-1], y[-1], y[-1], 0, True) if x else None
+
+
+def read_run(paths: RunPaths) -> Run:
+    """Reads what the headline numbers of a run need: its last rows, and its evaluations on the suite that judges it."""
+    results = read_all_results(paths)
+    suites = {str(result["suite"]) for result in results}
+    suite = next(iter(suites)) if len(suites) == 1 else judging_suite(paths, results)
+    return Run(paths, read_last_metrics(paths.metrics), read_results(paths, suite))
+
+
+def run_headlines(folders: Sequence[RunPaths]) -> dict[str, list[str]]:
+    """Returns the headline numbers of single runs as columns: title → a text for each run."""
+    return headline_columns({str(number): [read_run(paths)] for number, paths in enumerate(folders)})
+
+
+def headline_columns(groups: Mapping[str, Sequence[Run]]) -> dict[str, list[str]]:
+    """Returns the headline numbers of groups of runs as columns: title → a text for each group.
+
+    The columns are those of the runs' kinds; one that no run has a number for is left out.
+
+    Args:
+        groups: Runs by label; those of one label are seeds of one configuration, whose numbers are means.
+    """
+    runs = [run for group in groups.values() for run in group]
+    headlines: dict[Headline, None] = {}
+    for run in runs:
+        kind = kind_of_run(run.paths)
+        candidates = kind.headlines or [Headline(name, title.lower()) for name, title, _ in kind.compared]
+        headlines |= dict.fromkeys(one for headline in candidates if (one := _with_k(headline, runs)) is not None)
+    columns = {one.title: [_cell(one, group) for group in groups.values()] for one in headlines}
+    return {title: texts for title, texts in columns.items() if any(text != NO_VALUE for text in texts)}
+
+
+#: Stands in a table for a number that there is not.
+NO_VALUE = "–"
+
+
+def _with_k(headline: Headline, runs: Sequence[Run]) -> Headline | None:
+    """Returns a headline with its k, where it is of pass@k; None if no run has several samples of a problem."""
+    if headline.metric != f"eval/{PASS_AT_K}":
+        return headline
+    results = {name for run in runs for result in run.evaluations for name in result}
+    logged = {name for run in runs for row in run.rows for name in row if name.startswith("eval/pass_at_")}
+    name = largest_pass_at(results | logged)
+    return dataclasses.replace(headline, metric=f"eval/{name}", title=metric_title(name)) if name else None
+
+
+def _cell(headline: Headline, runs: Sequence[Run]) -> str:
+    """Returns the number of a group: of a share the mean with its 95 % interval, over seeds or, of one run, as its evaluation
+    says; of other numbers the mean with the lowest and the highest, where they differ."""
+    finals = [final for run in runs if (final := run.final(headline.metric)) is not None]
+    if not finals:
+        return NO_VALUE
+    values = [final.value for final in finals]
+    if headline.form == "share":
+        return f"{statistics.fmean(values):.1%}{in_parentheses(_share_ends(finals), '.1%', to=' … ')}"
+    return mean_text(values, number if headline.form == "count" else decimals)
+
+
+def _share_ends(finals: Sequence[Evaluated]) -> tuple[float, float]:
+    if len(finals) == 1:
+        return finals[0].low, finals[0].high
+    from rlhpc.metrics.seeds import mean  # imports numpy
+
+    # As the table of scores has it; the episodes of one seed say the same thing again.
+    _, low, high = mean([final.value for final in finals]).of_share()
+    return low, high
+
+
+def mean_text(values: Sequence[float | None], show: Callable[[float], str]) -> str:
+    """Returns the mean of numbers as text, with the lowest and the highest if they differ."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return NO_VALUE
+    text, low, high = show(statistics.fmean(known)), show(min(known)), show(max(known))
+    return text if low == high else f"{text} ({low} … {high})"

@@ -1,0 +1,109 @@
+"""Preflight: the checks that a run has to pass before it starts, one list for each kind of run (`Kind.checks`).
+
+`rlhpc train` makes all of them. `rlhpc plan` and `rlhpc submit` make those that need files alone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhpc.runtime.files import expand_home
+
+if TYPE_CHECKING:
+    from rlhpc.config.sections import RunConfig
+
+
+class Need(enum.Enum):
+    """A resource that a check needs beyond the configuration; the value is its name in messages."""
+
+    FILES = "files"
+    LATER_FILES = "files that are there at the start"
+    NETWORK = "the network"
+    PROCESS = "a process of its own"
+    ROBOT = "the robot"
+
+
+#: Resources that the commands have that start nothing.
+FILES_ALONE = frozenset({Need.FILES})
+#: Those of a start.
+ALL = frozenset(Need)
+
+
+@dataclass(frozen=True)
+class Resource:
+    """A resource that a check needs, and the use of it.
+
+    Attributes:
+        need: The resource.
+        use: For messages.
+    """
+
+    need: Need = Need.FILES
+    use: str = ""
+
+
+FILES = Resource()
+
+
+def path_resource(cfg: RunConfig, path: str, maker: str = "") -> Resource:
+    """Returns the resource that a check of a path needs.
+
+    Args:
+        cfg: The configuration.
+        path: As the user wrote it; may be a pattern.
+        maker: What writes it before the start, if anything does.
+    """
+    place, scratch = expand_home(path).absolute(), cfg.cluster.scratch
+    if place.exists() or any(Path(place.anchor).glob(str(place.relative_to(place.anchor)))):
+        return FILES
+    if maker:
+        return Resource(Need.LATER_FILES, f"{maker} writes {path}")
+    if scratch is not None and place.is_relative_to(expand_home(scratch).absolute()):
+        return Resource(Need.LATER_FILES, f"{path} is below cluster.scratch, a node's own disk")
+    return FILES
+
+
+def strongest(*resources: Resource) -> Resource:
+    """Returns the first resource that is more than files; files where none is."""
+    return next((resource for resource in resources if resource.need is not Need.FILES), FILES)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of a run.
+
+    Attributes:
+        name: The part of the configuration that it looks at, for messages.
+        run: Makes the check; raises a `UserError` that names the key.
+        resource: The resource that it needs.
+    """
+
+    name: str
+    run: Callable[[], object]
+    resource: Resource = FILES
+
+    def __str__(self) -> str:
+        return f"{self.name}: needs {self.resource.need.value} ({self.resource.use})"
+
+
+def run_checks(checks: Iterable[Check], resources: Collection[Need] = ALL) -> list[Check]:
+    """Makes the checks for which there are resources, in their order; first those that need files alone, so that a plan and a
+    start find the same fault first.
+
+    Returns:
+        The other checks.
+
+    Raises:
+        UserError: The first check that fails.
+    """
+    skipped = []
+    for check in sorted(checks, key=lambda check: check.resource.need is not Need.FILES):
+        if check.resource.need in resources:
+            check.run()
+        else:
+            skipped.append(check)
+    return skipped

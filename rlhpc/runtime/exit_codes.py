@@ -1,0 +1,65 @@
+"""Exit codes of commands: 0, 2 for what the user got wrong, 1 for what went wrong; each error is one message.
+
+`rlhpc`, the modules that are run as `python -m rlhpc.…`, and the scripts in `examples` end by `report_errors`. An exported
+`policy.py`, which knows nothing of rlhpc, has the same rule.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from rlhpc.runtime.environment_values import masked
+from rlhpc.runtime.errors import RlhpcError, UserError
+from rlhpc.runtime.shown import readable
+from rlhpc.runtime.storage import explained
+from rlhpc.runtime.streams import silence_output, tell
+
+
+def report_errors(command: Callable[[], int]) -> int:
+    """Runs a command and returns its exit code; prints what it raises as a message."""
+    try:
+        try:
+            code = command()
+            sys.stdout.flush()  # here, because an error at the interpreter's end is only printed
+            return code
+        except Exception as error:
+            failure = explained(error, "this command", anyway=False)
+            if failure is error:
+                raise
+            raise failure from error
+    except RlhpcError as error:
+        tell(f"rlhpc: error: {(readable if isinstance(error, UserError) else masked)(str(error))}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        tell("rlhpc: interrupted")
+        return 130
+    except BrokenPipeError:
+        silence_output()
+        return 141
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            silence_output()
+            where = error.filename or "standard output, or a file of the run (metrics, logs, checkpoints)"
+            tell(f"rlhpc: error: cannot write {where}: {error.strerror}")
+            return 1
+        if error.errno == errno.ENAMETOOLONG:  # the user named it: rlhpc's own names are shorter
+            tell(f"rlhpc: error: {readable(f'{error.filename}: {error.strerror}')}")
+            return 2
+        return _fault(error)
+    except Exception as error:
+        return _fault(error)
+
+
+def _fault(error: Exception) -> int:
+    """Reports an unforeseen error: one line, and where to find the traceback."""
+    if os.environ.get("RLHPC_DEBUG"):
+        traceback.print_exception(error)
+    where = "; ".join(getattr(error, "__notes__", ())) or "set RLHPC_DEBUG=1 for the traceback"
+    words = f"{error}".splitlines()
+    text = f"{type(error).__name__}: {masked(words[0]) if words else ''}"
+    tell(f"rlhpc: error: {text} (a fault of rlhpc itself, or of code it called; {where})")
+    return 1

@@ -1,0 +1,32 @@
+"""Warnings of libraries about machines without an accelerator, which say nothing that a user could act on."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+#: Logger → beginning of a message.
+_MESSAGES = {
+    "DeepSpeed": "Setting accelerator to CPU",
+    "vllm.triton_utils.importing": "Triton not installed or not compatible",
+}
+
+
+def quiet_known_warnings() -> None:
+    """Keeps these messages out of the terminal and of ranks' logs, also of libraries that are imported later."""
+    for name, beginning in _MESSAGES.items():
+        logger = logging.getLogger(name)
+        if not any(isinstance(each, _Beginning) for each in logger.filters):
+            logger.addFilter(_Beginning(beginning))
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.reduce_op` is deprecated", FutureWarning)
+
+
+class _Beginning(logging.Filter):
+    """Drops records whose message begins with a text."""
+
+    def __init__(self, beginning: str) -> None:
+        super().__init__()
+        self._beginning = beginning
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self._beginning)

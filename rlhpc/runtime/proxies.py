@@ -1,0 +1,25 @@
+"""Hosts that are reached without an HTTP proxy: this host, and the nodes of the run.
+
+The standard library and Python 3.8 are enough: agents read this file without rlhpc being installed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Iterable, Mapping  # noqa: UP035 (Python 3.8)
+
+#: Names of this host, by which services and the endpoint are reached.
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_NAMES = ("no_proxy", "NO_PROXY")
+
+
+def without_proxy(hosts: Iterable[str] = (), environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns `no_proxy` and `NO_PROXY`, which libraries read by either name: what both of them say already, and more hosts.
+
+    Args:
+        hosts: Names or addresses beside the loopback ones.
+        environ: What there is already.
+    """
+    user = [entry.strip() for name in _NAMES for entry in environ.get(name, "").split(",")]
+    value = "*" if "*" in user else ",".join(dict.fromkeys(filter(None, (*user, *LOOPBACK, *hosts))))
+    return dict.fromkeys(_NAMES, value)

@@ -1,0 +1,33 @@
+"""Guard of the threads that report: an exception in the handling of one report never ends the thread that hears of others."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import ParamSpec
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+
+
+@contextlib.contextmanager
+def logged(message: str) -> Iterator[None]:
+    """Logs an exception of the block under a message, and goes on behind the block."""
+    try:
+        yield
+    except Exception:
+        log.exception(message)
+
+
+def guarded(handler: Callable[P, None]) -> Callable[P, None]:
+    """Decorates the handler of a report: what it raises is logged, and its thread goes on."""
+
+    @functools.wraps(handler)
+    def guard(*args: P.args, **kwargs: P.kwargs) -> None:
+        with logged(f"a report could not be handled ({handler.__qualname__})"):
+            handler(*args, **kwargs)
+
+    return guard

@@ -1,0 +1,122 @@
+"""The git repository around a folder. A repository's own configuration can name commands (`core.fsmonitor`, filters, hooks,
+diff drivers): whoever unpacked it has not read that, so git never does either."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rlhpc.runtime.plain import read_file
+
+_LIMIT_S = 10.0
+#: Most bytes of a file that names a commit or another folder.
+_LONGEST = 1 << 16
+#: Of a worktree, and of the repository that worktrees share: what git reads beside its configuration.
+_OF_WORKTREE = ("index", "sharedindex.*")
+_SHARED = ("objects", "refs", "packed-refs", "reftable", "shallow", "info")
+#: The keys of a repository's configuration that say how its files are compared; with these values none names a command.
+_VALUES = {
+    "core.filemode": ("true", "false"), "core.ignorecase": ("true", "false"), "core.symlinks": ("true", "false"),
+    "core.precomposeunicode": ("true", "false"), "core.trustctime": ("true", "false"),
+    "core.autocrlf": ("true", "false", "input"),
+    "core.eol": ("lf", "crlf", "native"), "core.checkstat": ("default", "minimal"),
+    "extensions.objectformat": ("sha1", "sha256"), "extensions.refstorage": ("files", "reftable"),
+}  # fmt: skip
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """Returns the commit, the branch and whether the tree is dirty; empty outside a repository or without git."""
+    try:
+        return {
+            "commit": run_git(folder, "rev-parse", "HEAD"),
+            "branch": run_git(folder, "rev-parse", "--abbrev-ref", "HEAD"),
+            "dirty": bool(run_git(folder, "status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def run_git(folder: Path, command: str, *arguments: str) -> str:
+    """Returns what a git command that only reads says of the repository around a folder.
+
+    It works by a git directory of its own, which has the repository's objects, references and index, but only those of its
+    settings that say how files are compared. Submodules are compared by their commit: they have a configuration, too.
+
+    Args:
+        folder: Of the repository, or below it.
+        command: Such as `status`.
+        arguments: Of the command.
+
+    Raises:
+        OSError: There is no repository, or no git.
+        subprocess.SubprocessError: Git has failed.
+    """
+    top, worktree, shared = _find_repository(folder.absolute())
+    if command in ("status", "diff"):
+        arguments = ("--ignore-submodules=dirty", *arguments)
+    with tempfile.TemporaryDirectory(prefix="rlhpc-git-") as name:
+        clean = Path(name)
+        (clean / "HEAD").write_bytes(read_file(worktree / "HEAD", _LONGEST))
+        for source, patterns in ((worktree, _OF_WORKTREE), (shared, _SHARED)):
+            for path in (path for pattern in patterns for path in source.glob(pattern)):
+                (clean / path.name).symlink_to(path)
+        (clean / "config").write_text(_harmless_settings(shared / "config", clean))
+        environment = _environment(clean) | {"GIT_WORK_TREE": str(top)}
+        words = ["git", "--no-pager", command, *arguments]
+        done = subprocess.run(
+            words,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_LIMIT_S,
+            check=True,
+        )
+    return done.stdout.decode(errors="replace").strip()
+
+
+def _environment(git_folder: Path) -> dict[str, str]:
+    """Returns variables by which git works on that folder, changes nothing in it and fetches nothing."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name == "GIT_EXEC_PATH"
+    }
+    return environment | {
+        "GIT_DIR": str(git_folder), "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none",
+        "GIT_TERMINAL_PROMPT": "0",
+    }  # fmt: skip
+
+
+def _find_repository(folder: Path) -> tuple[Path, Path, Path]:
+    """Returns the top of the files, their git directory, and the one that all worktrees share."""
+    for top in (folder, *folder.parents):
+        git = top / ".git"
+        if git.is_file():
+            git = top / _text_of(git).removeprefix("gitdir:").strip()
+        if (git / "HEAD").is_file():
+            shared = git
+            with contextlib.suppress(OSError):
+                shared = git / _text_of(git / "commondir").strip()
+            return top, git, shared
+    raise FileNotFoundError(f"{folder} is in no git repository")
+
+
+def _text_of(file: Path) -> str:
+    return os.fsdecode(read_file(file, _LONGEST))
+
+
+def _harmless_settings(config: Path, empty: Path) -> str:
+    """Returns the settings of a repository that name no command, as the text of a configuration."""
+    words = ["git", "config", "--no-includes", "--null", "--file", str(config), "--list"]
+    done = subprocess.run(words, cwd=empty, env=_environment(empty), capture_output=True, timeout=_LIMIT_S, check=True)
+    lines, version = [], 0
+    for entry in done.stdout.decode(errors="replace").split("\0"):
+        key, _, value = entry.partition("\n")
+        if value.lower() in _VALUES.get(key, ()):
+            section, _, name = key.partition(".")
+            lines.append(f"[{section}]\n{name} = {value}\n")
+            version = 1 if section == "extensions" else version
+    return f"[core]\nrepositoryformatversion = {version}\nbare = false\n{''.join(lines)}"

@@ -1,0 +1,233 @@
+"""TCP ports of a run: other users of this host get no further than the queue of connections.
+
+The kernel puts all who connect to a port into one queue, and while that is full, a client waits for a second, three, or seven.
+So the queue is emptied at once and as fast as this process can, and the owner of each connection's other end is looked up: a
+connection of another user of this host is reset before the process works for it. A connection of another host shows no more
+than an address; the code that listens there bounds how many may be open without a key, and for how long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import ipaddress
+import logging
+import os
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+import psutil
+
+from rlhpc.runtime.tcp_sockets import Connection, PeerOwners, libc
+
+log = logging.getLogger(__name__)
+
+#: The kernel makes it what it allows at most (`net.core.somaxconn`).
+_BACKLOG = 65_535
+#: Most connections that are taken off the queue before those among them that may speak are handed over.
+_BATCH = 256
+#: Errors of one connection, after which the next may be taken.
+_ITS_OWN = (errno.ECONNABORTED, errno.EPROTO, errno.EINTR)
+_ROOT = 0
+_RESET = struct.pack("ii", 1, 0)
+#: Seconds for which the addresses of this host's interfaces are taken for unchanged.
+_INTERFACES_S = 60.0
+
+T = TypeVar("T", bound=Hashable)
+
+
+class TcpListener:
+    """Listening socket that hands over connections of this user (or root) on this host, and connections of other hosts.
+
+    Args:
+        address: Of this host; one, not all of them.
+        port: 0 for one that the system chooses.
+
+    Attributes:
+        sock: Listening socket; only `accept` takes connections off its queue.
+        address: Host and port.
+    """
+
+    def __init__(self, address: str, port: int = 0) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.sock = socket.create_server((address, port), family=family, backlog=_BACKLOG)
+        self.sock.setblocking(False)
+        self.address: tuple[str, int] = self.sock.getsockname()[:2]
+        self._local = socket.inet_pton(family, self.address[0]), self.address[1]
+        self._owners = PeerOwners(family, self._local)
+        self._spare = os.eventfd(0, os.EFD_CLOEXEC)  # its number is for a connection where there is no other
+        self._name = ctypes.create_string_buffer(128)
+        self._size = ctypes.c_uint32()
+        self._interfaces, self._until = frozenset[ipaddress.IPv4Address | ipaddress.IPv6Address](), 0.0
+
+    def accept(self) -> list[socket.socket]:
+        """Takes a batch of connections off the queue; returns those that may speak, without blocking."""
+        arrived: list[tuple[int, Connection]] = []
+        for _ in range(_BATCH):
+            number = self._accept()
+            if number >= 0:
+                arrived.append((number, Connection(self.sock.family, self._local, self._parsed())))
+            elif ctypes.get_errno() in (errno.EMFILE, errno.ENFILE):
+                self._drop()
+            elif ctypes.get_errno() not in _ITS_OWN:
+                break
+        uids = self._owners.uids([connection for _, connection in arrived])
+        admitted = []
+        for (number, connection), uid in zip(arrived, uids, strict=True):
+            if uid in (os.getuid(), _ROOT) or (uid is None and not self._is_local(connection.peer[0])):
+                admitted.append(socket.socket(fileno=number))
+                admitted[-1].setblocking(False)
+            else:
+                _reset(number)
+        return admitted
+
+    def serve(self, take: Callable[[socket.socket], None], name: str) -> Acceptor:
+        """Starts a thread that accepts, and gives each connection to `take`."""
+        return Acceptor(self, take, name)
+
+    def close(self) -> None:
+        """Stops listening; whoever is in the queue is reset."""
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+        self._owners.close()
+        self.sock.close()
+
+    def _drop(self) -> None:
+        """Resets the next connection, where there is no number for it: it would stay in the queue."""
+        with contextlib.suppress(OSError):
+            if self._spare >= 0:
+                os.close(self._spare)
+                self._spare = -1
+                if (number := self._accept()) >= 0:
+                    _reset(number)
+            self._spare = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def _accept(self) -> int:
+        self._size.value = len(self._name)
+        flags = socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        return int(libc.accept4(self.sock.fileno(), self._name, ctypes.byref(self._size), flags))
+
+    def _parsed(self) -> tuple[bytes, int]:
+        raw = self._name.raw
+        host = raw[4:8] if self.sock.family == socket.AF_INET else raw[8:24]
+        return host, int.from_bytes(raw[2:4])
+
+    def _is_local(self, host: bytes) -> bool:
+        """Returns whether an address is one of this host's: its process has hung up, if none has that end any more."""
+        address = _address(host)
+        if address.is_loopback:
+            return True
+        if time.monotonic() > self._until:
+            self._until = time.monotonic() + _INTERFACES_S
+            with contextlib.suppress(OSError):
+                named = (each.address.partition("%")[0] for addresses in psutil.net_if_addrs().values()
+                         for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6))  # fmt: skip
+                self._interfaces = frozenset(map(_address, named))
+        return address in self._interfaces
+
+
+class Acceptor:
+    """Thread that accepts what comes to a listener, which it closes at its end.
+
+    Args:
+        listener: The listener.
+        take: Called with each connection, on that thread.
+        name: Of the thread.
+    """
+
+    def __init__(self, listener: TcpListener, take: Callable[[socket.socket], None], name: str) -> None:
+        self._listener, self._take = listener, take
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        poll = select.poll()
+        poll.register(self._listener.sock, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while self._wake not in [number for number, _ in poll.poll()]:
+            for sock in self._listener.accept():
+                try:
+                    self._take(sock)
+                except (
+                    OSError,
+                    RuntimeError,
+                ) as error:  # no descriptor or thread is left for it; the next may find one
+                    log.debug("a connection was closed: %s", error)
+                    sock.close()
+
+    def close(self) -> None:
+        """Ends it; safe to call twice."""
+        if self._thread.is_alive():
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+            os.close(self._wake)
+        self._listener.close()
+
+
+class ConnectionTable(Generic[T]):
+    """Connections by owner and age. The caller holds a lock where several threads use it.
+
+    Args:
+        limit: Most of them.
+    """
+
+    def __init__(self, limit: int = sys.maxsize) -> None:
+        self._limit, self._by_owner = limit, dict[str, dict[T, None]]()
+        self._owners: dict[T, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def add(self, connection: T, owner: str) -> T | None:
+        """Adds a connection; returns the one that must make way for it where there are more than the limit."""
+        self._owners[connection] = owner
+        self._by_owner.setdefault(owner, {})[connection] = None
+        return self.pop() if len(self) > self._limit else None
+
+    def remove(self, connection: T) -> None:
+        """Takes out a connection, where it is in."""
+        owner = self._owners.pop(connection, None)
+        if owner is not None:
+            del self._by_owner[owner][connection]
+            if not self._by_owner[owner]:
+                del self._by_owner[owner]
+
+    def most_of_one(self) -> int:
+        """Returns how many connections the owner has that has most."""
+        return max(map(len, self._by_owner.values()), default=0)
+
+    def pop(self) -> T:
+        """Takes out the oldest connection of the owner that has most: whoever opens many keeps nobody else out."""
+        connections = max(self._by_owner.values(), key=len)
+        oldest = next(iter(connections))
+        self.remove(oldest)
+        return oldest
+
+
+def host_of(sock: socket.socket) -> str:
+    """Returns the address of a connection's other end, "" if it has gone."""
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:
+        return ""
+
+
+def _reset(number: int) -> None:
+    """Closes a connection without a farewell, so that nothing of it stays in the kernel."""
+    libc.setsockopt(number, socket.SOL_SOCKET, socket.SO_LINGER, _RESET, len(_RESET))
+    libc.close(number)
+
+
+def _address(host: bytes | str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An address; that of IPv4 where an IPv6 socket shows it in its own form."""
+    address = ipaddress.ip_address(host)
+    return getattr(address, "ipv4_mapped", None) or address

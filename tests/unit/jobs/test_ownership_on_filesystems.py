@@ -1,0 +1,228 @@
+"""Claims, submit locks and drivers on filesystems with manners of their own: no locks, locks of one node, listings of some
+time ago, and answers that contradict what was done."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.jobs import claim, lease, probes
+from rlhpc.jobs.claim import Claim, SegmentFiles
+from rlhpc.jobs.lock import SubmitLock
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import ProcessId
+from rlhpc.jobs.sole import sole_driver
+from rlhpc.runtime import durable
+from rlhpc.runtime.errors import DeadlineExceeded, UserError
+
+
+def no_flock(patch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    patch.setattr(fcntl, "flock", refuse)
+
+
+def flock_of_one_node(patch: pytest.MonkeyPatch) -> None:
+    """Each process here stands for a node of its own: nobody else's lock is seen."""
+    patch.setattr(fcntl, "flock", lambda *_: None)
+
+
+def empty_listing(patch: pytest.MonkeyPatch) -> None:
+    """As a client's cache of a folder in which everything is newer."""
+    real_listdir, real_iterdir = os.listdir, Path.iterdir
+    patch.setattr(os, "listdir", lambda path=".": [] if Path(path).name == "submit" else real_listdir(path))
+    patch.setattr(Path, "iterdir", lambda self: iter(()) if self.name == "submit" else real_iterdir(self))
+
+
+def link_that_lies(patch: pytest.MonkeyPatch) -> None:
+    """The server made the link, and its answer was lost: the request is sent again, and meets that link."""
+    real = os.link
+
+    def link(source: Any, target: Any) -> None:
+        real(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists", str(target))
+
+    patch.setattr(durable.os, "link", link)
+
+
+def no_links(patch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    patch.setattr(durable.os, "link", refuse)
+
+
+MANNERS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "ideal": lambda patch: None,
+    "no flock": no_flock,
+    "flock of one node": flock_of_one_node,
+    "empty listing": empty_listing,
+    "link that lies": link_that_lies,
+    "no hard links": no_links,
+}
+
+
+@pytest.fixture(params=MANNERS)
+def manners(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    MANNERS[request.param](monkeypatch)
+    return str(request.param)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> SegmentFiles:
+    paths = RunPaths(tmp_path / "run")
+    paths.submit.mkdir(parents=True)
+    return SegmentFiles(paths, 0)
+
+
+def elsewhere(pid: int = 4242) -> dict[str, Any]:
+    return {"pid": pid, "start": 1, "host": "login01/another-boot/pid:[1]"}
+
+
+@pytest.fixture
+def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim, "LEASE_S", 1.0)
+    monkeypatch.setattr(lease, "LEASE_S", 1.0)
+    monkeypatch.setattr(lease, "RENEW_S", 0.1)
+
+
+@contextlib.contextmanager
+def renewed(path: Path) -> Iterator[None]:
+    """Somebody of another host renews a file."""
+    over = threading.Event()
+
+    def renew() -> None:
+        while not over.wait(0.1):
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path)
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+def test_one_of_several_claims(files: SegmentFiles, manners: str) -> None:
+    """Whoever comes at once: one gets the segment. So it is with each later start, whose earlier owner is dead."""
+    generator = random.Random(manners)
+    for start in range(1, 4):
+        taken: list[Claim | None] = []
+        gate = threading.Barrier(6)
+
+        def take(taken: list[Claim | None] = taken, gate: threading.Barrier = gate) -> None:
+            gate.wait()
+            time.sleep(generator.random() * 0.01)
+            taken.append(Claim.take(files, token="t", job_id="1", executor="local"))
+
+        threads = [threading.Thread(target=take) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        owners = [each for each in taken if each is not None]
+        assert [owner.number for owner in owners] == [start]
+        assert owners[0].owns() and Claim.newest(files) == owners[0]
+        owners[0].update(released=True)
+
+
+def test_an_earlier_owner_knows_that_it_is_no_longer_one(files: SegmentFiles, manners: str) -> None:
+    first = Claim.take(files, token="t", job_id="1", executor="local")
+    assert first is not None and first.owns()
+    first.update(released=True)
+    second = Claim.take(files, token="t", job_id="2", executor="local")
+    assert second is not None and second.owns() and not first.owns()
+
+
+@pytest.mark.usefixtures("short_leases")
+def test_a_live_submitter_of_another_host_is_waited_for_and_a_dead_one_is_not(
+    files: SegmentFiles, manners: str
+) -> None:
+    files.lease.write_text(json.dumps({"process": elsewhere()}))
+    with renewed(files.lease), pytest.raises(DeadlineExceeded, match="another process has been submitting it"):  # noqa: SIM117
+        with SubmitLock(files, timeout_s=2.5):
+            pass
+    with SubmitLock(files, timeout_s=10.0):
+        assert json.loads(files.lease.read_text())["process"]["pid"] == os.getpid()
+    assert not files.lease.exists()
+
+
+@pytest.mark.usefixtures("short_leases")
+def test_a_slow_submission_is_renewed_all_the_while(
+    files: SegmentFiles, manners: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SubmitLock(files):
+        here = probes.process_space()
+        monkeypatch.setattr(probes, "process_space", lambda: "login02/a-third-boot/pid:[2]")
+        assert here != probes.process_space()
+        content = json.loads(files.lease.read_text())
+        for _ in range(3):  # each look from the other host takes as long as a lease
+            assert lease.is_held(files.lease, content)
+        monkeypatch.undo()
+
+
+@pytest.mark.usefixtures("short_leases")
+def test_what_another_has_taken_over_is_left_alone(files: SegmentFiles, manners: str) -> None:
+    with SubmitLock(files):
+        files.lease.unlink()
+        files.lease.write_text(json.dumps({"process": elsewhere(7)}))
+    assert json.loads(files.lease.read_text())["process"]["pid"] == 7
+
+
+@pytest.mark.usefixtures("short_leases")
+def test_a_driver_of_another_host(files: SegmentFiles, manners: str) -> None:
+    """One that renews its record keeps the run; one that does not has ended, whatever the locks say."""
+    record = files.paths.driver_record
+    record.write_text(json.dumps({"job": "", "process": elsewhere()}))
+    with renewed(record), pytest.raises(UserError, match="is being trained by process 4242 on login01"):  # noqa: SIM117
+        with sole_driver(files.paths):
+            pass
+    with sole_driver(files.paths):
+        assert json.loads(record.read_text())["process"] == ProcessId.of(os.getpid()).to_json()
+        with pytest.raises(UserError, match="is being trained by"), sole_driver(files.paths):
+            pass
+    assert not record.exists()
+
+
+DRIVE = """
+import sys
+from pathlib import Path
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.sole import sole_driver
+from rlhpc.runtime.errors import DeadlineExceeded, UserError
+try:
+    with sole_driver(RunPaths(Path(sys.argv[1]))):
+        print("drives", flush=True)
+        sys.stdin.readline()
+except UserError:
+    print("refused", flush=True)
+"""
+
+
+def test_of_drivers_that_start_at_once_one_drives(files: SegmentFiles) -> None:
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", DRIVE, str(files.paths.root)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        for _ in range(4)
+    ]  # fmt: skip
+    answers = [driver.stdout.readline().strip() for driver in started if driver.stdout]
+    assert sorted(answers) == ["drives", "refused", "refused", "refused"]
+    for driver in started:
+        driver.communicate("\n", timeout=60)
