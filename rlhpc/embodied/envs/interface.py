@@ -53,12 +53,14 @@ def step_env(env: Any, env_id: str, action: Any) -> tuple[Any, float, bool, bool
         raise refusal(env_id, f"step() returned {describe(answer)}")
     observation, reward, terminated, truncated, info = answer
     if reward.__class__ is not float:
-        reward = to_number(env_id, "reward", reward)
+        reward = (
+            float(reward) if isinstance(reward, float) else to_number(env_id, "reward", reward)
+        )  # numpy's float64 is one
     if terminated.__class__ is not bool:
         terminated = to_flag(env_id, "terminated", terminated)
     if truncated.__class__ is not bool:
         truncated = to_flag(env_id, "truncated", truncated)
-    if not isinstance(info, Mapping):
+    if info.__class__ is not dict and not isinstance(info, Mapping):
         raise refusal(env_id, f"step() returned {describe(info)} as info")
     return observation, reward, terminated, truncated, info
 

@@ -498,7 +498,8 @@ def test_no_other_module_makes_folders_that_a_killed_rank_leaves() -> None:
     assert makes == set(OWN_FOLDERS)
 
 
-def test_a_temporary_folder_lies_in_the_session_and_goes_with_it() -> None:
+def test_a_temporary_folder_lies_in_the_session_and_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch_module, "_held", {})  # whatever session another test of this process has not let go
     with temporary_folder("x") as outside:
         assert outside.parent == Path(tempfile.gettempdir()) and stat.S_IMODE(outside.stat().st_mode) == 0o700
     assert not outside.exists()

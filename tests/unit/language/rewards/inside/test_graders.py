@@ -115,6 +115,7 @@ def test_a_run_does_not_start_with_a_problem_without_tests(tmp_path: Path, capsy
     with pytest.raises(ConfigError, match=r"data.train: .*problems.jsonl:2: .*'code', which cannot judge") as raised:
         check_problems(["length", "code"], dataset, "data.train")
     assert raised.value.exit_code == 2
+    need_extra("llm")
     base = Path(__file__).resolve().parents[5] / "configs" / "base" / "grpo.yaml"
     config = tmp_path / "run.yaml"
     config.write_text(f"defaults: [{base}]\n")
