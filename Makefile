@@ -151,9 +151,10 @@ attack: setup  ## hostile programs, files and users against what is built (long;
 bad-inputs: setup  ## hundreds of mistakes of users: is each one message, and is nothing left (SEED=…)
 	python -m tests.attack.bad_inputs --seed $(SEED)
 
-lint: setup  ## style, types, import floors, workflow
+lint: setup  ## style, words, types, import floors, workflow
 	ruff check .
 	ruff format --check .
+	python -m tests.words
 	mypy
 	! mypy --explicit-package-bases --check-untyped-defs tests | grep '\[call-arg\]$$'
 	snakefmt --check workflow

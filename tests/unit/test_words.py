@@ -1,0 +1,242 @@
+"""Words check: each rule on small sources, and the ratchet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import words
+
+FILE = "rlhpc/language/rollout/prompt_queue.py"
+
+
+def kinds(source: str, path: str = FILE) -> list[tuple[str, int]]:
+    """Returns kind and line of each finding in a source text."""
+    return [(finding.kind, finding.line) for finding in words.check_sources({path: source})]
+
+
+@pytest.mark.parametrize("word", ["What", "How", "Which", "Where", "Who", "Whether", "That", "Of", "When", "Why"])
+def test_a_module_docstring_opens_with_a_noun_phrase(word: str) -> None:
+    assert kinds(f'"""{word} a step trains on."""\n') == [("module_docstring", 1)]
+    assert kinds('"""Prompt queue of a training step."""\n') == []
+
+
+def test_a_class_docstring_does_not_open_with_a_clause() -> None:
+    assert kinds('class Queue:\n    """What a step trains on."""\n') == [("class_docstring", 2)]
+    assert kinds('class Queue:\n    """Prompt queue of a step."""\n') == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Returns the names.",
+        "Names the columns.",
+        "Ends.",
+        "Reads from a file.",
+        "Checks that a file exists.",
+        "Passes a message on.",
+        "Has each rank load its shard.",
+        "Counts `tokens` of a batch.",
+        "Re-reads the file.",
+    ],
+)
+def test_a_verb_in_the_third_person_is_known(text: str) -> None:
+    assert words.begins_with_verb(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "The names.",
+        "Return the names.",
+        "What a step trains on.",
+        "Whose turn it is.",
+        "Names of the columns.",
+        "Names, in order.",
+        "Counts since the last call.",
+        "Ranks `[N]`.",
+        "Seconds until the deadline.",
+        "Tokens to train on.",
+        "Loss of a minibatch.",
+        "Axis of the batch.",
+        "Status of a job.",
+        "Always returns True.",
+        "This rank's share.",
+        "Runs of a folder.",
+        "As `wait`, for coroutines.",
+        "Raises:\n    ValueError: It is late.",
+        "Args:\n    step: The step.",
+    ],
+)
+def test_what_is_no_verb_is_known(text: str) -> None:
+    assert not words.begins_with_verb(text)
+
+
+@pytest.mark.parametrize("head", ["def step()", "async def step()", "def _step()", "def __len__(self)"])
+def test_function_docstrings_begin_with_a_verb(head: str) -> None:
+    assert kinds(f'{head}:\n    """The next step."""\n') == [("function_docstring", 2)]
+    assert kinds(f'{head}:\n    """Returns the next step."""\n') == []
+    assert kinds(f"{head}:\n    return 1\n") == []
+
+
+@pytest.mark.parametrize(
+    "decorator", ["property", "functools.cached_property", "cached_property", "size.setter", "abc.abstractproperty"]
+)
+def test_properties_may_begin_with_a_noun(decorator: str) -> None:
+    method = 'class Queue:\n    @{}\n    def size(self):\n        """{}"""\n'
+    assert kinds(method.format(decorator, "Number of prompts.")) == []
+    assert kinds(method.format(decorator, "How many there are.")) == [("function_docstring", 4)]
+    assert kinds(method.format("staticmethod", "Number of prompts.")) == [("function_docstring", 4)]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "found = 1",
+        "_found = 1",
+        "FOUND = 1",
+        "found: int",
+        "found += 1",
+        "a, (found, b) = c",
+        "self.found = 1",
+        "self._found: int = 1",
+        "a[0].found = 1",
+        "for found in a: pass",
+        "with a as found: pass",
+        "with a as b, c as (d, found): pass",
+        "[found for found in a]",
+        "b = {k: v for k, found in a}",
+        "if (found := a): pass",
+        "lambda found: 1",
+        "def f(found): pass",
+        "def f(*found): pass",
+        "def f(*, found=1): pass",
+        "def f(a, /, **found): pass",
+        "def f(a=lambda found: 1): pass",
+        "def found(): pass",
+        "async def found(): pass",
+        "class Found: pass",
+        "import a as found",
+        "from a import b as found",
+        "try: pass\nexcept E as found: pass",
+        "match a:\n    case [found]: pass",
+        "match a:\n    case [*found]: pass",
+        "match a:\n    case {'b': 1, **found}: pass",
+        "match a:\n    case b if (found := 1): pass",
+        "class A:\n    found: int = 1",
+        "def f():\n    while a:\n        if b:\n            found = 1",
+        "try: pass\nfinally:\n    found = 1",
+    ],
+)
+def test_reserved_names_are_found_wherever_they_are_bound(statement: str) -> None:
+    assert [kind for kind, _ in kinds(f"{statement}\n")] == ["name"]
+    assert kinds(f"{statement}\n".replace("found", "matches").replace("Found", "Match").replace("FOUND", "A")) == []
+
+
+@pytest.mark.parametrize(
+    "statement", ["print(a.found)", "f(found=1)", "from a import found", "foundation = not_found = 1", "a['found'] = 1"]
+)
+def test_names_that_are_only_used_are_no_findings(statement: str) -> None:
+    assert kinds(f"{statement}\n") == []
+
+
+def test_the_reserved_names_of_the_vocabulary_are_all_known() -> None:
+    listed = (
+        "found said own known seen given asked wanted what whole left most told made there shown ended rest kept begun who "
+        "others lost taken beside same least looks nothing paid"
+    )
+    for name in listed.split():
+        assert kinds(f"x = 1\n{name} = 1\n") == [("name", 2)]
+
+
+def test_a_public_class_name_is_defined_once_in_the_package() -> None:
+    sources = {
+        "rlhpc/weights/slices.py": "class Part:\n    pass\nclass _Task:\n    pass\n",
+        "rlhpc/language/parts.py": "x = 1\nclass Part:\n    pass\nclass _Task:\n    pass\n",
+        "bench/parts.py": "class Part:\n    pass\n",  # another package
+    }
+    found = words.check_sources(sources)
+    assert [(each.path, each.line, each.kind) for each in found] == [
+        ("rlhpc/language/parts.py", 2, "class_name"),
+        ("rlhpc/weights/slices.py", 1, "class_name"),
+    ]
+    assert "rlhpc/weights/slices.py:1" in found[0].message
+
+
+def test_rows_are_top_level_packages_whatever_the_file() -> None:
+    assert (
+        words.package_of("rlhpc/language/rollout/a.py") == words.package_of("rlhpc/language/b.py") == "rlhpc/language"
+    )
+    assert words.package_of("rlhpc/__init__.py") == words.package_of("rlhpc/reference.py") == "rlhpc"
+    assert words.package_of("bench/peers/a.py") == words.package_of("bench/a.py") == "bench"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Returns a checkout with one finding in a module of rlhpc/language."""
+    for name in ("rlhpc/language/a.py", "rlhpc/runs/b.py", "bench/c.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("x = 1\n")
+    (tmp_path / "rlhpc/language/a.py").write_text("x = 1\nfound = 1\n")
+    return tmp_path
+
+
+def run(checkout: Path, *arguments: str) -> int:
+    """Runs the check of a checkout with its own ratchet."""
+    return words.main(list(arguments), root=checkout, ratchet_path=checkout / "ratchet.json")
+
+
+def rows(checkout: Path) -> dict[str, int]:
+    """Returns the reserved names that the ratchet allows, by package."""
+    content = json.loads((checkout / "ratchet.json").read_text())
+    return {package: row["name"] for package, row in content.items()}
+
+
+def test_more_than_the_ratchet_is_an_error_with_each_finding(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(checkout) == 1  # without a file nothing is allowed
+    assert run(checkout, "--lower") == 0
+    assert run(checkout) == 0
+    assert rows(checkout) == {"bench": 0, "rlhpc/language": 1, "rlhpc/runs": 0}
+    capsys.readouterr()
+    (checkout / "rlhpc/language/d.py").write_text('"""Of."""\n\ndef said(): pass\n')
+    assert run(checkout) == 1
+    printed = capsys.readouterr().out
+    for place in ("rlhpc/language/a.py:2: ", "rlhpc/language/d.py:1: ", "rlhpc/language/d.py:3: "):
+        assert f"\n{place}" in f"\n{printed}"
+    assert "rlhpc/language: 2 findings of kind name, allowed are 1" in printed
+    assert run(checkout, "--lower") == 1  # it is not raised
+    assert rows(checkout)["rlhpc/language"] == 1
+
+
+def test_fewer_than_the_ratchet_asks_for_lowering(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(checkout, "--lower")
+    (checkout / "rlhpc/language/a.py").write_text("x = 1\n")
+    capsys.readouterr()
+    assert run(checkout) == 0
+    assert "python -m tests.words --lower" in capsys.readouterr().out
+    assert run(checkout, "--lower") == 0
+    assert rows(checkout)["rlhpc/language"] == 0
+    (checkout / "rlhpc/language/a.py").write_text("found = 1\n")
+    assert run(checkout) == 1
+
+
+def test_files_move_freely_inside_a_package_and_with_lower_between_packages(checkout: Path) -> None:
+    run(checkout, "--lower")
+    (checkout / "rlhpc/language/deep").mkdir()
+    (checkout / "rlhpc/language/a.py").rename(checkout / "rlhpc/language/deep/e.py")
+    assert run(checkout) == 0
+    (checkout / "rlhpc/new").mkdir()
+    (checkout / "rlhpc/language/deep/e.py").rename(checkout / "rlhpc/new/e.py")
+    assert run(checkout) == 1  # a package without a row may have none
+    assert run(checkout, "--lower") == 0
+    assert run(checkout) == 0
+    assert rows(checkout) == {"bench": 0, "rlhpc/new": 1, "rlhpc/runs": 0}
+
+
+def test_the_package_is_within_its_ratchet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert words.main([]) == 0, capsys.readouterr().out

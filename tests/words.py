@@ -1,0 +1,368 @@
+"""Words check of docstrings and names, against a ratchet: `python -m tests.words`.
+
+Five kinds of findings in `rlhpc/` and `bench/`:
+
+- `module_docstring`, `class_docstring`: opens with a word such as What, How or Of, where a noun phrase of the field belongs.
+- `function_docstring`: does not begin with a verb in the third person. A property may begin with a noun.
+- `name`: a variable, parameter, attribute, function or class has one of the reserved names.
+- `class_name`: a public class name that is defined more than once in the package.
+
+`tests/refactor/ratchet.json` has the number of findings that each top-level package may still have; a package without a row
+may have none. More findings are an error. With fewer, `python -m tests.words --lower` writes the lower numbers. It also
+moves numbers between packages after files have moved, but it never lets the total of a kind rise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RATCHET = ROOT / "tests" / "refactor" / "ratchet.json"
+#: Folders whose files are checked. The first-level folders of a nested root are packages of their own in the ratchet.
+NESTED, FLAT = ("rlhpc",), ("bench",)
+KINDS = ("module_docstring", "class_docstring", "function_docstring", "name", "class_name")
+
+
+def _set_of(text: str) -> frozenset[str]:
+    """Returns the words of a text."""
+    return frozenset(text.split())
+
+
+OPENINGS = _set_of(
+    "what how which where who whose whom whether that those of when why whoever whatever whichever wherever"
+)
+#: Participles, pronouns and fillers that do not say what a value is.
+RESERVED = _set_of(
+    "found said own known seen given asked wanted what whole left most told made there shown ended rest kept begun "
+    "who others lost taken beside same least looks nothing paid heard due late mine theirs gone vain meanwhile "
+    "together alike nobody somebody one_of_them whoever"
+)
+#: First words that end in -s and are neither verbs nor nouns.
+_FUNCTION_WORDS = _set_of(
+    "afterwards always as backwards besides continuous cross downwards forwards hers heterogeneous his its less ours "
+    "perhaps plus previous sometimes synchronous theirs this thus towards unless upwards various whereas yours"
+)
+#: First words that are nouns alone.
+_NOUNS = _set_of(
+    "accelerators actions adapters addresses advantages agents algorithms announcements arguments arrays assertions "
+    "bodies bytes cards channels characters classes columns components conditions configurations connections "
+    "coordinates cores counters cpus critics curves decisions decorators defaults demonstrations devices dictionaries "
+    "dimensions distributions elements embeddings engines environments episodes epochs errors evaluations events "
+    "examples exceptions experts extras factors facts features fields files folders formulas fractions gpus gradients "
+    "headers histograms hours hyperparameters ids images impulses indices infos instances integers intervals items "
+    "jobs kernels kwargs layers lengths literals log-odds log-probabilities log-probs logits logprobs machines "
+    "matrices medians members messages metrics micro-batches milliseconds minibatches minutes modules neighbours "
+    "networks nodes numbers objects obs observations operations optimizers optionals options outcomes owners pages "
+    "parameters paths pictures pieces pixels policies positions priorities probabilities problems programs properties "
+    "questions ratios receivers regions replicas replies resources responses results returns-to-go rewards roles "
+    "rollouts routers rows scalars schemas seconds sections segments senders sequences servers settings simulators "
+    "slots statistics strategies strings suites symbols tables targets tasks tensors texts things threads tickets "
+    "tokens tooltips trainers trajectories transitions users variables vectors verdicts versions widths windows words "
+    "workers wrappers"
+)
+#: First words that are nouns where one of `_AFTER_NOUN` follows ("Names of the columns"), and verbs elsewhere.
+_NOUNS_OR_VERBS = _set_of(
+    "answers batches bins bounds buffers charts checkpoints chunks claims copies counts cuts estimates forms groups "
+    "halves judges keys labels limits lines lists locks logs maps marks masks means names notes overrides packages "
+    "pairs partitions parts patches places plans points polls posts probes processes prompts queries queues ranks "
+    "rates records reports requests rounds samples scales scores seeds shapes shards shares signals sizes sorts "
+    "sources stages states steps stores sums terms tests times traces turns updates values views weights"
+)
+_AFTER_NOUN = _set_of(
+    "of that which who whose in for per by with without between and or are were have until since from before after as "
+    "on under below over above beside"
+)
+_FIRST_WORDS = re.compile(r"""["'`(]*([A-Za-z][\w-]*)(?:(?=[^\w\s-])|\s+(\S+)|$)""")
+_CANDIDATES = re.compile(rf"(?<![A-Za-z0-9])_*(?:{'|'.join(sorted(RESERVED))})_*(?![A-Za-z0-9])", re.IGNORECASE)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """A broken rule at a line of a file.
+
+    Attributes:
+        path: Path of the file, relative to the root of the checkout.
+        line: Line number, from 1.
+        kind: One of `KINDS`.
+        message: Rule with the offending text.
+    """
+
+    path: str
+    line: int
+    kind: str
+    message: str
+
+    @property
+    def package(self) -> str:
+        """Row of the ratchet that the file belongs to."""
+        return package_of(self.path)
+
+    def __str__(self) -> str:
+        """Formats the finding as `file:line: message`."""
+        return f"{self.path}:{self.line}: {self.message}"
+
+
+def package_of(path: str) -> str:
+    """Returns the row of a file in the ratchet: `rlhpc/language`, `rlhpc` for files at its top, `bench`."""
+    parts = path.split("/")
+    return "/".join(parts[:2]) if parts[0] in NESTED and len(parts) > 2 else parts[0]
+
+
+def begins_with_verb(docstring: str) -> bool:
+    """Returns whether a docstring's first word reads as a verb in the third person, such as "Returns"."""
+    match = _FIRST_WORDS.match(docstring)
+    if match is None:
+        return False
+    word, following = match[1].lower(), match[2]
+    if docstring[match.end(1) :].startswith(":"):  # "Raises:", a section without a first sentence
+        return False
+    if not re.fullmatch(r"[a-z-]*s", word) or word.endswith(("ss", "us", "is")):
+        return False
+    if word in OPENINGS or word in _FUNCTION_WORDS or word in _NOUNS:
+        return False
+    if word in _NOUNS_OR_VERBS:
+        if following is None or following.lstrip("`").startswith("["):  # "Ranks, …", "Ranks `[N]`"
+            return False
+        return following.lower().strip("`'\".,;:()") not in _AFTER_NOUN
+    return following is None or following.lower() != "of"
+
+
+def _docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[int, str] | None:
+    """Returns line and text of a docstring."""
+    first = node.body[0] if node.body else None
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        return first.lineno, first.value.value.strip()
+    return None
+
+
+def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Returns whether a decorator makes a function a property, also a setter of one."""
+    for decorator in node.decorator_list:
+        name = decorator.attr if isinstance(decorator, ast.Attribute) else getattr(decorator, "id", "")
+        if name.endswith("property") or name in ("setter", "deleter", "getter"):
+            return True
+    return False
+
+
+def _bound_names(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yields line and name of each variable, parameter, attribute, function or class that a node itself binds."""
+    if isinstance(node, ast.Name | ast.Attribute):
+        if isinstance(node.ctx, ast.Store):
+            yield (node.lineno, node.id) if isinstance(node, ast.Name) else (node.end_lineno or node.lineno, node.attr)
+    elif isinstance(node, ast.arg):
+        yield node.lineno, node.arg
+    elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node.lineno, node.name
+    elif isinstance(node, ast.alias):
+        if node.asname:
+            yield node.lineno, node.asname
+    elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+        if node.name:
+            yield node.lineno, node.name
+    elif isinstance(node, ast.MatchMapping) and node.rest:
+        yield node.lineno, node.rest
+
+
+class _File:
+    """Findings and public classes of one source file.
+
+    Args:
+        source: Text of the file.
+        path: Path that the findings name.
+    """
+
+    def __init__(self, source: str, path: str) -> None:
+        self.path = path
+        self.findings: list[Finding] = []
+        self.classes: list[tuple[str, int]] = []
+        #: Lines on which a reserved name stands at all: only their expressions are searched.
+        self._candidates = {
+            number for number, line in enumerate(source.splitlines(), 1) if _CANDIDATES.search(line) is not None
+        }
+        tree = ast.parse(source)
+        self._check_opening(tree, "module_docstring")
+        self._visit_children(tree)
+
+    def _add(self, line: int, kind: str, message: str) -> None:
+        self.findings.append(Finding(self.path, line, kind, message))
+
+    def _check_opening(
+        self, node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, kind: str
+    ) -> None:
+        """Adds a finding where a docstring opens with a word such as What."""
+        doc = _docstring(node)
+        match = _FIRST_WORDS.match(doc[1]) if doc else None
+        if doc and match and match[1].lower() in OPENINGS:
+            self._add(doc[0], kind, f'docstring opens with "{match[1]}": {doc[1].splitlines()[0][:80]}')
+
+    def _check_names(self, node: ast.AST) -> None:
+        for line, name in _bound_names(node):
+            if name.strip("_").lower() in RESERVED:
+                self._add(line, "name", f"name does not say what it is: {name}")
+
+    def _visit_children(self, node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+                self._visit(child)
+            elif not hasattr(child, "lineno"):  # a list of parameters, an item of `with`
+                self._visit_children(child)
+            elif not self._candidates.isdisjoint(range(child.lineno, (child.end_lineno or child.lineno) + 1)):
+                for inner in ast.walk(child):
+                    self._check_names(inner)
+
+    def _visit(self, node: ast.AST) -> None:
+        """Checks a statement, then those inside it."""
+        if isinstance(node, ast.ClassDef):
+            if not node.name.startswith("_"):
+                self.classes.append((node.name, node.lineno))
+            self._check_opening(node, "class_docstring")
+        elif isinstance(node, _FUNCTIONS):
+            if _is_property(node):
+                self._check_opening(node, "function_docstring")
+            elif (doc := _docstring(node)) and not begins_with_verb(doc[1]):
+                text = (doc[1].splitlines() or [""])[0][:80]
+                self._add(doc[0], "function_docstring", f"docstring does not begin with a verb: {text}")
+        self._check_names(node)
+        self._visit_children(node)
+
+
+def check_sources(sources: Mapping[str, str]) -> list[Finding]:
+    """Returns the findings in source texts.
+
+    Args:
+        sources: Path, relative to the root of the checkout, to text.
+    """
+    findings: list[Finding] = []
+    classes: dict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
+    for path, source in sources.items():
+        file = _File(source, path)
+        findings += file.findings
+        for name, line in file.classes:
+            classes[path.split("/")[0], name].append((path, line))
+    for (_, name), places in classes.items():
+        for path, line in places if len(places) > 1 else ():
+            elsewhere = ", ".join(f"{other}:{number}" for other, number in places if (other, number) != (path, line))
+            findings.append(Finding(path, line, "class_name", f"class {name} is defined again: {elsewhere}"))
+    return sorted(findings)
+
+
+def read_sources(root: Path) -> dict[str, str]:
+    """Returns path and text of each file that is checked."""
+    return {
+        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
+        for folder in (*NESTED, *FLAT)
+        for path in sorted((root / folder).rglob("*.py"))
+    }
+
+
+def count(findings: Iterable[Finding], packages: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Returns the number of findings by package and kind, with a row for each of `packages` too."""
+    numbers = Counter((finding.package, finding.kind) for finding in findings)
+    names = {*packages, *(package for package, _ in numbers)}
+    return {package: {kind: numbers[package, kind] for kind in KINDS} for package in sorted(names)}
+
+
+def _totals(counts: Mapping[str, Mapping[str, int]]) -> Counter[str]:
+    """Returns the number of findings of each kind."""
+    totals: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+    for row in counts.values():
+        totals.update(row)
+    return totals
+
+
+def compare(
+    findings: Iterable[Finding], counts: Mapping[str, Mapping[str, int]], ratchet: Mapping[str, Mapping[str, int]]
+) -> tuple[list[str], list[str]]:
+    """Compares counts with the ratchet.
+
+    Returns:
+        Errors, with each finding of a package and kind that has too many; and what can be lowered.
+    """
+    errors, lower = [], []
+    findings = list(findings)
+    for package in sorted({*counts, *ratchet}):
+        for kind in KINDS:
+            number, limit = counts.get(package, {}).get(kind, 0), ratchet.get(package, {}).get(kind, 0)
+            if number > limit:
+                errors += [str(each) for each in findings if (each.package, each.kind) == (package, kind)]
+                errors.append(f"{package}: {number} findings of kind {kind}, allowed are {limit}")
+            elif number < limit:
+                lower.append(f"{package}: {number} findings of kind {kind}, allowed are {limit}")
+    return errors, lower
+
+
+def lowered(
+    counts: Mapping[str, Mapping[str, int]], ratchet: Mapping[str, Mapping[str, int]] | None
+) -> dict[str, dict[str, int]]:
+    """Returns the new ratchet.
+
+    Args:
+        counts: Findings of today, by package and kind.
+        ratchet: The old one; None where there is no file yet.
+
+    Raises:
+        ValueError: The total of a kind would rise.
+    """
+    if ratchet is not None:
+        new, old = _totals(counts), _totals(ratchet)
+        risen = [f"{kind} from {old[kind]} to {new[kind]}" for kind in KINDS if new[kind] > old[kind]]
+        if risen:
+            raise ValueError(f"the ratchet only goes down; findings have risen: {', '.join(risen)}")
+    return {package: dict(row) for package, row in counts.items()}
+
+
+def format_ratchet(counts: Mapping[str, Mapping[str, int]]) -> str:
+    """Formats a ratchet as JSON with one package a line."""
+    rows = [f"  {json.dumps(package)}: {json.dumps(row)}" for package, row in sorted(counts.items())]
+    return "{\n" + ",\n".join(rows) + "\n}\n"
+
+
+def main(arguments: list[str] | None = None, root: Path = ROOT, ratchet_path: Path = RATCHET) -> int:
+    """Runs the check; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.words", description="Checks docstrings and names.")
+    parser.add_argument("--lower", action="store_true", help="write today's numbers into the ratchet")
+    parser.add_argument("--list", metavar="PATH", help="print all findings in the files whose paths begin so, and end")
+    options = parser.parse_args(arguments)
+    sources = read_sources(root)
+    findings = check_sources(sources)
+    counts = count(findings, map(package_of, sources))
+    if options.list is not None:
+        for finding in findings:
+            if finding.path.startswith(options.list):
+                print(finding)
+        return 0
+    ratchet = json.loads(ratchet_path.read_text(encoding="utf-8")) if ratchet_path.exists() else None
+    if options.lower:
+        try:
+            new = lowered(counts, ratchet)
+        except ValueError as error:
+            print(f"words: {error}")
+            return 1
+        ratchet_path.write_text(format_ratchet(new), encoding="utf-8")
+        print(f"words: wrote {ratchet_path.name}")
+        return 0
+    errors, lower = compare(findings, counts, ratchet or {})
+    for line in errors:
+        print(line)
+    if errors:
+        print("words: mend what you have added; `python -m tests.words --list PATH` prints the findings of a file")
+        print("words: after a move of files between packages, `python -m tests.words --lower` moves the numbers")
+        return 1
+    if lower:
+        print("\n".join(lower))
+        print("words: fewer findings than allowed: lower the ratchet by `python -m tests.words --lower`")
+    print("words: " + ", ".join(f"{number} {kind}" for kind, number in _totals(counts).items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
