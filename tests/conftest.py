@@ -39,6 +39,7 @@ LONG = (
     "integration/language/test_sandbox.py", "integration/language/test_distillation.py",
     "integration/jobs/test_handover.py", "integration/runs/test_saving.py",
     "integration/language/test_engine_of_several.py", "integration/language/test_agent_clients.py",
+    "integration/language/test_baseline_runs.py", "integration/embodied/test_baseline_runs.py",
 )  # fmt: skip
 
 
