@@ -213,9 +213,9 @@ class _File:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
                 self._visit(child)
-            elif not hasattr(child, "lineno"):  # a list of parameters, an item of `with`
+            elif (line := getattr(child, "lineno", None)) is None:  # a list of parameters, an item of `with`
                 self._visit_children(child)
-            elif not self._candidates.isdisjoint(range(child.lineno, (child.end_lineno or child.lineno) + 1)):
+            elif not self._candidates.isdisjoint(range(line, getattr(child, "end_lineno", line) + 1)):
                 for inner in ast.walk(child):
                     self._check_names(inner)
 
