@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,12 @@ from tests.baseline.runs import RESUMED, RUN, SAVED, BaselineRun
 #: Metrics of clocks and of the machine.
 MEASURED = ("time/", "system/", "memory/")
 #: Endings of files whose names are recorded, and whose content is not.
-_UNREAD = (".html", ".out", ".err", ".svg", ".md")
+_UNREAD = (".html", ".out", ".err", ".svg", ".md", ".py")
 #: Folders of a run whose files have the names of hosts and jobs.
 _MACHINE = ("registry/", "logs/", "submit/", ".driver")
+
+#: Keys of JSON files whose values change with texts, paths and versions.
+_DIGESTS = ("sha256", "manifest_sha256", "rlhpc_version")
 
 Result = dict[str, Any]
 
@@ -84,11 +88,13 @@ def exercise(run: BaselineRun, folder: Path, models: Path) -> Result:
     for name, options in {"policy": (), **run.convert}.items():
         commands.run("convert", *chosen, "--output", f"export-{name}", *options)
         result["export"][name] = commands.contents_of(folder / f"export-{name}")
-    before = len(rows_of(root))
+    before = _raw_rows(root)
     commands.run("train", f"{RUN}.yaml", "runner.resume_dir=auto", f"runner.max_steps={RESUMED}")
     rows = rows_of(root)
     assert [row["step"] for row in rows] == list(range(1, RESUMED + 1)), "the run did not resume from its checkpoint"
-    result["metrics"] = rows[before:]
+    lost = before[-1].keys() - {name for row in _raw_rows(root)[len(before) :] for name in row}
+    assert not lost, f"metrics that the resumed run lacks: {sorted(lost)}"
+    result["metrics"] = rows[len(before) :]
     result["checkpoint"] = commands.contents_of(root / "checkpoints" / f"global_step_{RESUMED}")
     commands.run("report", f"runs/{RUN}", "--curves", f"runs/{RUN}/report/curves")
     result["report"] = names_of(root / "report")
@@ -98,8 +104,12 @@ def exercise(run: BaselineRun, folder: Path, models: Path) -> Result:
 
 def rows_of(root: Path) -> list[dict[str, Any]]:
     """Returns a run's rows of metrics, without those of the machine."""
-    rows = (json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines())
+    rows = _raw_rows(root)
     return [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in rows]
+
+
+def _raw_rows(root: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
 
 
 def names_of(folder: Path) -> list[str]:
@@ -112,7 +122,10 @@ def _content(path: Path, without_paths: Callable[[str], str]) -> Any:
         with safe_open(path, "pt") as file:
             return {name: described(file.get_tensor(name)) for name in sorted(file.keys())}
     if path.suffix in (".pt", ".pth"):
-        return state_of(torch.load(path, map_location="cpu", weights_only=True))
+        try:
+            return state_of(torch.load(path, map_location="cpu", weights_only=True))
+        except UnpicklingError:  # DeepSpeed's own files have objects of its classes
+            return state_of(torch.load(path, map_location="cpu", weights_only=False))
     if path.suffix in _UNREAD or path.name in ("COMPLETE", "manifest.json"):
         return None
     try:
@@ -120,10 +133,20 @@ def _content(path: Path, without_paths: Callable[[str], str]) -> Any:
     except UnicodeDecodeError:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     if path.suffix == ".json" and path.stat().st_size < 20_000:
-        return json.loads(text)
+        return without_digests(json.loads(text))
     if path.suffix == ".jsonl":
         return [json.loads(line) for line in text.splitlines()]
     return hashlib.sha256(text.encode()).hexdigest()[:16] if path.suffix != ".yaml" else sorted(yaml.safe_load(text))
+
+
+def without_digests(value: Any) -> Any:
+    """Returns a JSON value without digests of files and the version of the package, which change with texts and paths."""
+    if isinstance(value, list):
+        return [without_digests(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: item for key, item in value.items() if key not in _DIGESTS}
+    return {key: without_digests(item) for key, item in kept.items()} if kept.keys() != {"size"} else None
 
 
 def described(tensor: torch.Tensor) -> str:
@@ -157,4 +180,4 @@ def _leaves(value: Any, path: str) -> Any:
     elif isinstance(value, bytes):
         yield path, f"bytes [{len(value)}] {hashlib.sha256(value).hexdigest()[:16]}"
     else:
-        yield path, value
+        yield path, value if value is None or isinstance(value, str | int | float) else type(value).__name__
