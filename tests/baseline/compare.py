@@ -99,7 +99,8 @@ def _near(a: Any, b: Any) -> bool:
     if isinstance(a, int | float) and isinstance(b, int | float):
         return math.isclose(a, b, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
     if isinstance(a, str) and isinstance(b, str):
-        return _shape_of(a) == _shape_of(b) or _NUMBER.sub("0", a) == _NUMBER.sub("0", b)
+        described = _DESCRIBED.search(a) or _DESCRIBED.search(b)
+        return _shape_of(a) == _shape_of(b) if described else _NUMBER.sub("0", a) == _NUMBER.sub("0", b)
     return False
 
 

@@ -1,4 +1,4 @@
-"""Observed behaviour of a finished run: its checkpoint evaluated, exported, resumed for two steps, and the run reported.
+"""Observed behaviour of a finished run: resumed for two steps, its checkpoint evaluated and exported, and the run reported.
 
 Everything goes through the command line, so that a result does not depend on where modules are.
 """
@@ -74,20 +74,11 @@ def train(run: BaselineRun, folder: Path, models: Path) -> None:
 
 
 def exercise(run: BaselineRun, folder: Path, models: Path) -> Result:
-    """Evaluates, exports, resumes and reports an unpacked run; returns what came of it."""
+    """Resumes an unpacked run, evaluates and exports its checkpoint, and reports it; returns what came of it."""
     commands, root = Commands(folder, models), folder / "runs" / RUN
     suite = ["--suite", run.suite] if run.suite else []
     chosen = ["--run", f"runs/{RUN}", "--step", str(SAVED)]
-    result: Result = {
-        "evaluate": {
-            "printed": commands.run("eval", *chosen, *suite),
-            "files": commands.contents_of(root / "eval"),
-        },
-        "export": {},
-    }
-    for name, options in {"policy": (), **run.convert}.items():
-        commands.run("convert", *chosen, "--output", f"export-{name}", *options)
-        result["export"][name] = commands.contents_of(folder / f"export-{name}")
+    result: Result = {"export": {}}
     before = _raw_rows(root)
     commands.run("train", f"{RUN}.yaml", "runner.resume_dir=auto", f"runner.max_steps={RESUMED}")
     rows = rows_of(root)
@@ -96,6 +87,13 @@ def exercise(run: BaselineRun, folder: Path, models: Path) -> Result:
     assert not lost, f"metrics that the resumed run lacks: {sorted(lost)}"
     result["metrics"] = rows[len(before) :]
     result["checkpoint"] = commands.contents_of(root / "checkpoints" / f"global_step_{RESUMED}")
+    result["evaluate"] = {
+        "printed": commands.run("eval", *chosen, *suite),
+        "files": commands.contents_of(root / "eval"),
+    }
+    for name, options in {"policy": (), **run.convert}.items():
+        commands.run("convert", *chosen, "--output", f"export-{name}", *options)
+        result["export"][name] = commands.contents_of(folder / f"export-{name}")
     commands.run("report", f"runs/{RUN}", "--curves", f"runs/{RUN}/report/curves")
     result["report"] = names_of(root / "report")
     result["run_folder"] = [name for name in names_of(root) if not name.startswith(_MACHINE)]

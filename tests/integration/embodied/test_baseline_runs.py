@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.baseline.check import check
+from tests.baseline.check import check, check_files
 from tests.baseline.runs import EMBODIED
+
+
+def test_every_run_has_an_archive_and_a_record() -> None:
+    check_files()
 
 
 @pytest.fixture(scope="module")
