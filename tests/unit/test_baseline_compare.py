@@ -1,4 +1,4 @@
-"""Comparison with recorded results: exact on the recording's machine, nearly so elsewhere; digests of exports are always exact."""
+"""Comparison with recorded results: exact on the recording machine, nearly so elsewhere; exports are always exact."""
 
 from __future__ import annotations
 
