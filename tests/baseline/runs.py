@@ -136,7 +136,8 @@ EMBODIED: dict[str, BaselineRun] = {
         with_changes(
             _PPO, env__train__kwargs={"render_mode": "rgb_array"}, env__train__wrappers=_PIXELS, algorithm__rollout_steps=4,
             algorithm__update_epochs=1, actor__global_batch_size=16, actor__model={"model_type": "cnn", "hidden_sizes": [16]},
-        )
+        ),
+        extras=("embodied",),
     ),
     "ppo_flow": BaselineRun(
         with_changes(_PPO, actor__model={"model_type": "flow", "hidden_sizes": [16], "num_action_chunks": 2})
