@@ -24,7 +24,7 @@ from tests.baseline.runs import RESUMED, RUN, SAVED, BaselineRun
 
 #: Metrics of clocks and of the machine.
 MEASURED = ("time/", "system/", "memory/")
-#: Endings of files whose names are recorded, and whose content is not: texts, and programs, which hold paths and modules' names.
+#: Endings of files whose names are recorded, and whose content is not: texts, and programs, which hold paths.
 _UNREAD = (".html", ".out", ".err", ".svg", ".md", ".py", ".pt2")
 #: Folders of a run whose files have the names of hosts and jobs.
 _MACHINE = ("registry/", "logs/", "submit/", ".driver")
