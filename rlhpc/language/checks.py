@@ -26,8 +26,17 @@ from rlhpc.language.engines.registry import ENGINES
 from rlhpc.language.environments.registry import find_environment
 from rlhpc.language.policies import roles_of
 from rlhpc.language.reward_config import RewardRunConfig
-from rlhpc.language.scoring.checks import check_group_sections
-from rlhpc.language.scoring.groups import AGENT, CRITIC, placed, rating_names
+from rlhpc.language.scoring.checks import OWN_VALUES, check_group_sections
+from rlhpc.language.scoring.groups import (
+    AGENT,
+    CRITIC,
+    distils,
+    needs_critic,
+    needs_values,
+    placed,
+    process_groups,
+    rating_names,
+)
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.lookup import Registry, meant
 from rlhpc.training.registry import BACKENDS as TRAINING
@@ -276,7 +285,7 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
         ConfigError: The first rule that is broken.
     """
     algorithm = cfg.algorithm
-    check_group_sections(cfg, fail)
+    check_group_sections(cfg, fail, column_makers(cfg))
     if AGENT in placed(cfg) and cfg.agent.kind in ("inline", "environment"):
         raise fail(
             "cluster.component_placement",
@@ -315,6 +324,22 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
     check_policies(cfg, fail)
     if cfg.rollout.temperature == 0:
         raise fail("rollout.temperature", "training samples: it must be greater than 0")
+
+
+def column_makers(cfg: GrpoConfig) -> frozenset[str]:
+    """Returns the groups that the algorithm wants columns of, and the other names that `Column.by` lists.
+
+    The built-in algorithm is asked by its keys alone, which builds nothing.
+    """
+    if (distils(cfg) or cfg.algorithm.name.lower() == "policy_gradient") and not cfg.algorithm.kwargs:
+        wanted = {
+            CRITIC: needs_critic(cfg),
+            OWN_VALUES: needs_values(cfg) and cfg.actor.model.value_head,
+            "reference": cfg.algorithm.kl_coef,
+            "teacher": distils(cfg) and "teacher" in placed(cfg),
+        }
+        return frozenset([*(name for name, is_wanted in wanted.items() if is_wanted), *process_groups(cfg)])
+    return frozenset(column.by for column in make_algorithm(cfg).columns if isinstance(column.by, str))
 
 
 def check_policies(cfg: GrpoConfig, fail: Fail) -> None:

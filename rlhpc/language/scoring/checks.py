@@ -17,7 +17,6 @@ from rlhpc.language.scoring.groups import (
     group_models,
     group_roles,
     needs_critic,
-    needs_values,
     placed,
     process_groups,
     raters,
@@ -34,11 +33,16 @@ if TYPE_CHECKING:
     from rlhpc.language.scoring.group import ScoringGroup
 
 #: The maker of values that is no group: `rlhpc.language.algorithm.base.VALUE_HEAD`.
-_OWN = "value_head"
+OWN_VALUES = "value_head"
 
 
-def check_group_sections(cfg: GrpoConfig, fail: Fail) -> None:
-    """Names, terms and places. Imports nothing but what the configuration names.
+def check_group_sections(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[str]) -> None:
+    """Checks names, terms and places of scoring groups. Imports nothing but what the configuration names.
+
+    Args:
+        cfg: The run.
+        fail: Makes the error of a key.
+        column_makers: Groups that the algorithm wants columns of.
 
     Raises:
         ConfigError: The first rule that is broken.
@@ -78,7 +82,7 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail) -> None:
         if terms.count(name) > 1:
             raise fail("reward.terms", f"the group {name!r} is named twice")
     _process_terms(cfg, fail)
-    _placed(cfg, fail)
+    _placed(cfg, fail, column_makers)
 
 
 def _process_terms(cfg: GrpoConfig, fail: Fail) -> None:
@@ -101,7 +105,7 @@ def _process_terms(cfg: GrpoConfig, fail: Fail) -> None:
         raise fail("reward.process_terms", "the teacher alone is followed: set algorithm.distillation.task_reward_coef")
 
 
-def _placed(cfg: GrpoConfig, fail: Fail) -> None:
+def _placed(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[str]) -> None:
     """Every group that is needed has a place, and every one with a place is needed."""
     here, known, rating = placed(cfg), scoring_groups(cfg), raters(cfg)
     for name in rating:
@@ -116,7 +120,7 @@ def _placed(cfg: GrpoConfig, fail: Fail) -> None:
     if cfg.actor.model.value_head:
         if CRITIC in here:
             raise fail("actor.model.value_head", "there is a group critic already: set it to false, or leave that out")
-        if _OWN not in makers(cfg):
+        if OWN_VALUES not in column_makers:
             raise fail("actor.model.value_head", "nothing asks for values: set algorithm.adv_type=gae, or false")
     if distils(cfg):
         _distillation(cfg, fail)
@@ -126,7 +130,7 @@ def _placed(cfg: GrpoConfig, fail: Fail) -> None:
             "the actor keeps the policy from before training: give the reference a place with "
             "cluster.component_placement.reference, or set 0",
         )
-    asked = makers(cfg) - {"rollout", "actor", _OWN}
+    asked = column_makers - {"rollout", "actor", OWN_VALUES}
     for name in here:
         rater = name in known and rates(known[name].scorer)
         if rater and name not in rating:
@@ -204,21 +208,6 @@ def _longest(cfg: GrpoConfig) -> tuple[int, str]:
         prompt + response,
         f"data.max_prompt_tokens({prompt}) + rollout.max_new_tokens({response}) = {prompt + response}",
     )
-
-
-def makers(cfg: GrpoConfig) -> frozenset[str]:
-    """Of whom the algorithm wants columns, but for scorers of its own: groups, and others whose names `Column.by` lists."""
-    from rlhpc.language.algorithm.registry import make_algorithm
-
-    if (distils(cfg) or cfg.algorithm.name.lower() == "policy_gradient") and not cfg.algorithm.kwargs:
-        wanted = {
-            CRITIC: needs_critic(cfg),
-            _OWN: needs_values(cfg) and cfg.actor.model.value_head,
-            "reference": cfg.algorithm.kl_coef,
-            "teacher": distils(cfg) and "teacher" in placed(cfg),
-        }
-        return frozenset([*(name for name, is_wanted in wanted.items() if is_wanted), *process_groups(cfg)])
-    return frozenset(column.by for column in make_algorithm(cfg).columns if isinstance(column.by, str))
 
 
 def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
