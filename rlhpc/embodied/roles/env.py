@@ -6,9 +6,8 @@ from typing import Any
 
 from rlhpc.config.typed import changed
 from rlhpc.embodied.config import EnvSideConfig, PpoConfig
-from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
-from rlhpc.embodied.envs.registry import ENVS
+from rlhpc.embodied.envs.registry import ENVS, make_env
 from rlhpc.embodied.roles.outcomes import Shape, ppo_shape
 from rlhpc.embodied.roles.replica import JoiningWorker
 
