@@ -391,10 +391,10 @@ def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> No
 
 def _end_local(paths: RunPaths, grace_s: float = _SAVE_S) -> list[str]:
     """Ends the run's driver where it is a process of this machine; a job of the cluster goes on."""
-    from rlhpc.jobs.claim import SegmentFiles, read_json
+    from rlhpc.jobs.claim import SegmentFiles, read_json_file
     from rlhpc.jobs.submit import cancel
 
-    records = [read_json(SegmentFiles(paths, segment).record) or {} for segment in paths.submitted()]
+    records = [read_json_file(SegmentFiles(paths, segment).record) or {} for segment in paths.submitted()]
     if not any(record.get("executor") == "local" for record in records):
         return []
     return cancel(paths, grace_s=grace_s)

@@ -16,14 +16,14 @@ _AUTO = "auto"
 
 def _scale(args: argparse.Namespace) -> int:
     from rlhpc.jobs.attendance import stays
-    from rlhpc.jobs.claim import read_json, write_json
+    from rlhpc.jobs.claim import read_json_file, write_json
     from rlhpc.jobs.elastic.record import HelperRecord
 
     paths = run_paths(args.run)
     bounds = _bounds(paths)
     wanted = {group: number for word in (args.number, *args.overrides) for group, number in [_asked(word, bounds)]}
     require_driver(paths)
-    before = {group: number for group, number in (read_json(paths.asked_ranks) or {}).items() if group in bounds}
+    before = {group: number for group, number in (read_json_file(paths.asked_ranks) or {}).items() if group in bounds}
     asked = {**before, **wanted}
     write_json(paths.asked_ranks, {group: number for group, number in asked.items() if number is not None})
     live = HelperRecord.read(paths).live()

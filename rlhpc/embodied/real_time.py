@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhpc.config.typed import mapping
 from rlhpc.embodied.config import EvalEnvConfig, RealTimeConfig
 from rlhpc.embodied.envs.observations import count_rows
-from rlhpc.embodied.models.base import Obs, Policy
+from rlhpc.embodied.models.base import Policy, PolicyObs
 from rlhpc.embodied.models.guidance import Guide, overlap_weights
 from rlhpc.runtime.errors import ConfigError
 
@@ -40,7 +40,7 @@ class RealTime:
         self._going = np.zeros(0, bool)
 
     def predict_action_batch(
-        self, obs: Obs, mode: str = "eval", noise: Tensor | None = None
+        self, obs: PolicyObs, mode: str = "eval", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Actions `[B, s, dim]`, as a policy's; the first d are of the chunk before, where there is one."""
         del mode
@@ -102,6 +102,6 @@ def real_time(policy: Any, env_cfg: EvalEnvConfig) -> RealTime | None:
     return RealTime(policy, delay, executed, most)
 
 
-def _copied(obs: Obs) -> Obs:
+def _copied(obs: PolicyObs) -> PolicyObs:
     """Tensors that a gradient may be computed through, which those made in inference mode are not."""
     return {name: part.clone() for name, part in obs.items()} if isinstance(obs, dict) else obs.clone()

@@ -10,7 +10,7 @@ import contextlib
 import time
 from typing import Any
 
-from rlhpc.jobs.claim import SegmentFiles, read_json, write_json
+from rlhpc.jobs.claim import SegmentFiles, read_json_file, write_json
 
 _KEPT = 100
 
@@ -25,7 +25,7 @@ class Attempts:
 
     def __init__(self, files: SegmentFiles, token: str) -> None:
         self._path, self._token = files.attempts, token
-        found = read_json(self._path) or {}
+        found = read_json_file(self._path) or {}
         rows = found.get("attempts")
         self._rows: list[dict[str, Any]] = list(rows) if found.get("token") == token and isinstance(rows, list) else []
 

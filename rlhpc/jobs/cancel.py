@@ -7,7 +7,7 @@ import pwd
 import signal
 import time
 
-from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
+from rlhpc.jobs.claim import Claim, SegmentFiles, read_json_file
 from rlhpc.jobs.elastic.record import end_helpers
 from rlhpc.jobs.lock import SubmitLock
 from rlhpc.jobs.paths import RunPaths, segment_name
@@ -110,7 +110,7 @@ def _end_slurm(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
         scancel(record.job_id, "--batch", "--signal=TERM", name=name)
         end = time.monotonic() + grace_s
         while time.monotonic() < end:
-            ended = read_json(files.exit)
+            ended = read_json_file(files.exit)
             if files.marker.exists() or (ended is not None and ended.get("token") == record.token):
                 break
             time.sleep(0.5)

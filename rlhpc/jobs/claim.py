@@ -45,7 +45,7 @@ def look_again(folder: Path) -> int:
         os.close(fd)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json_file(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file that others replace atomically; None if it is missing or not (yet) readable."""
     look_again(path.parent)
     try:
@@ -98,7 +98,7 @@ class SegmentFiles:
 
     def cancelled(self, token: str) -> bool:
         """Whether somebody has cancelled the submission with this token."""
-        return (read_json(self.cancel) or {}).get("token") == token
+        return (read_json_file(self.cancel) or {}).get("token") == token
 
     def mark_cancelled(self, token: str) -> None:
         """Records that somebody has cancelled the submission with this token."""
@@ -195,7 +195,7 @@ class Claim:
         look_again(files.paths.submit)
         for number in range(files.newest_claim(), 0, -1):
             for _ in range(3):  # without hard links, a half-written claim may be seen
-                value = read_json(files.claim(number))
+                value = read_json_file(files.claim(number))
                 job = ProcessId.from_json((value or {}).get("job"))
                 if value is not None and job is not None:
                     return cls(

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from rlhpc.jobs.attempts import Attempts
-from rlhpc.jobs.claim import RENEW_S, Claim, SegmentFiles, read_json, write_json
+from rlhpc.jobs.claim import RENEW_S, Claim, SegmentFiles, read_json_file, write_json
 from rlhpc.jobs.paths import RunPaths, step_name
 from rlhpc.jobs.probes import ProcessId, SlurmProbe
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS
@@ -132,7 +132,7 @@ class DriverJob:
         from submitit import JobEnvironment
 
         files = self.files
-        if read_json(files.marker) is not None:
+        if read_json_file(files.marker) is not None:
             return {"exit_code": 0}
         probe = SlurmProbe() if self.executor == "slurm" else None
         files.driver_err.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ class DriverJob:
                 return self._record_exit(1, self._stuck(idle))
             attempts.begin(self._newest(), self._claim.job_id)
             code = self._run_driver(files)
-            if read_json(files.marker) is not None:
+            if read_json_file(files.marker) is not None:
                 attempts.end("finished")
                 return {"exit_code": 0}
             if code == EXIT_REQUEUE and not self._terminated:
@@ -205,7 +205,7 @@ class DriverJob:
             return None
         if code == 128 + signal.SIGKILL or code in (128 + signal.SIGBUS, 128 + signal.SIGSEGV):
             return {}
-        status = read_json(RunPaths(Path(self.run_root)).driver_state) or {}
+        status = read_json_file(RunPaths(Path(self.run_root)).driver_state) or {}
         mine = self._pid is not None and status.get("pid") == self._pid
         return status if mine and status.get("restartable") else None
 
@@ -215,7 +215,7 @@ class DriverJob:
 
         self._signal_driver(signal.SIGUSR2)
         self._kill_driver(self.save_grace_s)
-        if read_json(self.files.marker) is not None:
+        if read_json_file(self.files.marker) is not None:
             raise SystemExit(0)  # the step in progress finished the segment
         if self._terminated:
             self._record_exit(128 + signal.SIGTERM, "")

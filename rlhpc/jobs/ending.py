@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.claim import read_json_file
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.state import states
 
@@ -27,7 +27,7 @@ class Ending:
         self._looked, self._times = -look_s, 0
 
     def __call__(self) -> bool:
-        if (read_json(self._paths.driver_state) or {}).get("state") == "finished":
+        if (read_json_file(self._paths.driver_state) or {}).get("state") == "finished":
             return True
         if time.monotonic() - self._looked >= self._look_s:
             self._looked = time.monotonic()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.claim import LEASE_S, RENEW_S, read_json, renewed_within
+from rlhpc.jobs.claim import LEASE_S, RENEW_S, read_json_file, renewed_within
 from rlhpc.jobs.probes import ProcessId
 from rlhpc.runtime.durable import create_exclusively
 
@@ -72,7 +72,7 @@ class Lease:
 
     def owns(self) -> bool:
         """Returns whether the file is still this holder's."""
-        return read_json(self.path) == self.content
+        return read_json_file(self.path) == self.content
 
     def take_over(self) -> bool:
         """Takes the lease where no process holds it, or a dead one does; returns False where the holder is alive.
@@ -82,7 +82,7 @@ class Lease:
         """
         if self.take():
             return True
-        holder = read_json(self.path)
+        holder = read_json_file(self.path)
         if holder is not None and is_held(self.path, holder):
             return False
         self.remove_dead(holder)
@@ -93,7 +93,7 @@ class Lease:
         aside = self.path.with_suffix(f".stale-{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError, FileExistsError):
             self.path.rename(aside)
-            if read_json(aside) != content:
+            if read_json_file(aside) != content:
                 os.link(aside, self.path)
         aside.unlink(missing_ok=True)
 

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlhpc.jobs.claim import Claim, SegmentFiles, read_json, write_json
+from rlhpc.jobs.claim import Claim, SegmentFiles, read_json_file, write_json
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobProbe, JobState, LocalProbe, ProcessId, SlurmProbe
 from rlhpc.runtime.errors import UserError
@@ -44,7 +44,7 @@ class JobRecord:
     @classmethod
     def read(cls, files: SegmentFiles) -> JobRecord | None:
         """The last submission of a segment, if there was one."""
-        value = read_json(files.record)
+        value = read_json_file(files.record)
         return None if value is None else cls.from_json(value)
 
     @classmethod
@@ -134,7 +134,7 @@ def find_job(files: SegmentFiles) -> JobRecord | None:
     record = JobRecord.read(files)
     if record is None:
         return None
-    ended = read_json(files.exit)
+    ended = read_json_file(files.exit)
     if ended is not None and ended.get("token") == record.token:
         return None
     if record.phase == "refused":
@@ -169,7 +169,7 @@ def was_cancelled(files: SegmentFiles) -> JobRecord | None:
         return None
     if files.cancelled(record.token):
         return record
-    ended = read_json(files.exit)
+    ended = read_json_file(files.exit)
     if ended is not None and ended.get("token") == record.token:
         return record if ended.get("cancelled") else None
     if record.executor == "slurm" and record.job_id:

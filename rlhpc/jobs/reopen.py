@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhpc.jobs.claim import SegmentFiles, read_json
+from rlhpc.jobs.claim import SegmentFiles, read_json_file
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.record import find_job, job_words
 from rlhpc.runtime.errors import ConfigError, SubmitError
@@ -28,7 +28,7 @@ def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool 
     Raises:
         ConfigError: A finished segment is to end at another step now, and not just because the last one grows.
     """
-    done = {k: found for k in range(len(ends)) if (found := read_json(paths.segment_done(k))) is not None}
+    done = {k: found for k in range(len(ends)) if (found := read_json_file(paths.segment_done(k))) is not None}
     later = [k for k in _finished(paths) if k >= len(ends)]
     for segment, record in done.items():
         step = int(record.get("global_step", ends[segment]))
@@ -73,7 +73,7 @@ def reopen(paths: RunPaths, segment: int) -> Path:
     The new name still ends in .json, so that the step at which the segment ended before keeps its checkpoint.
     """
     marker = paths.segment_done(segment)
-    record = read_json(marker) or {}
+    record = read_json_file(marker) or {}
     return marker.replace(marker.with_name(f"{segment}.until_{record.get('global_step', 0)}.json"))
 
 

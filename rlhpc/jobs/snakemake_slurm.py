@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.claim import read_json, write_json
+from rlhpc.jobs.claim import read_json_file, write_json
 from rlhpc.jobs.lock import LeaseLock
 from rlhpc.jobs.probes import JobReport, JobState, ProcessId, SlurmProbe
 from rlhpc.jobs.shared import SharedProbe
@@ -192,7 +192,7 @@ def _find_shared(executor: Any, job: Any, record: Path) -> Any:
     """Returns the job to wait for, as Snakemake's `SubmittedJobInfo`; None where a new one must be submitted."""
     from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
-    content = read_json(record)
+    content = read_json_file(record)
     if content is None or content.get("digest") != _digest(job) or not content.get("job_id"):
         return None
     job_id = str(content["job_id"])

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.claim import read_json_file
 from rlhpc.jobs.lease import Lease, is_held
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobState, ProcessId, SlurmProbe
@@ -26,7 +26,7 @@ def sole_driver(paths: RunPaths) -> Iterator[None]:
     try:
         paths.root.mkdir(parents=True, exist_ok=True)
         while not lease.take():
-            content = read_json(paths.driver_record)
+            content = read_json_file(paths.driver_record)
             _require_dead(paths, content)
             lease.remove_dead(content)
     except OSError:  # the code that opens the run's folder, or has something to lose, reports what is wrong with it
@@ -46,7 +46,7 @@ def require_no_driver(paths: RunPaths) -> None:
     Raises:
         UserError: Another driver trains this run.
     """
-    _require_dead(paths, read_json(paths.driver_record))
+    _require_dead(paths, read_json_file(paths.driver_record))
 
 
 def _require_dead(paths: RunPaths, content: dict[str, Any] | None) -> None:

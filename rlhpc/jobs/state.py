@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhpc.jobs.attempts import Attempts
 from rlhpc.jobs.cancel import user_name
-from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
+from rlhpc.jobs.claim import Claim, SegmentFiles, read_json_file
 from rlhpc.jobs.driver_job import error_line
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobReport, JobState, SlurmProbe
@@ -67,13 +67,13 @@ class Facts:
 
     @classmethod
     def read(cls, paths: RunPaths) -> Facts:
-        status = read_json(paths.driver_state) or {}
+        status = read_json_file(paths.driver_state) or {}
         files = newest_segment(paths)
         record = JobRecord.read(files) if files is not None else None
         if files is None or record is None:
             return cls(paths, status)
         claim = Claim.newest(files)
-        ended = read_json(files.exit) or {}
+        ended = read_json_file(files.exit) or {}
         return cls(
             paths, status, files, record,
             claim if claim is not None and claim.token == record.token else None,

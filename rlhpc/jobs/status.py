@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.claim import read_json_file
 from rlhpc.jobs.elastic.shown import helper_lines
 from rlhpc.jobs.log_starts import ALL, LAST, lines_of_start
 from rlhpc.jobs.paths import RunPaths, segment_name, step_name
@@ -26,7 +26,7 @@ Headlines = Callable[[Sequence[RunPaths]], Mapping[str, Sequence[str]]]
 
 def progress_line(paths: RunPaths, since: float = 0.0) -> str:
     """`step 12/100, return 34.5, 1234 env steps/s, ETA 1m20s`, or "" if the driver wrote nothing after `since`."""
-    status = read_json(paths.driver_state)
+    status = read_json_file(paths.driver_state)
     if status is None or (number_of(status, "updated") or 0.0) < since:
         return ""
     return ", ".join(_progress(status))
@@ -80,7 +80,7 @@ def members(paths: RunPaths) -> list[dict[str, Any]]:
         return []
     rows = []
     for path in (generation / MEMBERS).glob("*.json"):
-        row, departure = read_json(path), read_json(generation / LEFT / path.name)
+        row, departure = read_json_file(path), read_json_file(generation / LEFT / path.name)
         if row is None or "group" not in row or not is_count(row.get("rank") or 0):
             continue
         # A rank that was cut off writes its own file no more; the driver says that it goes on without it.
@@ -144,7 +144,7 @@ def _robot_lines(paths: RunPaths) -> list[str]:
     """Who has come from outside the cluster, and who is waited for."""
     generation, lines = newest_generation(paths), []
     for file in sorted((generation / ROBOTS).glob("slot_*.json")) if generation else ():
-        place = read_json(file) or {}
+        place = read_json_file(file) or {}
         began = number_of(place, "since")
         since = "" if began is None else f" for {duration(max(0.0, time.time() - began))}"
         name = f"{place.get('robot')} (slot {place.get('slot')})"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhpc.jobs.cancel import cancel
-from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
+from rlhpc.jobs.claim import Claim, SegmentFiles, read_json_file
 from rlhpc.jobs.driver_job import DriverJob
 from rlhpc.jobs.executor import NO_LIMIT_MIN, make_slurm_executor
 from rlhpc.jobs.local import make_local_executor
@@ -140,7 +140,7 @@ def submit_segment(
         DeadlineExceeded: `deadline_s` is over.
     """
     files = SegmentFiles(RunPaths(expand_home(run_root).absolute()), segment)
-    done = read_json(files.marker)
+    done = read_json_file(files.marker)
     if done is not None:
         return answer("finished", JobRecord.read(files), segment, done)
     kind = choose_executor(executor)
@@ -148,12 +148,12 @@ def submit_segment(
     argv = list(command) if command is not None else driver_command(config_path, overrides, segment=segment)
     began = time.monotonic()
     room = Patience(deadline_s)
-    cancel_mark = read_json(files.cancel)
+    cancel_mark = read_json_file(files.cancel)
     tried = False
     _make_folders(files)
 
     def wanted_still() -> None:
-        if read_json(files.cancel) != cancel_mark and (waiting := JobRecord.read(files)) is not None:
+        if read_json_file(files.cancel) != cancel_mark and (waiting := JobRecord.read(files)) is not None:
             raise cancelled_error(files, waiting)
         if asked_by is not None and asked_by.alive() is False:
             raise WaitInterrupted(f"stopped waiting: who asked for segment {segment} of {files.paths.root} is gone")
@@ -162,7 +162,7 @@ def submit_segment(
         _await_orphan(files, save_grace_s, out)
         refusal = None
         with SubmitLock(files):
-            done = read_json(files.marker)
+            done = read_json_file(files.marker)
             if done is not None:
                 return answer("finished", JobRecord.read(files), segment, done)
             try:
@@ -215,7 +215,7 @@ def submit_segment(
             continue
         except JobCancelled:
             # so was a job that had been cancelled before this command was given
-            if attempt > 1 or cancel_mark is None or read_json(files.cancel) != cancel_mark:
+            if attempt > 1 or cancel_mark is None or read_json_file(files.cancel) != cancel_mark:
                 raise
             continue
         except KeyboardInterrupt:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlhpc.jobs.claim import LEASE_S, Claim, SegmentFiles, look_again, read_json
+from rlhpc.jobs.claim import LEASE_S, Claim, SegmentFiles, look_again, read_json_file
 from rlhpc.jobs.driver_job import first_failure
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, ProcessId, SlurmProbe
 from rlhpc.jobs.record import JobRecord, job_words, owner_of, probe_for, segment_job_name
@@ -236,7 +236,7 @@ class Waiter:
         if seen == self._seen and now < self._next_read and not always:
             return None
         self._seen, self._next_read = seen, now + _READ_S
-        done = read_json(self.files.marker)
+        done = read_json_file(self.files.marker)
         if done is None:
             self._claim = Claim.newest(self.files)
             if self._claim is not None and self._claim.token != self.record.token and self._heard(self._claim):
@@ -327,7 +327,7 @@ class Waiter:
         )
 
     def _raise_if_failed(self) -> None:
-        ended = read_json(self.files.exit)
+        ended = read_json_file(self.files.exit)
         if ended is None or ended.get("token") != self.record.token:
             return
         code = int(ended.get("exit_code") or 1)

@@ -19,8 +19,8 @@ from rlhpc.runtime.plain import is_count, is_number
 
 EPISODES = 24
 """Episodes of a suite that are shown."""
-_MOST = 4000
-_CSS = """
+_MAX_CHARACTERS = 4000
+_EPISODE_CSS = """
 .note{color:var(--muted);margin:0 0 14px}
 .episode{border:1px solid var(--line);border-radius:10px;margin:16px 0;overflow:hidden}
 .episode>header{background:var(--soft);padding:10px 16px;border-bottom:1px solid var(--line)}
@@ -35,7 +35,7 @@ border-radius:8px;font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospa
 .drawn i{font-style:normal;border-radius:3px}
 .ok,.no{font-weight:650}.ok{color:var(--c2)}.no{color:var(--c3)}
 """
-Row = dict[str, Any]
+EpisodeRow = dict[str, Any]
 
 
 def episodes_page(paths: RunPaths) -> Path:
@@ -52,7 +52,7 @@ def write_episodes_page(paths: RunPaths) -> Path | None:
     sections = []
     for suite, results in results_with_samples(paths).items():
         step, path, _ = results[-1]
-        rows = _rows(samples_path(path))
+        rows = _episode_rows(samples_path(path))
         if rows:
             shown = [rows[at] for at in spread(len(rows), EPISODES)]
             note = f'<p class="note">{len(shown)} of {len(rows)} episodes, evenly spaced, at step {step}.</p>'
@@ -63,12 +63,12 @@ def write_episodes_page(paths: RunPaths) -> Path | None:
     ways = f'<nav><a href="{PAGE}">The run</a></nav>'
     html = page(
         title=f"{paths.root.name}: episodes", subtitle="what was read, what was drawn, what it was worth",
-        body=[ways, *sections], css=_CSS,
+        body=[ways, *sections], css=_EPISODE_CSS,
     )  # fmt: skip
     return write_page(html, target)
 
 
-def _rows(path: Path) -> list[Row]:
+def _episode_rows(path: Path) -> list[EpisodeRow]:
     try:
         return [row for row in read_samples(path) if _is_episode(row.get("episode"))]
     except OSError:
@@ -95,7 +95,7 @@ def _is_token(token: Any) -> bool:
     return isinstance(token, list) and len(token) == 2 and isinstance(token[0], str) and is_number(token[1])
 
 
-def _episode(row: Row) -> str:
+def _episode(row: EpisodeRow) -> str:
     mark = '<span class="ok">✓ right</span>' if row["right"] else '<span class="no">✗ wrong</span>'
     samples: Sequence[Any] = row["episode"]
     turns = {(str(s.get("role")), p["turn"]) for s in samples for p in s["parts"] if "drawn" in p}
@@ -118,10 +118,10 @@ def _branch(number: int, sample: Any, of: int) -> str:
 
 def _part(part: Any) -> str:
     if "drawn" not in part:
-        text = part["read"] if len(part["read"]) <= _MOST else part["read"][:_MOST] + "…"
+        text = part["read"] if len(part["read"]) <= _MAX_CHARACTERS else part["read"][:_MAX_CHARACTERS] + "…"
         return f'<div class="part read" dir="auto"><b>read</b>{escape(text)}</div>'
     reward = f", reward {part['reward']:.3g}" if part.get("reward") else ""
-    tokens = "".join(_token(text, logprob) for text, logprob in part["drawn"][:_MOST])
+    tokens = "".join(_token(text, logprob) for text, logprob in part["drawn"][:_MAX_CHARACTERS])
     return f'<div class="part drawn" dir="auto"><b>turn {part["turn"] + 1}{reward}</b>{tokens}</div>'
 
 

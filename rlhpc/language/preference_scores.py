@@ -21,7 +21,7 @@ from rlhpc.config.typed import plain
 from rlhpc.language.data.preferences import Judged, Preferences, encode
 from rlhpc.language.data.tokens import PromptTokenizer, load_tokenizer
 from rlhpc.language.model_config import LanguageModelConfig
-from rlhpc.language.preferences import summarize
+from rlhpc.language.preferences import summarize_preferences
 from rlhpc.language.suites import suite_named
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.cutting import Parts, micro_batches
@@ -168,7 +168,7 @@ def rewards_of(
     return found
 
 
-def validation_metrics(
+def preference_validation_metrics(
     parts: Sequence[Mapping[str, Sequence[dict[str, Any]]]], form: str, loss: Callable[..., Tensor]
 ) -> dict[str, float]:
     """Metrics from the ranks' rows: `eval/accuracy` and so on; of each further suite `eval/<suite>/accuracy`.
@@ -182,7 +182,7 @@ def validation_metrics(
         rows = sorted((row for part in parts for row in part[suite]), key=lambda row: int(row["place"]))
         rewards = torch.tensor([row["rewards"] for row in rows], dtype=torch.float64).unbind(1)
         targets = torch.tensor([row["target"] for row in rows], dtype=torch.float64)
-        result = {**summarize(rows, form), "rows": len(rows), "loss": float(loss(*rewards, targets).mean())}
+        result = {**summarize_preferences(rows, form), "rows": len(rows), "loss": float(loss(*rewards, targets).mean())}
         names = ("accuracy", "loss", "rows", "margin", "calibration_error", "reward_mean", "mse", "r2", "spearman")
         prefix = f"eval/{suite}" if number else "eval"
         metrics |= {f"{prefix}/{name}": float(result[name]) for name in names if result.get(name) is not None}
@@ -201,7 +201,7 @@ def evaluate_reward_model(
         output: JSON file to write, atomically; the rows go to `<stem>.rewards.jsonl` beside it.
 
     Returns:
-        See `rlhpc.language.preferences.summarize`; besides dropped, suite, global_step, model, loss_type and dtype.
+        See `rlhpc.language.preferences.summarize_preferences`; besides dropped, suite, global_step, model, loss_type and dtype.
 
     Raises:
         ConfigError: There is no such suite, or model or data cannot be had.
@@ -233,7 +233,7 @@ def evaluate_reward_model(
         for row, found in zip(asked.rows, rewards, strict=True)
     ]  # fmt: skip
     result = {
-        **summarize(rows, form),
+        **summarize_preferences(rows, form),
         "dropped": asked.dropped,
         "suite": suite,
         "global_step": step_evaluated(model, step, output),

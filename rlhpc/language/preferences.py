@@ -15,12 +15,12 @@ from rlhpc.metrics.statistics import share_interval
 from rlhpc.runtime.shown import in_parentheses
 
 #: A row of an evaluation: `rewards` of its responses, `target` (margin or label), `level`, and the text of its `prompt`.
-Row = dict[str, Any]
+PreferenceRow = dict[str, Any]
 #: Equal parts of the probabilities from 1/2 to 1 within which calibration is measured.
 BINS = 10
 
 
-def summarize(rows: Sequence[Row], form: str) -> dict[str, Any]:
+def summarize_preferences(rows: Sequence[PreferenceRow], form: str) -> dict[str, Any]:
     """What the rows say.
 
     Args:
@@ -34,8 +34,8 @@ def summarize(rows: Sequence[Row], form: str) -> dict[str, Any]:
     return pairs_summary(rows) if form == "pairs" else labels_summary(rows)
 
 
-def pairs_summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """See `summarize`. Two equal rewards are a mistake: who has to choose gets nothing from them."""
+def pairs_summary(rows: Sequence[PreferenceRow]) -> dict[str, Any]:
+    """See `summarize_preferences`. Two equal rewards are a mistake: who has to choose gets nothing from them."""
     rewards = np.asarray([row["rewards"] for row in rows], np.float64)
     margins = rewards[:, 0] - rewards[:, 1]
     right = margins > 0
@@ -91,8 +91,8 @@ def calibration(margins: np.ndarray) -> tuple[float, list[dict[str, float]]]:
     return float(error), parts
 
 
-def labels_summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """See `summarize`. r2 and spearman are None where all labels, or all rewards, are equal."""
+def labels_summary(rows: Sequence[PreferenceRow]) -> dict[str, Any]:
+    """See `summarize_preferences`. r2 and spearman are None where all labels, or all rewards, are equal."""
     rewards = np.asarray([row["rewards"][0] for row in rows], np.float64)
     labels = np.asarray([row["target"] for row in rows], np.float64)
     shares = _agreement(rewards, labels)

@@ -25,7 +25,7 @@ PROBLEMS = 24
 CHECKPOINTS = 6
 """Checkpoints that stand side by side."""
 _MAP_COLUMNS = 240
-_SHOWN, _MOST, _OTHERS = 600, 8000, 7
+_SHOWN, _MAX_SAMPLE_CHARACTERS, _OTHERS = 600, 8000, 7
 
 _CSS = """
 .note{color:var(--muted);margin:0 0 14px}.map{overflow-x:auto}.map svg{display:block;min-width:520px}
@@ -394,8 +394,12 @@ def _text(text: str) -> str:
     """Foreign text as it stands; a long one is folded, a very long one cut."""
     shown = text if len(text) <= _SHOWN * 1.2 else text[:_SHOWN]
     html = f'<pre class="said" dir="auto">{escape(shown) or "<i>nothing</i>"}</pre>'
-    if rest := text[len(shown) : _MOST]:
-        cut = f"\n[{len(text) - _MOST} more characters are in the samples file]" if len(text) > _MOST else ""
+    if rest := text[len(shown) : _MAX_SAMPLE_CHARACTERS]:
+        cut = (
+            f"\n[{len(text) - _MAX_SAMPLE_CHARACTERS} more characters are in the samples file]"
+            if len(text) > _MAX_SAMPLE_CHARACTERS
+            else ""
+        )
         html += (
             f"<details><summary>{len(text) - len(shown)} more characters</summary>"
             f'<pre class="said" dir="auto">{escape(rest)}{cut}</pre></details>'

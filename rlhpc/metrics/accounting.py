@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.claim import read_json_file
 from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.metrics.joined_page import joined_account
 from rlhpc.metrics.provenance import PlacedStart, Placement, placed_starts, read_provenance
@@ -29,7 +29,7 @@ def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> Job
     times: list[float] = []
     drivers = 0
     files = sorted(paths.submit.glob(f"{segment_name('*')}.json")) if paths.submit.is_dir() else []
-    records = {path.name: value for path in files if (value := read_json(path)) is not None}
+    records = {path.name: value for path in files if (value := read_json_file(path)) is not None}
     for name, value in records.items():
         if value.get("executor") != "slurm" or not str(value.get("job_id", "")).isdigit():
             continue
@@ -233,7 +233,7 @@ def write_accounting(paths: RunPaths) -> dict[str, Any] | None:
     try:
         record = account(query(jobs), provenance.get("placement") or {}, jobs, placed_starts(provenance))
     except NoAccounting as error:
-        before = read_json(file) or {}
+        before = read_json_file(file) or {}
         if before.get("available") and before.get("jobs") == list(jobs.ids):
             return {**before, "reason": str(error)}
         record = {"format": 1, "available": False, "reason": str(error), "jobs": list(jobs.ids)}

@@ -20,7 +20,7 @@ from rlhpc.metrics.svg import (
     ticks,
 )
 
-_ROW = 24
+_INTERVAL_ROW = 24
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def interval_chart(title: str, x_label: str, rows: Sequence[Row]) -> str:
             f'<path d="M{frame.px(row.low):.1f} {y + 8}H{frame.px(row.high):.1f}" style="stroke:{color};stroke-width:3;'
             f'opacity:.45"/>{points}<circle cx="{frame.px(row.value):.1f}" cy="{y + 8}" r="4.4" style="fill:{color}"/></g>'
         )
-        y += _ROW
+        y += _INTERVAL_ROW
     places = [x for x in ticks(frame.x0, frame.x1, 4) if frame.x0 <= x <= frame.x1]
     for x, label in zip(places, tick_labels(places), strict=True):
         at = frame.px(x)

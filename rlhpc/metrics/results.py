@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.claim import read_json_file
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.plain import is_count, is_number, read_file, read_yaml
 from rlhpc.runtime.shown import in_parentheses
@@ -88,7 +88,7 @@ def typed_results(paths: RunPaths, figure: str) -> list[dict[str, Any]]:
     """The results of evaluations that have `figure`, by suite and step; fields of a wrong type are left out."""
     results = []
     for path in paths.eval_results():
-        result, _ = typed_result(read_json(path) or {})
+        result, _ = typed_result(read_json_file(path) or {})
         if figure in result and "global_step" in result:
             results.append({**result, "suite": result.get("suite", path.stem), figure: float(result[figure])})
     return sorted(results, key=lambda result: (result["suite"], result["global_step"]))
@@ -96,17 +96,17 @@ def typed_results(paths: RunPaths, figure: str) -> list[dict[str, Any]]:
 
 def left_out(paths: RunPaths) -> list[str]:
     """Names the fields of evaluations' results that have a wrong type: `global_step_2/default.json: n, accuracy`."""
-    wrong = [(path, typed_result(read_json(path) or {})[1]) for path in paths.eval_results()]
+    wrong = [(path, typed_result(read_json_file(path) or {})[1]) for path in paths.eval_results()]
     return [f"{path.parent.name}/{path.name}: {', '.join(names)}" for path, names in wrong if names]
 
 
 def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str, Any], str]:
     """The step of the best checkpoint, or of a run that keeps none the step at which its last finished segment ended; its
     evaluation, and that evaluation in words ("" without one)."""
-    done = [record for path in paths.segments.glob("*.json") if (record := read_json(path))]
+    done = [record for path in paths.segments.glob("*.json") if (record := read_json_file(path))]
     steps = [record["global_step"] for record in done if is_count(record.get("global_step"))]
     step = (paths.best_step() or max(steps)) if steps else 0
-    result, _ = typed_result(read_json(paths.eval_result(step, suite)) or {})
+    result, _ = typed_result(read_json_file(paths.eval_result(step, suite)) or {})
     return step, result, describe_result(result)
 
 
@@ -119,7 +119,7 @@ def read_all_results(paths: RunPaths) -> list[dict[str, Any]]:
     """The readable results of all suites, by step: the contents of `eval/global_step_<N>/<suite>.json`."""
     found = []
     for path in paths.eval_results():
-        result, _ = typed_result(read_json(path) or {})
+        result, _ = typed_result(read_json_file(path) or {})
         if "global_step" in result:
             found.append({**with_pass_at(result), "suite": result.get("suite", path.stem)})
     return sorted(found, key=lambda result: int(result["global_step"]))

@@ -15,7 +15,7 @@ from typing import Any
 from rlhpc.checkpoint import Resumable, find_resumable, move_newer_aside, newest_valid
 from rlhpc.config import config_to_yaml, segment_end, total_steps
 from rlhpc.config.sections import RunConfig
-from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.claim import read_json_file
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics import write_provenance
 from rlhpc.metrics.provenance import record_placement
@@ -143,7 +143,7 @@ class RunFolder:
 
     def finished_segments(self) -> list[int]:
         """Steps at which finished segments ended."""
-        found = (read_json(path) for path in self.paths.segments.glob("*.json"))
+        found = (read_json_file(path) for path in self.paths.segments.glob("*.json"))
         return [int(record["global_step"]) for record in found if record and "global_step" in record]
 
     def finish_segment(self, step: int, stop_reason: str) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def resolve_resume(
 
 def read_segment_done(paths: RunPaths, segment: int) -> dict[str, Any] | None:
     """What a finished segment wrote; None if the segment is not finished."""
-    return read_json(paths.segment_done(segment))
+    return read_json_file(paths.segment_done(segment))
 
 
 def keep_traceback(folder: RunFolder, error: BaseException) -> None:

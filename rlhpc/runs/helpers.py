@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.claim import read_json_file
 from rlhpc.jobs.elastic.plan import HelperPlan
 from rlhpc.jobs.elastic.record import HelperJobRecord, HelperRecord, end_helpers, helpers_name
 from rlhpc.jobs.elastic.rule import Decision, Job, Rule, Seen
@@ -227,5 +227,5 @@ def _joined(present: Mapping[str, int], job: str) -> int:
 
 def asked_ranks(paths: RunPaths, group: str) -> int | None:
     """How many ranks somebody has asked for with `rlhpc scale`; None if nobody has."""
-    found = (read_json(paths.asked_ranks) or {}).get(group) if paths.asked_ranks.exists() else None
+    found = (read_json_file(paths.asked_ranks) or {}).get(group) if paths.asked_ranks.exists() else None
     return found if isinstance(found, int) else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.manifest import read_manifest, verify
-from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.claim import read_json_file
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.status import best_words
 from rlhpc.metrics.accounting import write_accounting
@@ -173,7 +173,7 @@ def _checkpoints(
             ]
         )
     head = ["checkpoint", "state", "saved", "files", "size", label, "evaluation"]
-    best = best_words(read_json(paths.driver_state) or {})
+    best = best_words(read_json_file(paths.driver_state) or {})
     note = f'<p class="legend">Best: {escape(best)} (<code>runner.keep_best</code>).</p>' if best else ""
     return f'<div class="scroll">{table(head, body, text_columns={0, 1, 2})}</div>{note}'
 

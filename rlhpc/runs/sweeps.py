@@ -17,7 +17,7 @@ from rlhpc.config.load import read_task_type
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sweep import SWEEP, Point, SweepConfig, digest, is_about_sweep, override, points, read_section
 from rlhpc.config.typed import plain, select
-from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.claim import read_json_file
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.kinds import find_kind, kind_of
@@ -321,7 +321,7 @@ def read_sweep(paths: SweepPaths) -> dict[str, Any]:
     Raises:
         RlhpcError: It is not what a sweep wrote.
     """
-    found = read_json(paths.record)
+    found = read_json_file(paths.record)
     runs = (found or {}).get("runs")
     if not isinstance(runs, list) or not all(
         isinstance(run, dict) and "/" not in str(run.get("name", "/")) for run in runs

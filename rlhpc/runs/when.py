@@ -13,7 +13,7 @@ from rlhpc.config.files import read_files
 from rlhpc.config.keys import typed_value
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import find_site
-from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.claim import read_json_file
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.plan import build_plan
 from rlhpc.jobs.slurm import Allowance, Start, allowance, has_gpus, would_start
@@ -186,7 +186,7 @@ def _of_site(site: str | None) -> list[str]:
 def _costs(asked: Asked, cfg: RunConfig) -> tuple[Space | None, str]:
     """What `rlhpc tune` found out about this run; or why there is nothing."""
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
-    record = read_json(paths.tuned)
+    record = read_json_file(paths.tuned)
     if record is None:
         return None, "how long it takes is not known: rlhpc tune, on such nodes, finds out"
     if record.get("fingerprint") != training_fingerprint(cfg):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhpc.config.typed import changed
 from rlhpc.embodied.config import PolicyConfig
-from rlhpc.embodied.models.base import Obs, Policy
+from rlhpc.embodied.models.base import Policy, PolicyObs
 from rlhpc.embodied.models.registry import build_model
 from rlhpc.runtime.errors import ConfigError
 
@@ -70,7 +70,7 @@ class ConditionedPolicy(Policy):
         return self.inner.default_forward(told, *asked, **wanted)
 
     def predict_action_batch(
-        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
+        self, obs: PolicyObs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """See `Policy.predict_action_batch`: asks for an improvement."""
         self.inner.logprob_type = self.logprob_type
@@ -102,7 +102,7 @@ def _with_improvement(space: Any) -> spaces.Dict:
     return spaces.Dict({**boxes, IMPROVEMENT: spaces.Box(-1, 1, (1,), np.float32)})
 
 
-def _told(obs: Obs, improvement: Tensor | None = None) -> dict[str, Tensor]:
+def _told(obs: PolicyObs, improvement: Tensor | None = None) -> dict[str, Tensor]:
     named = dict(obs) if isinstance(obs, dict) else {"state": obs}
     if improvement is None:
         first = next(iter(named.values()))

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models import openvla_files as files
-from rlhpc.embodied.models.base import Obs, Policy
+from rlhpc.embodied.models.base import Policy, PolicyObs
 from rlhpc.embodied.models.heads import GaussianHead
 from rlhpc.embodied.models.statistics import Scaling, scaling
 from rlhpc.embodied.models.vit import ViT
@@ -136,7 +136,7 @@ class OpenVLAPolicy(TokenPolicy):
             seen = torch.cat([seen, self.proprio_projector(state)[:, None].to(seen.dtype)], 1)
         return self.vlm.embed(ids, seen), mask
 
-    def _read(self, obs: Obs, said: Tensor | None = None, cache: bool = False) -> Any:
+    def _read(self, obs: PolicyObs, said: Tensor | None = None, cache: bool = False) -> Any:
         embedded, mask = self._embedded(obs)
         if said is not None:
             embedded = torch.cat([embedded, self.vlm.get_input_embeddings()(said)], 1)
@@ -151,7 +151,7 @@ class OpenVLAPolicy(TokenPolicy):
         found: Tensor = self.vlm.language_model.lm_head(hidden)
         return found
 
-    def _states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
+    def _states(self, obs: PolicyObs, tokens: Tensor | None) -> Tensor:
         if self.kind == "tokens":
             return super()._states(obs, tokens)
         embedded, mask = self._embedded(obs)
@@ -169,7 +169,7 @@ class OpenVLAPolicy(TokenPolicy):
         hidden: Tensor = out.last_hidden_state[:, -places - 2 : -2]
         return hidden
 
-    def _say(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _say(self, obs: PolicyObs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.kind == "tokens":
             return super()._say(obs, noise)
         hidden = self._states(obs, None)
@@ -191,7 +191,7 @@ class OpenVLAPolicy(TokenPolicy):
         return Policy.default_forward(self, given, *asked, **wanted)
 
     def predict_action_batch(
-        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
+        self, obs: PolicyObs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Actions for a batch of observations (`Policy.predict_action_batch`)."""
         if self.action_head is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.envs.observations import boxes_of
-from rlhpc.embodied.models.base import Obs
+from rlhpc.embodied.models.base import PolicyObs
 from rlhpc.embodied.models.mlp import flat_numbers
 from rlhpc.embodied.models.registry import MODELS
 
@@ -22,7 +22,7 @@ def encoder_of(cfg: PolicyConfig, observation_space: Any, action_space: Any, opt
     return MODELS.find(str(options.get("encoder", "cnn")))(cfg, observation_space, action_space, heads=False)
 
 
-def seen_by(encoder: Any, obs: Obs) -> Tensor:
+def seen_by(encoder: Any, obs: PolicyObs) -> Tensor:
     """What is seen of observations, `[B, width]`: their numbers, where there is no encoder."""
     found: Tensor = flat_numbers(obs) if encoder is None else encoder.see(obs)
     return found

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rlhpc.embodied.config import PolicyConfig
-from rlhpc.embodied.models.base import Obs, Policy
+from rlhpc.embodied.models.base import Policy, PolicyObs
 from rlhpc.embodied.models.mlp import flat_width, mlp
 from rlhpc.embodied.models.seeing import encoder_of, seen_by
 from rlhpc.runtime.errors import ConfigError
@@ -40,7 +40,7 @@ class SuccessModel(Policy):
         sizes = [flat_width(observation_space), *cfg.hidden_sizes] if self.encoder is None else [self.encoder.hidden]
         self.judge = mlp(sizes, 1, cfg.activation, cfg.ortho_init, 0.01)
 
-    def logits(self, obs: Obs) -> Tensor:
+    def logits(self, obs: PolicyObs) -> Tensor:
         """Log-odds of success `[B]`."""
         found: Tensor = self.judge(seen_by(self.encoder, obs))
         return found.squeeze(-1)
@@ -52,7 +52,7 @@ class SuccessModel(Policy):
         return None, self.logits(obs).sigmoid() if value else None
 
     def predict_action_batch(
-        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
+        self, obs: PolicyObs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Refused."""
         del obs, mode, noise

@@ -23,7 +23,7 @@ from rlhpc.runtime.plain import read_json
 
 _ID = re.compile(r"[0-9a-f]{16}")
 _FORM = "rlhpc robot key 1"
-_LOOK_S = 0.2
+_KEY_POLL_S = 0.2
 
 
 class Refused(ConfigError):
@@ -141,7 +141,7 @@ def invite(folder: Path, output: Path, *, slot: int | None, minutes: float, wait
                 f"{run} waits for {which} (waited {wait_s:g} s): a run does once its env rank has started, where "
                 f"env.train.env_type is distant_robot; see rlhpc status {run}"
             )
-        time.sleep(_LOOK_S)
+        time.sleep(_KEY_POLL_S)
     if len(found) > 1:
         there = ", ".join(f"{place.slot} ({place.robot})" for place in found)
         raise ConfigError(f"{run} waits for several robots: say which with --slot; there are {there}")

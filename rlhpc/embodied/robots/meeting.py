@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 #: Seconds in which one that connects must show its key, and how many may be about it at a time: a further one takes the
 #: place of the oldest, of those addresses that have most.
 GREETING_S, _MOST = 10.0, 32
-_LOOK_S = 0.2
+_POLL_S = 0.2
 #: Seconds in which the end of the robot before is noticed, where its connection was closed.
 _NOTICED_S = 2.0
 VERSION = 2
@@ -86,7 +86,7 @@ class Meeting:
                     fresh, self._fresh = self._fresh, False
                     return self._line, fresh
                 self._tell(there=False)
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_S)
             check()
             if time.monotonic() > deadline:
                 return None
@@ -168,7 +168,7 @@ class Meeting:
 
         deadline = time.monotonic() + _NOTICED_S
         while self._line is not None and not self._line.lost and time.monotonic() < deadline:
-            self._changed.wait(_LOOK_S / 4)
+            self._changed.wait(_POLL_S / 4)
 
         def fits() -> None:
             if self._line is not None and not self._line.lost:

@@ -20,7 +20,7 @@ from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.group import WorkerGroup
 
 #: How often it looks who has gone while it waits for parts.
-_LOOK_S = 0.1
+_HELPER_POLL_S = 0.1
 
 
 class Helped:
@@ -159,7 +159,7 @@ class Helped:
                     f"{', '.join(f'{self._env.name}[{rank}]' for rank in self.ranks)}"
                 )
             try:
-                self.ledger.accept(self._played.get(timeout=_LOOK_S))
+                self.ledger.accept(self._played.get(timeout=_HELPER_POLL_S))
             except DeadlineExceeded:
                 continue
 

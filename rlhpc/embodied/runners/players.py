@@ -24,7 +24,7 @@ from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.group import WorkerGroup
 
 #: How often it looks whether a rollout rank has come, where there is none.
-_LOOK_S = 0.1
+_POLL_S = 0.1
 #: Steps are shared where the one who has most to do has at most this many times an even share.
 _MOST = 1.25
 
@@ -262,7 +262,7 @@ class Players:
                 raise DeadlineExceeded(
                     f"no rank of {self._rollouts.name} could act within runner.step_timeout_s ({self._timeout:g} s)"
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _connect_playing(self) -> None:
         absent, acting = frozenset(self._started) - {*self._there}, self._acting[: self.slots.most_acting]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rlhpc.jobs.claim import read_json, write_json
+from rlhpc.jobs.claim import read_json_file, write_json
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.record import job_name
 from rlhpc.jobs.slurm import end_named
@@ -61,7 +61,7 @@ class HelperRecord:
         """What was written last, of a group or of all; empty if there is nothing."""
         found = cls()
         for file in sorted(paths.submit.glob(paths.helper_jobs(group).name)):
-            found._add(read_json(file) or {})
+            found._add(read_json_file(file) or {})
         return found
 
     def _add(self, value: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlhpc.language.agents.harnesses import Outcome, Ticket
+from rlhpc.language.agents.harnesses import AgentReply, Ticket
 
 log = logging.getLogger(__name__)
 #: How often an episode is begun, each time on another rank than one that was lost with it.
@@ -61,7 +61,7 @@ class Distant:
         again: Is called with the ticket's id where it is begun once more: a ticket with another key.
     """
 
-    def __init__(self, post: Post, done: Callable[[int, Outcome], None], again: Callable[[int], Ticket]) -> None:
+    def __init__(self, post: Post, done: Callable[[int, AgentReply], None], again: Callable[[int], Ticket]) -> None:
         self._post, self._done, self._again = post, done, again
         self._away: dict[int, _Away] = {}
         #: Who was started again is another one, whatever its rank.
@@ -125,6 +125,6 @@ class Distant:
         if away is not None and away.by == (message["agent"], message["of"]):
             self._end(message["number"], message["outcome"])
 
-    def _end(self, number: int, outcome: Outcome) -> None:
+    def _end(self, number: int, outcome: AgentReply) -> None:
         del self._away[number]
         self._done(number, outcome)

@@ -36,7 +36,7 @@ _SLACK_S, _LOOK_S = 60.0, 1.0
 #: Most bytes of a line of the runner's: an outcome's limit, where each of its characters is escaped.
 _LINE = 8 << 20
 Ticket = dict[str, Any]
-Outcome = dict[str, Any]
+AgentReply = dict[str, Any]
 
 
 def _temporary() -> str | None:
@@ -114,7 +114,7 @@ class Harnesses:
         ConfigError: The program cannot be started.
     """
 
-    def __init__(self, program: Program, done: Callable[[int, Outcome], None]) -> None:
+    def __init__(self, program: Program, done: Callable[[int, AgentReply], None]) -> None:
         self._program, self._done = program, done
         self._lock = threading.Lock()
         self._waiting: collections.deque[Ticket] = collections.deque()
@@ -264,7 +264,7 @@ class Harnesses:
         self._told.put(message)
 
 
-def _read_reply(line: bytes) -> tuple[int, Outcome] | None:
+def _read_reply(line: bytes) -> tuple[int, AgentReply] | None:
     """Returns the number of an episode and its outcome; None for a line that is something else."""
     try:
         reply = json.loads(line)

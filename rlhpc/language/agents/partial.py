@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-_THINK, _THOUGHT, _CALL = "<think>", "</think>", "<tool_call>"
+_THINK_TAG, _THOUGHT, _CALL = "<think>", "</think>", "<tool_call>"
 #: What a decoder puts where bytes of a character are still to come.
 _BROKEN = "�"
 
@@ -48,10 +48,10 @@ class Partial:
             text = _before(text, stop)
         if self._thinks:
             begun = text.lstrip()
-            if not self._opened and _THINK.startswith(begun[: len(_THINK)]) and len(begun) < len(_THINK):
+            if not self._opened and _THINK_TAG.startswith(begun[: len(_THINK_TAG)]) and len(begun) < len(_THINK_TAG):
                 return "", ""
-            if self._opened or begun.startswith(_THINK):
-                reasoning, ended, text = begun.removeprefix(_THINK).partition(_THOUGHT)
+            if self._opened or begun.startswith(_THINK_TAG):
+                reasoning, ended, text = begun.removeprefix(_THINK_TAG).partition(_THOUGHT)
                 reasoning = (reasoning if ended else _before(reasoning, _THOUGHT)).strip("\n")
                 text = text.lstrip()
         if self._calls:  # the answer has no white space around it then

@@ -59,7 +59,7 @@ class CodeProblems:
     """
 
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
-        self._levels = _arguments(arguments(cfg), key)
+        self._levels = _code_arguments(arguments(cfg), key)
         self._sizes = [len(_STEPS) ** level * len(_RESULTS) for level in self._levels]
         fraction = procedural_fraction(cfg)
 
@@ -117,7 +117,7 @@ def _function(expression: str) -> Callable[[Any], Any]:
     return function
 
 
-def _arguments(kwargs: dict[str, Any], key: str) -> list[int]:
+def _code_arguments(kwargs: dict[str, Any], key: str) -> list[int]:
     given = kwargs.pop("steps", [1, 2])
     if kwargs:
         raise ConfigError(f"{key}.kwargs has {', '.join(kwargs)}; source code takes steps")

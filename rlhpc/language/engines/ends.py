@@ -49,7 +49,7 @@ def context_tokens(cfg: LanguageConfig, tokenizer: Any) -> int | None:
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-def load_tokenizer(model_path: str, trust_remote_code: bool) -> Any | None:
+def find_tokenizer(model_path: str, trust_remote_code: bool) -> Any | None:
     """The tokenizer beside a model; None if there is none."""
     folder = Path(model_path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):

@@ -14,9 +14,9 @@ from rlhpc.language.engines.base import Completion, Request
 from rlhpc.language.engines.ends import (
     StopTexts,
     end_tokens,
+    find_tokenizer,
     first_line,
     load_model_config,
-    load_tokenizer,
 )
 from rlhpc.language.engines.engine import Engine, EngineOptions, fitting_update
 from rlhpc.language.engines.forward import Forward
@@ -75,7 +75,7 @@ class HFRollout(Engine):
         self._device, self._max_rows = torch.device(options.device), options.batch
         self.capacity = options.batch
         self._model = self._load(options)
-        self._tokenizer = load_tokenizer(options.model_path, options.trust_remote_code)
+        self._tokenizer = find_tokenizer(options.model_path, options.trust_remote_code)
         self._stop_texts = StopTexts(self._tokenizer, options.model_path)
         self._own_ends = end_tokens(options.model_path, config, self._tokenizer)
         self.vocabulary = int(text_config.vocab_size)

@@ -16,8 +16,8 @@ from rlhpc.language.engines.base import Completion, Request
 from rlhpc.language.engines.ends import (
     StopTexts,
     end_tokens,
+    find_tokenizer,
     load_model_config,
-    load_tokenizer,
 )
 from rlhpc.language.engines.engine import Engine, EngineOptions, UpdateFailed, fitting_update
 from rlhpc.language.engines.vllm_adapters import Adapters, take_adapters
@@ -95,7 +95,7 @@ class VLLMRollout(VLLMProcess, Engine):
         Engine.__init__(self)
         options = EngineOptions.from_config(cfg, model_path, device)
         config = load_model_config(options.model_path, options.trust_remote_code)
-        self._tokenizer = load_tokenizer(options.model_path, options.trust_remote_code)
+        self._tokenizer = find_tokenizer(options.model_path, options.trust_remote_code)
         self._stop_texts = StopTexts(self._tokenizer, options.model_path)
         self._own_ends = end_tokens(options.model_path, config, self._tokenizer)
         self.vocabulary = int(config.get_text_config().vocab_size)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.agents.episodes import Episodes
 from rlhpc.language.agents.feedback import FEEDBACK
-from rlhpc.language.agents.harnesses import Harnesses, Outcome
+from rlhpc.language.agents.harnesses import AgentReply, Harnesses
 from rlhpc.language.agents.registry import Generation, program_of
 from rlhpc.language.agents.relay import Relays
 from rlhpc.language.agents.services import Services
@@ -142,7 +142,7 @@ class AgentWorker(Worker):
         self._harnesses: Harnesses | None = None
         self._relays: Relays | None = None
         self._services: Services | None = None
-        self._outcomes: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[tuple[int, AgentReply]] = queue.SimpleQueue()
         self._held: dict[int, _Held] = {}
         self._ends = set[str]()
         self._number, self._empty_at, self._looked_at = 0, 0.0, 0.0

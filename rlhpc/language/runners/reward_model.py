@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhpc.algorithms.reward_losses import find_reward_loss
 from rlhpc.config.typed import plain
-from rlhpc.language.preference_scores import validation_metrics
+from rlhpc.language.preference_scores import preference_validation_metrics
 from rlhpc.language.reward_config import RewardRunConfig
 from rlhpc.language.runners.supervised import SupervisedRunner
 from rlhpc.runtime.rpc import Handle
@@ -21,4 +21,4 @@ class RewardModelRunner(SupervisedRunner[RewardRunConfig]):
         """See `SupervisedRunner.validate`: on all suites of `workflow.eval_suites`."""
         algorithm = self.cfg.algorithm
         loss, form = find_reward_loss(algorithm.loss_type, plain(algorithm.loss_kwargs))
-        return validation_metrics(self.actor.validate().wait(self.timeout), form, loss)
+        return preference_validation_metrics(self.actor.validate().wait(self.timeout), form, loss)

@@ -19,7 +19,7 @@ _PIECE = 2 << 20
 #: Bytes that are copied without letting go of the interpreter's lock: there may be hundreds of such buffers.
 _SMALL = 64 << 10
 #: Most threads; more would add little, and there are other users on the machine.
-_MOST = 4
+_MAX_THREADS = 4
 
 _jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 _helpers: list[threading.Thread] = []
@@ -38,7 +38,9 @@ def copy_into(memory: mmap.mmap, pieces: Iterable[tuple[int, Any]]) -> None:
             parts.append((start, np.frombuffer(buffer, np.uint8)))
         else:
             memory[start : start + size] = buffer
-    threads = min(len(os.sched_getaffinity(0)), _MOST) if sum(len(source) for _, source in parts) >= _WORTH_IT else 1
+    threads = (
+        min(len(os.sched_getaffinity(0)), _MAX_THREADS) if sum(len(source) for _, source in parts) >= _WORTH_IT else 1
+    )
     if threads == 1:
         for start, source in parts:
             target[start : start + len(source)] = source

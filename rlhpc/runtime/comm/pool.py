@@ -36,7 +36,7 @@ _IOV_MAX = 512
 #: Segments checked before a new one is made: the oldest in use are the likeliest to be free.
 _LOOKS = 16
 #: Segments in use that a pool keeps track of; what is written beyond them is forgotten as soon as its reader has come.
-_MOST = 4096
+_MAX_BUSY = 4096
 #: Two bytes of a segment's first page are no reader's.
 _MAX_READERS = HEADER - 2
 _MAX_ENDED = 4096
@@ -177,7 +177,7 @@ class SegmentPool:
     def _take(self, capacity: int) -> Segment | None:
         """A free segment of this size."""
         with self._lock:
-            for _ in range(len(self._busy) if len(self._busy) > _MOST else min(_LOOKS, len(self._busy))):
+            for _ in range(len(self._busy) if len(self._busy) > _MAX_BUSY else min(_LOOKS, len(self._busy))):
                 if self._idle.get(capacity):
                     break
                 self._look()
@@ -198,7 +198,11 @@ class SegmentPool:
             return
         awaited = segment.awaited()
         expired = segment.readers > 1 and now - segment.written > self._patience
-        if (len(self._busy) >= _MOST and not awaited) or (not segment.pooled and not awaited) or (awaited and expired):
+        if (
+            (len(self._busy) >= _MAX_BUSY and not awaited)
+            or (not segment.pooled and not awaited)
+            or (awaited and expired)
+        ):
             self._forget(segment)
         else:
             self._busy.append(segment)

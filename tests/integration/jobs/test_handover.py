@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.jobs.cancel import cancel
-from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.claim import read_json_file
 from rlhpc.jobs.handover import SHELL_COMMAND, SHELL_PROGRAM
 from rlhpc.jobs.record import JobRecord
 from tests.integration.jobs.test_submit import Run, until
@@ -62,7 +62,7 @@ def test_one_process_waits_for_all(runs: list[WaitedFor]) -> None:
     lost = runs[0].claim()
     assert lost.driver is not None
     os.kill(lost.driver.pid, signal.SIGKILL)
-    until(lambda: read_json(runs[0].files.exit), "the job notes how its driver ended")
+    until(lambda: read_json_file(runs[0].files.exit), "the job notes how its driver ended")
     os.kill(first, signal.SIGKILL)
     _, err = waiters[0].communicate(timeout=30)
     assert waiters[0].returncode == 137 and "rlhpc: error: the driver was ended by SIGKILL" in err

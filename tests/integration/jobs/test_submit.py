@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from rlhpc.jobs.attempts import Attempts
-from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
+from rlhpc.jobs.claim import Claim, SegmentFiles, read_json_file
 from rlhpc.jobs.lock import SubmitLock
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobReport, JobState, ProcessId, SlurmProbe
@@ -283,7 +283,7 @@ def test_killed_processes(run: Run, victims: str) -> None:
         assert run.submit(3.0)["state"] == "finished" and len(run.starts()) == 1
         return
     if victims == "driver":
-        ended = until(lambda: read_json(run.files.exit), "the job notes how its driver ended")
+        ended = until(lambda: read_json_file(run.files.exit), "the job notes how its driver ended")
         assert (ended["signal"], ended["exit_code"]) == ("SIGKILL", 137)
     assert run.submit(3.0)["state"] == "finished"
     assert len(run.starts()) == 2

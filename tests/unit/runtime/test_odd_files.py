@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.jobs.attendance import stays
-from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.claim import read_json_file
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.status import newest_generation, print_logs, render_status
 from rlhpc.metrics.logger import read_last_metrics, read_metrics
@@ -41,7 +41,7 @@ def test_what_is_no_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
         read_file(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_metrics(path)
-    assert read_json(path) is None
+    assert read_json_file(path) is None
     if kind != "huge":
         assert read_last_metrics(path) == []
         with pytest.raises(OSError, match="is no regular file"):

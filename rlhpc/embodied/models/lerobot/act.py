@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhpc.embodied.config import ModelConfig
-from rlhpc.embodied.models.base import Obs, Policy
+from rlhpc.embodied.models.base import Policy, PolicyObs
 from rlhpc.embodied.models.heads import GaussianHead
 from rlhpc.embodied.models.lerobot.base import LerobotPolicy
 from rlhpc.embodied.models.vlm import values_of
@@ -51,7 +51,7 @@ class ActPolicy(LerobotPolicy):
         return super().default_forward({**inputs, "actions": inputs.get("scaled")}, *asked, **wanted)
 
     def predict_action_batch(
-        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
+        self, obs: PolicyObs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Actions for a batch of observations (`Policy.predict_action_batch`)."""
         scaled, extras = Policy.predict_action_batch(self, obs, mode, noise)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import count_rows, decode_text
-from rlhpc.embodied.models.base import Obs, Policy
+from rlhpc.embodied.models.base import Policy, PolicyObs
 from rlhpc.embodied.models.lerobot import folder, library
 from rlhpc.embodied.models.lerobot.folder import FAMILIES
 from rlhpc.embodied.models.vlm import ValueHead
@@ -61,7 +61,7 @@ class LerobotPolicy(Policy):
 
     # -- inputs ---------------------------------------------------------------------------------------------------
 
-    def batch(self, obs: Obs, actions: Tensor | None = None, is_pad: Tensor | None = None) -> dict[str, Any]:
+    def batch(self, obs: PolicyObs, actions: Tensor | None = None, is_pad: Tensor | None = None) -> dict[str, Any]:
         """Observations, and actions if given, as LeRobot's networks take them: named, scaled, pictures by camera.
 
         Args:

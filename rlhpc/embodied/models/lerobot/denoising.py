@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhpc.embodied.models.base import Obs
+from rlhpc.embodied.models.base import PolicyObs
 from rlhpc.embodied.models.heads import at_level
 from rlhpc.embodied.models.lerobot.base import LerobotPolicy
 from rlhpc.embodied.models.vlm import values_of
@@ -30,7 +30,7 @@ class DenoisingPolicy(LerobotPolicy):
         """Of a state: the network's own chunk, and an action's components or more."""
 
     @abstractmethod
-    def see(self, obs: Obs) -> tuple[Any, Tensor]:
+    def see(self, obs: PolicyObs) -> tuple[Any, Tensor]:
         """Reads an observation once: for the steps, and `[B, width]` for the value head."""
 
     @abstractmethod
@@ -49,7 +49,7 @@ class DenoisingPolicy(LerobotPolicy):
     def denoise(self, seen: Any, x: Tensor) -> Tensor:
         """The deterministic way from a state of noise to actions, normalised `[B, *state_shape]`."""
 
-    def evaluated(self, encoded: Any, hidden: Tensor, obs: Obs, noise: Tensor | None) -> Tensor:
+    def evaluated(self, encoded: Any, hidden: Tensor, obs: PolicyObs, noise: Tensor | None) -> Tensor:
         """Returns the actions in which evaluations end, which begin in rows of `sample_start`."""
         return self.denoise(encoded, self.start_for(obs, noise, hidden.device))
 
@@ -83,7 +83,7 @@ class DenoisingPolicy(LerobotPolicy):
         return out
 
     def predict_action_batch(
-        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
+        self, obs: PolicyObs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Actions for a batch of observations (`Policy.predict_action_batch`); evaluations go a deterministic way."""
         with self.settled():

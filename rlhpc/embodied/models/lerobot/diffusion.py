@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.embodied.config import ModelConfig
-from rlhpc.embodied.models.base import Obs
+from rlhpc.embodied.models.base import PolicyObs
 from rlhpc.embodied.models.lerobot.denoising import DenoisingPolicy
 from rlhpc.runtime.errors import ConfigError
 
@@ -93,7 +93,7 @@ class DiffusionPolicy(DenoisingPolicy):
 
     # -- acting and learning --------------------------------------------------------------------------------------
 
-    def see(self, obs: Obs) -> tuple[Tensor, Tensor]:
+    def see(self, obs: PolicyObs) -> tuple[Tensor, Tensor]:
         """See `DenoisingPolicy.see`; twice what the denoising network is given, `[B, width]`."""
         rows, config = self.framed(self.batch(obs)), self.inner.config
         if config.image_features:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhpc.embodied.config import ModelConfig
-from rlhpc.embodied.models.base import Obs
+from rlhpc.embodied.models.base import PolicyObs
 from rlhpc.embodied.models.flow import Flow
 from rlhpc.embodied.models.guidance import Guide, Velocity
 from rlhpc.embodied.models.lerobot.denoising import DenoisingPolicy
@@ -54,7 +54,7 @@ class FlowPolicy(DenoisingPolicy):
         """See `Policy.horizon`: all that the network predicts."""
         return self.state_shape[0]
 
-    def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
+    def plan(self, obs: PolicyObs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
         """See `Policy.plan`."""
         with self.settled():
             velocity, hidden = self.see(obs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhpc.embodied.models.base import Obs
+from rlhpc.embodied.models.base import PolicyObs
 from rlhpc.embodied.models.guidance import Velocity
 from rlhpc.embodied.models.lerobot.flowing import FlowPolicy
 
@@ -28,7 +28,7 @@ class PiPolicy(FlowPolicy):
         width = int(self.inner.model.paligemma_with_expert.paligemma.config.text_config.hidden_size)
         return width + (int(self.inner.config.max_state_dim) if self._has_state else 0)
 
-    def see(self, obs: Obs) -> tuple[Velocity, Tensor]:
+    def see(self, obs: PolicyObs) -> tuple[Velocity, Tensor]:
         """See `DenoisingPolicy.see`: the velocity for it."""
         from lerobot.policies.pi0.modeling_pi0 import make_att_2d_masks
 

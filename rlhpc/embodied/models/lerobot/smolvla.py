@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhpc.embodied.models.base import Obs
+from rlhpc.embodied.models.base import PolicyObs
 from rlhpc.embodied.models.guidance import Velocity
 from rlhpc.embodied.models.lerobot.flowing import FlowPolicy
 
@@ -19,7 +19,7 @@ class SmolVlaPolicy(FlowPolicy):
         """See `LerobotPolicy.value_inputs`."""
         return int(self.inner.model.vlm_with_expert.config.text_config.hidden_size)
 
-    def see(self, obs: Obs) -> tuple[Velocity, Tensor]:
+    def see(self, obs: PolicyObs) -> tuple[Velocity, Tensor]:
         """See `DenoisingPolicy.see`: the velocity for it."""
         from lerobot.policies.smolvla.modeling_smolvla import make_att_2d_masks
 
