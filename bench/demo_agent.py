@@ -25,7 +25,7 @@ from typing import Any
 
 from bench.learning_page import band
 from bench.machine import RESULTS, write
-from rlhpc.metrics.svg import line_chart, standalone
+from rlhpc.metrics.charts import line_chart, standalone
 
 ROOT = Path(__file__).resolve().parents[1]
 SFT, GRPO = "configs/agents/search_sft.yaml", "configs/agents/search.yaml"

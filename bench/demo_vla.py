@@ -29,7 +29,7 @@ import numpy as np
 from bench.demo_agent import ROOT, rlhpc
 from bench.learning_page import band
 from bench.machine import RESULTS, write
-from rlhpc.metrics.svg import line_chart, standalone
+from rlhpc.metrics.charts import line_chart, standalone
 
 BC, PPO = "configs/embodied/cartpole_swingup_bc.yaml", "configs/embodied/cartpole_swingup_ppo.yaml"
 NAMES = {"clone": "the clone", "tuned": "PPO from the clone", "alone": "PPO from random weights"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.learning_cases import CASES
-from rlhpc.metrics.svg import CHART, Line, beside, line_chart, standalone
+from rlhpc.metrics.charts import CHART, Line, beside, line_chart, standalone
 
 COLOURS = {"rlhpc": 0, "single_process": 1}
 NAMES = {"rlhpc": "rlhpc", "single_process": "one process"}

@@ -11,9 +11,8 @@ from html import escape
 from typing import Any
 
 from bench.machine import RESULTS
-from rlhpc.metrics.bars import log_bars
+from rlhpc.metrics.charts import Line, line_chart, log_bars, number
 from rlhpc.metrics.page import facts, figures, page, section, table
-from rlhpc.metrics.svg import Line, line_chart, number
 
 TITLES = {
     "runtime": "The runtime beside Ray and the machine's limits",

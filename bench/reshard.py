@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from bench.machine import spread, write
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
-from rlhpc.checkpoint.boxes import Box, cut
+from rlhpc.checkpoint.tensor_slice import Box, cut
 from rlhpc.training.regions import boxes
 from rlhpc.weights import Update, make_sync
 from rlhpc.weights.reshard import Shard as Part

@@ -45,8 +45,8 @@ REWARD_LOSSES: Registry[Callable[..., Any]] = Registry(
     "algorithm.loss_type",
     "rlhpc.reward_losses",
     {
-        "bradley_terry": "rlhpc.algorithms.reward_losses:bradley_terry",
-        "regression": "rlhpc.algorithms.reward_losses:regression",
+        "bradley_terry": "rlhpc.algorithms.preference_losses:bradley_terry",
+        "regression": "rlhpc.algorithms.preference_losses:regression",
     },
     form="module:function",
 )

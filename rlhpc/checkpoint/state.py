@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file as _safetensors_load
 from safetensors.torch import save as _safetensors_save
 
-from rlhpc.checkpoint.beside import SummedFile, write_file
+from rlhpc.checkpoint.async_writer import SummedFile, write_file
 from rlhpc.runtime.errors import CheckpointError
 
 _ARRAY = "__ndarray__"

@@ -35,7 +35,7 @@ from rlhpc.checkpoint.manifest import (
     seal,
     verify,
 )
-from rlhpc.checkpoint.own import note_own
+from rlhpc.checkpoint.trusted_digests import note_own
 from rlhpc.jobs.paths import RunPaths, step_name
 from rlhpc.runtime.durable import follow_umask, fsync_file, fsync_folder, write_durably
 from rlhpc.runtime.errors import CheckpointError

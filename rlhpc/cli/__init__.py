@@ -7,23 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhpc.cli import (
-    clean,
-    config,
-    data,
-    doctor,
-    feedback,
-    init,
-    join,
-    policies,
-    replay,
-    robot,
-    run,
-    scale,
-    start,
-    tune,
-    watch,
-)
+from rlhpc.cli import clean, config, data, doctor, feedback, init, join, replay, robot, run, scale, tune
+from rlhpc.cli import evaluate as policies
+from rlhpc.cli import status as watch
+from rlhpc.cli import train as start
 from rlhpc.cli.parser import TopParser, add_command
 from rlhpc.runtime.exit_codes import report_errors
 from rlhpc.runtime.files import check_encoding

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.outputs import check_file
+from rlhpc.cli.arguments import check_file
 from rlhpc.cli.parser import add_command, add_words
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
@@ -23,10 +23,10 @@ _EXAMPLES = {
 def _import(args: argparse.Namespace) -> int:
     from rlhpc.cli.foreign import report, translate, written
     from rlhpc.cli.foreign.hydra import compose
-    from rlhpc.config.keys import typed_value
     from rlhpc.config.load import TASK
     from rlhpc.config.merge import parse_override
-    from rlhpc.config.yaml_loader import Scalar
+    from rlhpc.config.schema import typed_value
+    from rlhpc.config.yaml_files import Scalar
     from rlhpc.runs.kinds import find_kind
 
     path = expand_home(args.file)

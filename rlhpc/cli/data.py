@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.outputs import check_file, check_folder
+from rlhpc.cli.arguments import check_file, check_folder
 from rlhpc.cli.parser import add_command
 from rlhpc.runtime.errors import ConfigError
 

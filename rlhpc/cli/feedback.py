@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from rlhpc.cli.named import require_driver, run_paths
+from rlhpc.cli.arguments import require_driver, run_paths
 from rlhpc.cli.parser import RUN, add_command
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError

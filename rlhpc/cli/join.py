@@ -7,7 +7,7 @@ import os
 import signal
 from typing import Any
 
-from rlhpc.cli.named import run_paths
+from rlhpc.cli.arguments import run_paths
 from rlhpc.cli.parser import RUN, add_command, add_words
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.streams import tell

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.outputs import check_file
+from rlhpc.cli.arguments import check_file
 from rlhpc.cli.parser import add_command
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
@@ -50,7 +50,7 @@ def _resume(args: argparse.Namespace) -> int:
 
 def _meeting(text: str) -> Path:
     """The folder in which a run, or a command that was given a folder, meets its robots."""
-    from rlhpc.cli.named import is_run, require_driver
+    from rlhpc.cli.arguments import is_run, require_driver
     from rlhpc.jobs.paths import RunPaths
     from rlhpc.runtime.registry import ROBOTS
 

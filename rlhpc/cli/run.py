@@ -268,7 +268,7 @@ def near(path: Path) -> str:
 def ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, seconds: float) -> list[str]:
     """What to print about a finished run: its result, its files, and what to type next."""
     from rlhpc.jobs.status import duration
-    from rlhpc.metrics.results import last_result
+    from rlhpc.metrics.provenance import last_result
 
     suite = next(iter(cfg.workflow.eval_suites), "default")
     step, result, words = last_result(paths, suite)

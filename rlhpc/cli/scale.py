@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rlhpc.cli.named import require_driver, run_paths
+from rlhpc.cli.arguments import require_driver, run_paths
 from rlhpc.cli.parser import RUN, add_command
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
@@ -41,7 +41,7 @@ def _bounds(paths: RunPaths) -> dict[str, tuple[int, int]]:
     Raises:
         ConfigError: It takes no ranks from jobs of their own.
     """
-    from rlhpc.config.yaml_loader import UniqueKeys
+    from rlhpc.config.yaml_files import UniqueKeys
     from rlhpc.runtime.cluster import read_key
     from rlhpc.runtime.plain import read_yaml
 

@@ -10,9 +10,8 @@ from typing import Any
 import yaml
 
 from rlhpc import share
-from rlhpc.config.keys import typed_value
-from rlhpc.config.values import plain_value
-from rlhpc.config.yaml_loader import ConfigDumper, UniqueKeys, WrittenScalars
+from rlhpc.config.schema import typed_value
+from rlhpc.config.yaml_files import ConfigDumper, UniqueKeys, WrittenScalars, plain_value
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.plain import read_yaml, read_yaml_file

@@ -13,14 +13,14 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhpc.config.constraints import RANGES, Range, null_numbers
 from rlhpc.config.files import ConfigSource, read_files, source_name
-from rlhpc.config.keys import Schema, typed_value
 from rlhpc.config.merge import Layers, parse_override, reason
-from rlhpc.config.ranges import RANGES, Range, null_numbers
+from rlhpc.config.schema import Schema, typed_value
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import apply_site, find_site
 from rlhpc.config.sweep import SWEEP, is_about_sweep, read_section
-from rlhpc.config.yaml_loader import ConfigDumper
+from rlhpc.config.yaml_files import ConfigDumper
 from rlhpc.runtime import environment_values
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.shown import shown

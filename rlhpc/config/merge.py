@@ -12,9 +12,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.keys import Schema, element_of, fields_of, typed_value, with_variables, words_of
+from rlhpc.config.schema import Schema, element_of, fields_of, typed_value, with_variables, words_of
 from rlhpc.config.typed import untouched
-from rlhpc.config.yaml_loader import Scalar, WrittenScalars
+from rlhpc.config.yaml_files import Scalar, WrittenScalars
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_yaml
 from rlhpc.runtime.shown import cut, first_line, shown

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
-from rlhpc.config.keys import element_of, fields_of, words_of
-from rlhpc.config.ranges import ANY, RANGES, Range
+from rlhpc.config.constraints import ANY, RANGES, Range
+from rlhpc.config.schema import element_of, fields_of, words_of
 
 _HEAD = """# Configuration keys
 

@@ -11,8 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc import share
 from rlhpc.config.files import read_files
-from rlhpc.config.keys import Schema
 from rlhpc.config.merge import Layers, reason
+from rlhpc.config.schema import Schema
 from rlhpc.config.sections import JobConfig
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import ConfigError

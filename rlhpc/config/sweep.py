@@ -13,10 +13,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rlhpc.config.keys import Schema, typed_value
+from rlhpc.config.constraints import check_choice
 from rlhpc.config.merge import Layers, parse_override
-from rlhpc.config.rules import check_choice
-from rlhpc.config.yaml_loader import Scalar
+from rlhpc.config.schema import Schema, typed_value
+from rlhpc.config.yaml_files import Scalar
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.shown import cut, shown
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhpc.checkpoint.card import head
+from rlhpc.checkpoint.export_folder import head
 from rlhpc.runtime.shown import interval_text
 
 

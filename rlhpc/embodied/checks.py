@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 
 from rlhpc.algorithms.registry import COMPARE_WITHIN_GROUPS
-from rlhpc.config.rules import Fail, check_choice, check_name
+from rlhpc.config.constraints import Fail, check_choice, check_name
 from rlhpc.config.typed import select
 from rlhpc.embodied.config import (
     BcConfig,

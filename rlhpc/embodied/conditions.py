@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlhpc.config.conditions import Condition
+from rlhpc.config.conditional_keys import Condition
 from rlhpc.embodied.checks import MODELS
 from rlhpc.embodied.update.registry import ALGORITHMS
 from rlhpc.runs.conditions import CLIPPED, COMMON, estimator_conditions, trainer_conditions

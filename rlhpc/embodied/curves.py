@@ -6,13 +6,12 @@ from collections.abc import Container
 from typing import Any
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.metrics.bars import stacked_bars
+from rlhpc.metrics.charts import CHART, Line, Size, line_chart, stacked_bars
 from rlhpc.metrics.curves import Metric, color_of, evaluation_chart, metric_charts
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import time_unit
-from rlhpc.metrics.phases import Rows, binned, phase_columns
-from rlhpc.metrics.results import evaluations_by_suite, interval_of, typed_results
-from rlhpc.metrics.svg import CHART, Line, Size, line_chart
+from rlhpc.metrics.phase_times import Rows, binned, phase_columns
+from rlhpc.metrics.provenance import evaluations_by_suite, interval_of, typed_results
 
 _DIAGNOSTICS = [
     Metric("policy_loss", "train/policy_loss", "Policy loss", "loss"),

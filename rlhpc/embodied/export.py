@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rlhpc.checkpoint.card import results_beside
-from rlhpc.checkpoint.folders import default_output, filled_folder, read_object, require_free
+from rlhpc.checkpoint.export_folder import default_output, filled_folder, read_object, require_free, results_beside
 from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.checkpoint.store import require_valid
 from rlhpc.embodied.card import policy_card

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlhpc.config.constraints import Fail, Range
 from rlhpc.config.parallel import check_parallel
-from rlhpc.config.ranges import Range
-from rlhpc.config.rules import Fail
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import changed
 from rlhpc.embodied import checks, conditions
 from rlhpc.embodied.config import RANGES, BcConfig, DemonstratedWorkflowConfig, EmbodiedConfig, PpoConfig, SacConfig
 from rlhpc.embodied.roles.parts import divisible, most_sharing
 from rlhpc.jobs.paths import CONFIG, RunPaths
-from rlhpc.metrics.results import describe_result
+from rlhpc.metrics.provenance import describe_result
 from rlhpc.runs.checks import check_estimators
 from rlhpc.runs.kind_parts import PlayOptions
 from rlhpc.runs.kinds import Exporting, Headline, Kind, Parts, Preparation, Rows, early_end

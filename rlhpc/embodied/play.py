@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhpc.algorithms.finite import bad_tensors, listed, skips
+from rlhpc.algorithms.nonfinite import bad_tensors, listed, skips
 from rlhpc.config.typed import changed, mapping
 from rlhpc.embodied.config import EmbodiedConfig, EnvSideConfig, EvalEnvConfig
 from rlhpc.embodied.envs import make_env

@@ -8,24 +8,13 @@ from typing import Any
 
 import yaml
 
-from rlhpc.embodied.curves import (
-    evaluation_curves,
-    learning_curves,
-    read_evaluations,
-    read_judged,
-    time_curves,
-)
+from rlhpc.embodied.curves import evaluation_curves, learning_curves, read_evaluations, read_judged, time_curves
 from rlhpc.jobs.paths import RunPaths, step_name
+from rlhpc.metrics.charts import TALL, number
 from rlhpc.metrics.curves import hollow_points
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, card, duration, figures, missing, table
-from rlhpc.metrics.results import (
-    evaluations_by_suite,
-    judged_results,
-    judging_suite,
-    of_suite,
-)
-from rlhpc.metrics.svg import TALL, number
+from rlhpc.metrics.provenance import evaluations_by_suite, judged_results, judging_suite, of_suite
 from rlhpc.runs.kinds import Parts
 from rlhpc.runtime.plain import read_yaml
 from rlhpc.runtime.shown import in_parentheses, interval_text

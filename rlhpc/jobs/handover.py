@@ -3,7 +3,7 @@
 The command that submitted connects to the watcher, starting one if there is none, and becomes a shell, which takes
 about a megabyte. The shell reads lines for stderr (E) and stdout (O) from the connection, and at the end the exit code
 (X). If either side ends, the connection tells the other. A shell whose watcher is gone becomes Python again
-(`rlhpc.cli.waiting`), which hands over again; the watcher has told it how many seconds to wait first (D), so that a
+(`rlhpc.cli.wait`), which hands over again; the watcher has told it how many seconds to wait first (D), so that a
 hundred shells do not do so at once.
 """
 
@@ -129,7 +129,7 @@ def hand_over(wait: Wait) -> None:
         sys.stderr.flush()
         os.dup2(connection.fileno(), _FD)
         os.set_inheritable(_FD, True)
-        os.execve(_SHELL, ["sh", "-c", SHELL_COMMAND, name, *run_module("rlhpc.cli.waiting")], environment)
+        os.execve(_SHELL, ["sh", "-c", SHELL_COMMAND, name, *run_module("rlhpc.cli.wait")], environment)
 
 
 def peer_is_own(connection: socket.socket) -> bool:

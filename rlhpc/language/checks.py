@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhpc.algorithms.registry import REWARD_LOSSES
+from rlhpc.config.constraints import Fail, check_choice
 from rlhpc.config.parallel import check_parallel
-from rlhpc.config.rules import Fail, check_choice
 from rlhpc.config.typed import plain, select
 from rlhpc.language.agent_config import AgentConfig
 from rlhpc.language.algorithm.checks import check_algorithm
@@ -79,7 +79,7 @@ def check_reward_model(cfg: RewardRunConfig, fail: Fail, *, training: bool) -> N
     _check_trained(cfg, cfg.data.eval, fail)
     algorithm = cfg.algorithm
     if algorithm.loss_type.lower() not in REWARD_LOSSES.built_in or algorithm.loss_kwargs:
-        from rlhpc.algorithms.reward_losses import find_reward_loss
+        from rlhpc.algorithms.preference_losses import find_reward_loss
 
         find_reward_loss(algorithm.loss_type, plain(algorithm.loss_kwargs))
     if training:

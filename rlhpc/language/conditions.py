@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlhpc.config.conditions import Condition
+from rlhpc.config.conditional_keys import Condition
 from rlhpc.language.algorithm.registry import ALGORITHMS
 from rlhpc.language.data.registry import MADE_UP
 from rlhpc.language.scoring.groups import CRITIC, REFERENCE, TEACHER, distils, needs_values, placed, raters

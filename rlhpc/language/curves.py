@@ -6,12 +6,11 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.metrics.bars import stacked_bars
+from rlhpc.metrics.charts import CHART, TALL, Line, Size, is_constant, line_chart, stacked_bars
 from rlhpc.metrics.curves import Metric, evaluation_chart, metric_charts
 from rlhpc.metrics.logger import series
-from rlhpc.metrics.phases import STAGES, Rows, binned, phase_columns
-from rlhpc.metrics.results import evaluations_by_suite, typed_results
-from rlhpc.metrics.svg import CHART, TALL, Line, Size, is_constant, line_chart
+from rlhpc.metrics.phase_times import STAGES, Rows, binned, phase_columns
+from rlhpc.metrics.provenance import evaluations_by_suite, typed_results
 
 Evaluation = Mapping[str, Any]
 

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlhpc.language.config import (
-    LanguageAlgorithmConfig,
-    SftActorConfig,
-    SftConfig,
-    SftDataConfig,
-    SftOptimConfig,
-)
+from rlhpc.language.config import LanguageAlgorithmConfig, SftActorConfig, SftConfig, SftDataConfig, SftOptimConfig
 from rlhpc.language.reward_config import PairSourceConfig
 
 

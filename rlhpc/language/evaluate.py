@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint import require_valid
-from rlhpc.checkpoint.folders import default_output
+from rlhpc.checkpoint.export_folder import default_output
 from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
 from rlhpc.config.typed import changed
 from rlhpc.jobs.paths import step_of
@@ -46,7 +46,7 @@ from rlhpc.language.samples_page import samples_path
 from rlhpc.language.scoring.asking import Judges, judging_here
 from rlhpc.language.suites import suite_named
 from rlhpc.metrics.progress import ProgressBar
-from rlhpc.metrics.results import describe_samples
+from rlhpc.metrics.provenance import describe_samples
 from rlhpc.runtime.device import accelerator
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, NonFinite

@@ -18,8 +18,14 @@ from typing import Any
 
 import torch
 
-from rlhpc.checkpoint.card import accuracy_table, head, results_beside
-from rlhpc.checkpoint.folders import default_output, filled_folder, require_free
+from rlhpc.checkpoint.export_folder import (
+    accuracy_table,
+    default_output,
+    filled_folder,
+    head,
+    require_free,
+    results_beside,
+)
 from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.checkpoint.store import require_valid

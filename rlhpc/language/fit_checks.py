@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhpc.config.rules import Fail
+from rlhpc.config.constraints import Fail
 from rlhpc.config.typed import select
 from rlhpc.language.config import GrpoConfig, TrainedLanguageConfig
 from rlhpc.language.memory.model import EXPERT_COUNTS, NotKnown, config_of

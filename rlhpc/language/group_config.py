@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import II, MISSING
 
-from rlhpc.config.ranges import ANY, COUNT, INTERVAL_OR_0, NOT_NEGATIVE, Range
+from rlhpc.config.constraints import ANY, COUNT, INTERVAL_OR_0, NOT_NEGATIVE, Range
 from rlhpc.language.model_config import (
     FrozenModelConfig,
     GenerationConfig,

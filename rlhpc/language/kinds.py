@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhpc.config.ranges import Range
-from rlhpc.config.rules import Fail
+from rlhpc.config.constraints import Fail, Range
 from rlhpc.config.typed import changed, plain, select, typed
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.language import checks, conditions, fit_checks
@@ -421,7 +420,7 @@ class RewardModelKind(TrainedKind[RewardRunConfig]):
 
     def evaluation_metrics(self, cfg: RewardRunConfig) -> Sequence[str]:
         """Returns those of the suites (`Kind.evaluation_metrics`)."""
-        from rlhpc.algorithms.reward_losses import find_reward_loss
+        from rlhpc.algorithms.preference_losses import find_reward_loss
 
         form = find_reward_loss(cfg.algorithm.loss_type, plain(cfg.algorithm.loss_kwargs))[1]
         return _of_suites(cfg, lambda suite: JUDGED[form])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlhpc.algorithms.reward_losses import find_reward_loss
+from rlhpc.algorithms.preference_losses import find_reward_loss
 from rlhpc.config.typed import plain
 from rlhpc.language.data.preferences import Judged, Preferences, encode
 from rlhpc.language.data.tokens import PromptTokenizer, load_tokenizer

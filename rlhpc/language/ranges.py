@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhpc.config.ranges import (
+from rlhpc.config.constraints import (
     ANY,
     COUNT,
     ELASTIC_RANGES,
@@ -14,7 +14,7 @@ from rlhpc.config.ranges import (
     POSITIVE,
     Range,
 )
-from rlhpc.config.ranges import RANGES as COMMON_RANGES
+from rlhpc.config.constraints import RANGES as COMMON_RANGES
 from rlhpc.language.group_config import GROUP_RANGES
 
 #: What each number may be, of all kinds of run.

@@ -22,11 +22,12 @@ from rlhpc.language.curves import (
 from rlhpc.language.episodes_page import write_episodes_page
 from rlhpc.language.pass_at_k import level_order
 from rlhpc.language.samples_page import write_samples_page
+from rlhpc.metrics.charts import number
 from rlhpc.metrics.curves import hollow_points
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, card, duration, figures, missing, table
-from rlhpc.metrics.phases import Rows
-from rlhpc.metrics.results import (
+from rlhpc.metrics.phase_times import Rows
+from rlhpc.metrics.provenance import (
     evaluations_by_suite,
     judged_results,
     judging_suite,
@@ -35,7 +36,6 @@ from rlhpc.metrics.results import (
     of_suite,
     with_pass_at,
 )
-from rlhpc.metrics.svg import number
 from rlhpc.runs.kinds import Parts
 from rlhpc.runtime.plain import read_yaml
 from rlhpc.runtime.shown import in_parentheses, interval_text

@@ -13,7 +13,7 @@ import torch
 from rlhpc.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from rlhpc.checkpoint.boxes import Box
+    from rlhpc.checkpoint.tensor_slice import Box
     from rlhpc.language.model_config import PretrainedConfig
     from rlhpc.training.export import Layout
 
@@ -46,7 +46,7 @@ def stream_shards(
     Raises:
         CheckpointError: A file is damaged, or is of another model.
     """
-    from rlhpc.checkpoint.boxes import whole
+    from rlhpc.checkpoint.tensor_slice import whole
     from rlhpc.training.dcp import saved_boxes
     from rlhpc.training.names import checkpoint_parts
     from rlhpc.training.regions import within
@@ -83,7 +83,7 @@ def stream_folder(
     Returns:
         Whether it could: its weights are in safetensors, under the names that transformers writes; and the parameters.
     """
-    from rlhpc.checkpoint.boxes import whole
+    from rlhpc.checkpoint.tensor_slice import whole
     from rlhpc.language.tokens.model import model_file
     from rlhpc.training.filling import missing
     from rlhpc.training.slices import Slices

@@ -6,13 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rlhpc.config.typed import select
-from rlhpc.language.config import (
-    GrpoConfig,
-    LanguageConfig,
-    TrainedLanguageConfig,
-    minibatch_size,
-    responses_per_step,
-)
+from rlhpc.language.config import GrpoConfig, LanguageConfig, TrainedLanguageConfig, minibatch_size, responses_per_step
 from rlhpc.language.reward_config import RewardRunConfig
 from rlhpc.language.scoring.groups import AGENT, group_roles
 from rlhpc.runs.tuning.shape import placed

@@ -7,9 +7,9 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhpc.metrics.charts import CHART, Line, Size, is_constant, line_chart, stated_chart
 from rlhpc.metrics.logger import series
-from rlhpc.metrics.results import Evaluated
-from rlhpc.metrics.svg import CHART, Line, Size, is_constant, line_chart, stated_chart
+from rlhpc.metrics.provenance import Evaluated
 
 Rows = Sequence[Mapping[str, Any]]
 #: Word of a metric's name → its colour, the same in training and in evaluation; metrics without one share `_OTHER`.

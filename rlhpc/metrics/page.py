@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rlhpc.metrics.svg import CHART, STYLE, WIDE, Size, is_empty, statement
+from rlhpc.metrics.charts import CHART, STYLE, WIDE, Size, is_empty, statement
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.storage import unwritten
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.manifest import is_complete
-from rlhpc.config.rules import Fail, check_name
+from rlhpc.config.constraints import Fail, check_name
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.kinds import Cfg, Kind
 from rlhpc.runs.scores import goal_of

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from rlhpc.config.keys import open_mapping_of
+from rlhpc.config.schema import open_mapping_of
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import plain
-from rlhpc.config.yaml_loader import UniqueKeys
+from rlhpc.config.yaml_files import UniqueKeys
 from rlhpc.runs.kinds import Kind, find_kind, kind_of
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_file, read_yaml

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 from omegaconf import DictConfig
 
 from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
-from rlhpc.config.ranges import LARGEST, RANGES, check_ranges
-from rlhpc.config.rules import Fail, check_choice
+from rlhpc.config.constraints import LARGEST, RANGES, Fail, check_choice, check_ranges
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import mapping, plain, select
 from rlhpc.jobs.elastic.plan import check_elastic

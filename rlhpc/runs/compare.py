@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.config.yaml_loader import UniqueKeys
+from rlhpc.config.yaml_files import UniqueKeys
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.metrics.charts import Line, line_chart
 from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.page import Cell, duration, figures, missing, page, section, table, time_unit, write_page
-from rlhpc.metrics.results import judging_suite, read_all_results, read_results
-from rlhpc.metrics.svg import Line, line_chart
+from rlhpc.metrics.provenance import judging_suite, read_all_results, read_results
 from rlhpc.runs.changes import training_changes
 from rlhpc.runs.headlines import NO_VALUE, Curve, Run, headline_columns, mean_text
 from rlhpc.runs.kinds import kind_of_run

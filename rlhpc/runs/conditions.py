@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhpc.algorithms.registry import ADVANTAGES, DISCOUNTED
-from rlhpc.config.conditions import Condition, UnusedKey, defaults_of, is_none_of, unused_keys, user_sources
+from rlhpc.config.conditional_keys import Condition, UnusedKey, defaults_of, is_none_of, unused_keys, user_sources
 from rlhpc.config.files import ConfigSource, read_files
-from rlhpc.config.keys import Schema
 from rlhpc.config.load import read_layers
+from rlhpc.config.schema import Schema
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import select, typed
 from rlhpc.runs.kinds import find_kind, kind_of

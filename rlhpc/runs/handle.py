@@ -18,7 +18,7 @@ from rlhpc.config import total_steps
 from rlhpc.config.files import ConfigSource, source_name
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sweep import override
-from rlhpc.config.values import plain_value
+from rlhpc.config.yaml_files import plain_value
 from rlhpc.jobs.claim import SegmentFiles
 from rlhpc.jobs.driver_job import first_failure, size_of, start_driver
 from rlhpc.jobs.paths import RunPaths

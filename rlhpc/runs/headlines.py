@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.metrics.charts import number, running_mean
 from rlhpc.metrics.logger import read_last_metrics, series
 from rlhpc.metrics.page import decimals
-from rlhpc.metrics.results import (
+from rlhpc.metrics.provenance import (
     PASS_AT_K,
     Evaluated,
     evaluations_of,
@@ -21,7 +22,6 @@ from rlhpc.metrics.results import (
     read_all_results,
     read_results,
 )
-from rlhpc.metrics.svg import number, running_mean
 from rlhpc.runs.kind_parts import Headline
 from rlhpc.runs.kinds import kind_of_run
 from rlhpc.runtime.shown import in_parentheses
@@ -127,7 +127,7 @@ def _cell(headline: Headline, runs: Sequence[Run]) -> str:
 def _share_ends(finals: Sequence[Evaluated]) -> tuple[float, float]:
     if len(finals) == 1:
         return finals[0].low, finals[0].high
-    from rlhpc.metrics.seeds import mean  # imports numpy
+    from rlhpc.metrics.statistics import mean  # imports numpy
 
     # As the table of scores has it; the episodes of one seed say the same thing again.
     _, low, high = mean([final.value for final in finals]).of_share()

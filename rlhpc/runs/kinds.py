@@ -15,10 +15,9 @@ from typing import Any, Generic, TypeVar
 
 import yaml
 
-from rlhpc.config.conditions import Condition
-from rlhpc.config.keys import Schema
-from rlhpc.config.ranges import Range
-from rlhpc.config.rules import Fail
+from rlhpc.config.conditional_keys import Condition
+from rlhpc.config.constraints import Fail, Range
+from rlhpc.config.schema import Schema
 from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runs.kind_parts import Exporting, Headline, Parts, PlayOptions, Preparation

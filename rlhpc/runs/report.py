@@ -13,8 +13,8 @@ from rlhpc.jobs.claim import read_json_file
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.status import best_words
 from rlhpc.metrics.accounting import write_accounting
-from rlhpc.metrics.accounting_page import accounting_tables
-from rlhpc.metrics.joined_page import joined_section
+from rlhpc.metrics.accounting_page import accounting_tables, joined_section
+from rlhpc.metrics.charts import standalone
 from rlhpc.metrics.logger import read_metrics
 from rlhpc.metrics.page import (
     Cell,
@@ -30,11 +30,9 @@ from rlhpc.metrics.page import (
     time_unit,
     write_page,
 )
-from rlhpc.metrics.phases import phase_columns
-from rlhpc.metrics.placement import placement_grid
-from rlhpc.metrics.provenance import read_provenance
-from rlhpc.metrics.results import left_out
-from rlhpc.metrics.svg import standalone
+from rlhpc.metrics.phase_times import phase_columns
+from rlhpc.metrics.placement_grid import placement_grid
+from rlhpc.metrics.provenance import left_out, read_provenance
 from rlhpc.runs.kinds import kind_of_run
 from rlhpc.runtime.errors import CheckpointError, UserError
 from rlhpc.runtime.plain import read_file

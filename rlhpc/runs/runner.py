@@ -18,7 +18,7 @@ from rlhpc.config.typed import plain
 from rlhpc.jobs.paths import CONFIG
 from rlhpc.jobs.signals import StopRequest, end_of_job
 from rlhpc.metrics import MetricLogger, ProgressBar
-from rlhpc.metrics.loggers.public import public_config
+from rlhpc.metrics.loggers.base import public_config
 from rlhpc.metrics.provenance import update_provenance
 from rlhpc.runs.best import PATIENCE, BestCheckpoint
 from rlhpc.runs.folder import RunFolder, note, segment_end

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint import CheckpointWriter
-from rlhpc.checkpoint.beside import Checksums
-from rlhpc.checkpoint.worker import SavingWorker
+from rlhpc.checkpoint.async_writer import Checksums, SavingWorker
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import RlhpcError
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlhpc.metrics.intervals import Row, interval_chart
+from rlhpc.metrics.charts import Row, interval_chart, number
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, figures, table
-from rlhpc.metrics.results import is_share
-from rlhpc.metrics.seeds import Estimate, improvement, interquartile_mean, mean
-from rlhpc.metrics.svg import number
+from rlhpc.metrics.provenance import is_share
+from rlhpc.metrics.statistics import Estimate, improvement, interquartile_mean, mean
 from rlhpc.runs.kinds import Kind
 
 #: More configurations than that are not told apart in one drawing.

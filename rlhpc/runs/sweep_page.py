@@ -12,24 +12,15 @@ from typing import Any
 
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.jobs.state import RunState, states
+from rlhpc.metrics.charts import number
 from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.page import card, missing, page, section, write_page
-from rlhpc.metrics.results import read_results
-from rlhpc.metrics.seeds import interquartile_mean
-from rlhpc.metrics.svg import number
+from rlhpc.metrics.provenance import read_results
+from rlhpc.metrics.statistics import interquartile_mean
 from rlhpc.runs.compare import curves_part, final_table
 from rlhpc.runs.headlines import Run
 from rlhpc.runs.kinds import kind_of_run
-from rlhpc.runs.scores import (
-    MOST_DRAWN,
-    Scored,
-    estimate_text,
-    goal_of,
-    metric_of,
-    ranked,
-    scores_at,
-    scores_part,
-)
+from rlhpc.runs.scores import MOST_DRAWN, Scored, estimate_text, goal_of, metric_of, ranked, scores_at, scores_part
 from rlhpc.runs.sweeps import read_sweep
 
 _BAD = ("failed", "dead", "cancelled")

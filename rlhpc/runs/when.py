@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from rlhpc.config import total_steps
 from rlhpc.config.files import read_files
-from rlhpc.config.keys import typed_value
+from rlhpc.config.schema import typed_value
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import find_site
 from rlhpc.jobs.claim import read_json_file

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageR
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, DCP_VERSION_KEY, HF_DCP_VERSION
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rlhpc.checkpoint.beside import write_file
-from rlhpc.checkpoint.boxes import Box
+from rlhpc.checkpoint.async_writer import write_file
 from rlhpc.checkpoint.state import on_host, stream_tensors
+from rlhpc.checkpoint.tensor_slice import Box
 from rlhpc.runtime.durable import fsync_folder
 from rlhpc.runtime.errors import CheckpointError
 

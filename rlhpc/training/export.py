@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from rlhpc.checkpoint.boxes import Box
+from rlhpc.checkpoint.tensor_slice import Box
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.durable import fsync_folder, write_durably
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhpc.checkpoint.boxes import cut
+from rlhpc.checkpoint.tensor_slice import cut
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.mesh import Mesh
 from rlhpc.training.names import checkpoint_parts

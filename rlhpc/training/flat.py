@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhpc.algorithms.finite import bad_tensors
+from rlhpc.algorithms.nonfinite import bad_tensors
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.training.adam import AdamOptions, FlatAdam
 

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from rlhpc.algorithms.finite import bad_tensors
-from rlhpc.checkpoint.boxes import cut
+from rlhpc.algorithms.nonfinite import bad_tensors
+from rlhpc.checkpoint.tensor_slice import cut
 from rlhpc.runtime.device import collective_backends, empty_cache
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError

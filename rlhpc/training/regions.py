@@ -1,6 +1,6 @@
 """Which parts of which checkpoint tensors a rank holds.
 
-A rank's part of a DTensor is one box (`rlhpc.checkpoint.boxes`) or, where a dimension was cut twice, several.
+A rank's part of a DTensor is one box (`rlhpc.checkpoint.tensor_slice`) or, where a dimension was cut twice, several.
 
     regions(module, mesh) → list[Region]: in the module's order, the same on every call; no rank talks to another
         .name, .shape, .dtype       the tensor of the checkpoint (its own name: experts are views, tied ones come once)
@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
-from rlhpc.checkpoint.boxes import Box, between, whole
+from rlhpc.checkpoint.tensor_slice import Box, between, whole
 from rlhpc.training.lora import frozen_names
 from rlhpc.training.mesh import Mesh
 from rlhpc.training.names import Part, checkpoint_parts, plain

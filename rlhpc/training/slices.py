@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlhpc.checkpoint.boxes import Box
+from rlhpc.checkpoint.tensor_slice import Box
 from rlhpc.jobs.paths import MODEL
 
 _INDEX, _SINGLE = "model.safetensors.index.json", MODEL

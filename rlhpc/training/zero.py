@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rlhpc.checkpoint.beside import write_file
+from rlhpc.checkpoint.async_writer import write_file
 from rlhpc.checkpoint.state import stream_state
 from rlhpc.runtime.device import collective_backends, moved
 from rlhpc.runtime.durable import fsync_folder, write_durably

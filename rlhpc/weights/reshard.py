@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from rlhpc.checkpoint.boxes import Box, cut
+from rlhpc.checkpoint.tensor_slice import Box, cut
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.context import current

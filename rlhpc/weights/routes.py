@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rlhpc.checkpoint.boxes import Box, uncovered, whole
+from rlhpc.checkpoint.tensor_slice import Box, uncovered, whole
 from rlhpc.runtime.errors import RlhpcError
 
 #: A tensor that several ranks hold is cut so that none of them sends more than its share: each row block is at most this

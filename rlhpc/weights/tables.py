@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhpc.checkpoint.boxes import Box
+from rlhpc.checkpoint.tensor_slice import Box
 from rlhpc.weights.group import Who
 from rlhpc.weights.roads import HOST
 from rlhpc.weights.rounds import Line, loads

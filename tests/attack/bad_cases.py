@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.cli import build_parser
-from rlhpc.config.ranges import RANGES
+from rlhpc.config.constraints import RANGES
 from rlhpc.runs.kinds import Kind, all_kinds, find_kind
 from tests.attack.bad_inputs import HERE, QUICKSTART, ROOT, Case, plan_words, train_words
 

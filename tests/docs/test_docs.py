@@ -17,7 +17,7 @@ import pytest
 import rlhpc
 from rlhpc import reference
 from rlhpc.cli import build_parser
-from rlhpc.config.keys import Schema
+from rlhpc.config.schema import Schema
 from rlhpc.jobs.claim import SegmentFiles
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.configuration import load_config

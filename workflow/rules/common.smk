@@ -2,10 +2,10 @@
 from rlhpc.config import segment_ends
 from rlhpc.config.files import read_content
 from rlhpc.config.merge import parse_override
-from rlhpc.config.yaml_loader import WrittenScalars
+from rlhpc.config.yaml_files import WrittenScalars
 from rlhpc.runs.changes import evaluation_fingerprint, training_fingerprint
 from rlhpc.runs.configuration import load_config
-from rlhpc.metrics.results import last_result
+from rlhpc.metrics.provenance import last_result
 from rlhpc.runs.kinds import kind_of
 from rlhpc.runs.sweeps import check_begun, load_sweep, override, sft_export
 from rlhpc.runtime.errors import RlhpcError

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc.config.files import read_content
-from rlhpc.config.yaml_loader import Scalar, WrittenScalars, scalar_values
+from rlhpc.config.yaml_files import Scalar, WrittenScalars, scalar_values
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.shown import cut, shown
 

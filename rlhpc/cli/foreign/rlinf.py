@@ -14,8 +14,8 @@ from rlhpc.cli.foreign import rlinf_defaults as defaults
 from rlhpc.cli.foreign import rlinf_embodied as embodied
 from rlhpc.cli.foreign import rlinf_language as language
 from rlhpc.cli.foreign.hydra import Composed
-from rlhpc.cli.foreign.rlinf_left import CRITIC, EMBODIED, EVERYWHERE, LANGUAGE
-from rlhpc.cli.foreign.rlinf_names import LOSSES
+from rlhpc.cli.foreign.rlinf_embodied import LOSSES
+from rlhpc.cli.foreign.rlinf_unsupported import CRITIC, EMBODIED, EVERYWHERE, LANGUAGE
 from rlhpc.cli.foreign.rules import NOTHING, Reading, Rows, Translation, translated
 from rlhpc.runtime.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.foreign.rlinf_names import ADVANTAGES, DTYPES, LOSSES, adapter_rows, choice, optimizer_rows
+from rlhpc.cli.foreign.rlinf_embodied import ADVANTAGES, DTYPES, LOSSES, adapter_rows, choice, optimizer_rows
 from rlhpc.cli.foreign.rules import NOTHING, Reading, Rows, Rule
 
 

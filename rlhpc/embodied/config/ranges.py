@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhpc.config.ranges import (
+from rlhpc.config.constraints import (
     ANY,
     COUNT,
     ELASTIC_RANGES,

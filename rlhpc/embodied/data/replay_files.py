@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.checkpoint.folders import filled_folder
+from rlhpc.checkpoint.export_folder import filled_folder
 from rlhpc.checkpoint.manifest import is_plain_name
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import expand_home

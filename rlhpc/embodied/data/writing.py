@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rlhpc.checkpoint.folders import filled_folder
+from rlhpc.checkpoint.export_folder import filled_folder
 from rlhpc.runtime.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.folders import read_object
+from rlhpc.checkpoint.export_folder import read_object
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.models.registry import policy_from_spec

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from rlhpc.algorithms import value_loss
-from rlhpc.algorithms.finite import Skips, listed, skips
+from rlhpc.algorithms.nonfinite import Skips, listed, skips
 from rlhpc.config.typed import plain, typed
 from rlhpc.embodied.config import BcConfig, EnvSideConfig
 from rlhpc.embodied.data.trajectories import read_trajectories

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhpc.algorithms.finite import nonfinite, skips
+from rlhpc.algorithms.nonfinite import nonfinite, skips
 from rlhpc.embodied.envs.finite import bad_rows, is_finite
 from rlhpc.embodied.roles.lanes import Peer, PeerLeft, get_until_left, until_left
 from rlhpc.embodied.roles.slots import Acted, SlotMap, Source

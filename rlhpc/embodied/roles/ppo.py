@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rlhpc.algorithms import calculate_adv_and_returns
-from rlhpc.algorithms.finite import skips
+from rlhpc.algorithms.nonfinite import skips
 from rlhpc.embodied.config import PpoConfig, minibatch_size
 from rlhpc.embodied.envs.finite import cleaned
 from rlhpc.embodied.envs.observations import is_column, rows_of

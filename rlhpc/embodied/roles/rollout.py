@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from rlhpc.checkpoint.async_writer import SavingWorker
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
-from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.embodied.config import PlayingConfig, PpoConfig
 from rlhpc.embodied.envs.finite import is_tensor
 from rlhpc.embodied.envs.observations import as_arrays, blank, columns_of, count_rows, join, take

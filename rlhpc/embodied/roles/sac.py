@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhpc.algorithms.finite import skips
+from rlhpc.algorithms.nonfinite import skips
 from rlhpc.embodied.config import SacConfig
 from rlhpc.embodied.data.mixture import Draw, Mixture, fit, load_demos
 from rlhpc.embodied.data.replay import ReplayBuffer

@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from rlhpc.algorithms.finite import nonfinite, skips
+from rlhpc.algorithms.nonfinite import nonfinite, skips
+from rlhpc.checkpoint.async_writer import SavingWorker
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
-from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.embodied.config import PlayingConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv

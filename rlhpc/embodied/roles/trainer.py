@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from rlhpc.algorithms.finite import require_finite
+from rlhpc.algorithms.nonfinite import require_finite
+from rlhpc.checkpoint.async_writer import SavingWorker
 from rlhpc.checkpoint.start import WEIGHTS, weights_that_fit
 from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
-from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.embodied.config import BcConfig, PpoConfig, SacConfig
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.roles.replica import LENT

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
+from rlhpc.algorithms.nonfinite import MOST_IN_A_ROW, nonfinite
 from rlhpc.embodied.config import PlayingConfig
 from rlhpc.embodied.roles.parts import Turn, cuts, divisible
 from rlhpc.embodied.roles.slots import SlotMap

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlhpc.algorithms.finite import Skips, listed, nonfinite, tensors_of
+from rlhpc.algorithms.nonfinite import Skips, listed, nonfinite, tensors_of
 from rlhpc.checkpoint.state import load_state, save_state
 from rlhpc.embodied.models.actor_critic import ActorCritic, flatten
 from rlhpc.runtime.errors import CheckpointError

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rlhpc.algorithms import losses, policy_loss, value_loss
-from rlhpc.algorithms.finite import Skips, listed, nonfinite
+from rlhpc.algorithms.nonfinite import Skips, listed, nonfinite
 from rlhpc.algorithms.registry import POLICY_LOSSES
 from rlhpc.embodied.envs.observations import rows_of
 from rlhpc.embodied.update.arriving import Arriving

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlhpc.config.rules import Fail
+from rlhpc.config.constraints import Fail
 from rlhpc.jobs.elastic.rule import Bounds
 from rlhpc.jobs.walltime import minutes_of
 from rlhpc.runtime.allocation import gpus_in

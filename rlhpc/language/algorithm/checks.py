@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhpc.algorithms.registry import COMPARE_WITHIN_GROUPS, DISCOUNTED
-from rlhpc.config.rules import Fail
+from rlhpc.config.constraints import Fail
 from rlhpc.language.config import GrpoConfig
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from rlhpc.config.rules import Fail
+from rlhpc.config.constraints import Fail
 from rlhpc.config.typed import changed
 from rlhpc.language.data.registry import FILES
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from rlhpc.checkpoint.boxes import Box
+    from rlhpc.checkpoint.tensor_slice import Box
     from rlhpc.language.data.pictures import Seen
     from rlhpc.weights.elements import Elements
 

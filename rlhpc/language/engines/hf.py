@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.language.engines.base import Completion, Request
-from rlhpc.language.engines.ends import (
-    StopTexts,
-    end_tokens,
-    find_tokenizer,
-    first_line,
-    load_model_config,
-)
+from rlhpc.language.engines.ends import StopTexts, end_tokens, find_tokenizer, first_line, load_model_config
 from rlhpc.language.engines.engine import Engine, EngineOptions, fitting_update
 from rlhpc.language.engines.forward import Forward
 from rlhpc.language.engines.kv import KeyValues, moves_into_places

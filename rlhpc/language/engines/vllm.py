@@ -11,14 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhpc.checkpoint.boxes import Box
+from rlhpc.checkpoint.tensor_slice import Box
 from rlhpc.language.engines.base import Completion, Request
-from rlhpc.language.engines.ends import (
-    StopTexts,
-    end_tokens,
-    find_tokenizer,
-    load_model_config,
-)
+from rlhpc.language.engines.ends import StopTexts, end_tokens, find_tokenizer, load_model_config
 from rlhpc.language.engines.engine import Engine, EngineOptions, UpdateFailed, fitting_update
 from rlhpc.language.engines.vllm_adapters import Adapters, take_adapters
 from rlhpc.language.engines.vllm_boxes import Boxes, wanted_boxes

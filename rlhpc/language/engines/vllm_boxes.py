@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhpc.checkpoint.boxes import Box, box_of, whole
+from rlhpc.checkpoint.tensor_slice import Box, box_of, whole
 
 #: Tensor → the parts that are copied out of it, as often as they are.
 Boxes = dict[str, list[Box]]

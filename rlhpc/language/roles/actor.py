@@ -9,9 +9,9 @@ from typing import Generic, TypeVar
 
 import torch
 
-from rlhpc.algorithms.finite import Skips, listed, require_finite, skips
+from rlhpc.algorithms.nonfinite import Skips, listed, require_finite, skips
+from rlhpc.checkpoint.async_writer import SavingWorker
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
-from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.config.parallel import Sizes
 from rlhpc.language.algorithm.base import RETURNS, VALUES, Whole
 from rlhpc.language.config import TrainedLanguageConfig

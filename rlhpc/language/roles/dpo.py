@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhpc.algorithms.dpo import dpo_loss
+from rlhpc.algorithms.preference_losses import dpo_loss
 from rlhpc.language.data import PromptSampler, PromptTokenizer
 from rlhpc.language.data.preferences import Judged, encode_demonstrations
 from rlhpc.language.dpo_config import DpoConfig

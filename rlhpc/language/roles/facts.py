@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rlhpc.algorithms.rewards import overlong_penalty, varied_groups
+from rlhpc.algorithms.advantages import overlong_penalty, varied_groups
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.agents.judged import tokens_of
 from rlhpc.language.config import RewardConfig

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhpc.algorithms.finite import nonfinite, skips
+from rlhpc.algorithms.nonfinite import nonfinite, skips
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.algorithm.base import LanguageAlgorithm
 from rlhpc.language.config import GrpoConfig

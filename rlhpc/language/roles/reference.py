@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from rlhpc.checkpoint.async_writer import SavingWorker
 from rlhpc.checkpoint.state import load_tensors, save_tensors
-from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.jobs.paths import MODEL
 from rlhpc.language.roles.prompts import PromptMap
 from rlhpc.language.roles.scoring import ScoringWorker

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlhpc.algorithms.reward_losses import find_reward_loss
+from rlhpc.algorithms.preference_losses import find_reward_loss
 from rlhpc.config.typed import plain
 from rlhpc.language.data import PromptSampler, PromptTokenizer
 from rlhpc.language.preference_scores import (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
+from rlhpc.algorithms.nonfinite import MOST_IN_A_ROW, nonfinite
 from rlhpc.config.parallel import Sizes
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.language.agents.registry import INLINE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhpc.algorithms.reward_losses import find_reward_loss
+from rlhpc.algorithms.preference_losses import find_reward_loss
 from rlhpc.config.typed import plain
 from rlhpc.language.preference_scores import preference_validation_metrics
 from rlhpc.language.reward_config import RewardRunConfig

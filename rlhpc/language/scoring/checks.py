@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rlhpc.config.rules import Fail, check_choice, check_name
+from rlhpc.config.constraints import Fail, check_choice, check_name
 from rlhpc.language.scoring.groups import (
     AGENT,
     BUILT_IN,

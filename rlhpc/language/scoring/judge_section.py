@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.rules import Fail, check_choice, check_name
+from rlhpc.config.constraints import Fail, check_choice, check_name
 from rlhpc.config.typed import mapping, plain, typed, untouched
 from rlhpc.language.engines.registry import ENGINES
 from rlhpc.language.group_config import JUDGE_RANGES, JudgeConfig

@@ -8,8 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rlhpc.metrics.loggers.base import RunFacts, require
-from rlhpc.metrics.loggers.public import flat
+from rlhpc.metrics.loggers.base import RunFacts, flat, require
 
 #: What MLflow takes at once.
 _PARAMS, _METRICS = 100, 1000

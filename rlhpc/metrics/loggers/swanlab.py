@@ -8,8 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from rlhpc.metrics.loggers.base import RunFacts, ServiceLogger, printing_to_stderr, require
-from rlhpc.metrics.loggers.record_log import records
+from rlhpc.metrics.loggers.base import RunFacts, ServiceLogger, printing_to_stderr, records, require
 
 
 class SwanLabLogger(ServiceLogger):

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhpc.metrics.loggers.base import RunFacts, require
-from rlhpc.metrics.loggers.record_log import records
+from rlhpc.metrics.loggers.base import RunFacts, records, require
 
 
 class WandbLogger:

@@ -18,7 +18,7 @@ import yaml
 from rlhpc.config import config_to_yaml, find_config, total_steps
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import select
-from rlhpc.config.yaml_loader import ConfigDumper
+from rlhpc.config.yaml_files import ConfigDumper
 from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runs.changes import training_fingerprint
 from rlhpc.runs.configuration import load_config

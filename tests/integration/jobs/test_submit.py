@@ -92,7 +92,7 @@ import signal
 import sys
 from pathlib import Path
 from rlhpc.runtime.exit_codes import report_errors
-from rlhpc.cli.start import tell
+from rlhpc.cli.train import tell
 from rlhpc.runtime import environment_values
 from rlhpc.jobs.handover import Wait, hand_over
 from rlhpc.jobs.probes import ProcessId

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from engine_models import DEVICE, config
 
-from rlhpc.checkpoint.boxes import Box, cut, whole
+from rlhpc.checkpoint.tensor_slice import Box, cut, whole
 from rlhpc.language.engines import RolloutBackend, make_rollout
 from rlhpc.language.engines.engine import UpdateFailed
 from rlhpc.language.engines.lockstep import Follower, Leader, Told

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from rlhpc import Session, Worker
-from rlhpc.checkpoint import beside
-from rlhpc.checkpoint.beside import Copies, Writes
+from rlhpc.checkpoint import async_writer as beside
+from rlhpc.checkpoint.async_writer import Copies, Writes
 from rlhpc.config.typed import untouched
 from rlhpc.language.config import GrpoConfig as Config
 from rlhpc.language.tokens.batches import TokenBatch

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from rlhpc import Worker
-from rlhpc.checkpoint.boxes import Box, cut
+from rlhpc.checkpoint.tensor_slice import Box, cut
 from rlhpc.runs.device import own_device
 from rlhpc.training.regions import boxes
 from rlhpc.weights import make_sync, reshard, together, transport

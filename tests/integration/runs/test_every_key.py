@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhpc.config.keys import element_of, fields_of
+from rlhpc.config.schema import element_of, fields_of
 from rlhpc.runs.kinds import all_kinds, find_kind
 from tests import warm
 from tests.classifiers import save_classifier

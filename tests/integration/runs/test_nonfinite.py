@@ -14,7 +14,7 @@ import yaml
 from tiny_run import TinyRun
 
 from rlhpc import cli
-from rlhpc.algorithms.finite import tensors_of
+from rlhpc.algorithms.nonfinite import tensors_of
 from rlhpc.checkpoint import newest_valid
 from rlhpc.checkpoint.state import load_state, load_tensors
 from rlhpc.embodied.data.replay_files import StoredReplay

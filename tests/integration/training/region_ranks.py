@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from rlhpc.checkpoint.boxes import cut
+from rlhpc.checkpoint.tensor_slice import cut
 from rlhpc.config.parallel import Sizes
 from rlhpc.config.sections import ParallelConfig
 from rlhpc.training.mesh import Mesh

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from mesh_models import save_models
 
-from rlhpc.checkpoint.boxes import between, cut
+from rlhpc.checkpoint.tensor_slice import between, cut
 from rlhpc.training.export import Layout
 from tests.forked import forked
 

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from rlhpc.algorithms.dpo import dpo_loss
+from rlhpc.algorithms.preference_losses import dpo_loss
 
 
 def sigma(x: float) -> float:

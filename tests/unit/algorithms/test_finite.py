@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlhpc.algorithms.finite import bad_tensors
+from rlhpc.algorithms.nonfinite import bad_tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -11,8 +11,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from rlhpc.checkpoint import beside
-from rlhpc.checkpoint.beside import Copies, Writes
+from rlhpc.checkpoint import async_writer as beside
+from rlhpc.checkpoint.async_writer import Copies, Writes
 from rlhpc.checkpoint.state import load_state, load_tensors, save_state, save_tensors
 from rlhpc.runtime import memory
 from rlhpc.runtime.errors import CheckpointError

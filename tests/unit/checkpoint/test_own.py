@@ -12,7 +12,7 @@ import pytest
 
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.checkpoint.manifest import COMPLETE, MANIFEST, seal, verify
-from rlhpc.checkpoint.own import is_own
+from rlhpc.checkpoint.trusted_digests import is_own
 from rlhpc.jobs.paths import RunPaths
 
 

@@ -434,7 +434,7 @@ def test_files_of_checkpoints_and_exports_follow_the_umask(paths: RunPaths, umas
     """A colleague may evaluate what is not kept from him; safetensors by itself makes files that are the owner's alone."""
     import torch
 
-    from rlhpc.checkpoint.folders import filled_folder
+    from rlhpc.checkpoint.export_folder import filled_folder
     from rlhpc.checkpoint.state import save_tensors
 
     before = os.umask(umask)
@@ -461,7 +461,7 @@ def test_the_manifest_has_every_file_that_a_rank_wrote_whatever_the_listing_show
 
     import torch
 
-    from rlhpc.checkpoint.beside import Copies, Writes, write_file
+    from rlhpc.checkpoint.async_writer import Copies, Writes, write_file
     from rlhpc.runs.saving import merge_checksums
 
     listed = Path.rglob

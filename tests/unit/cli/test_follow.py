@@ -13,7 +13,7 @@ from rlhpc.cli import parse
 from rlhpc.cli.follow import Follower, Track, WorkflowLog, last_row, real_error
 from rlhpc.cli.run import command_of, same_command
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.metrics.results import describe_result, last_result
+from rlhpc.metrics.provenance import describe_result, last_result
 
 START = """[Sun Nov 22 09:35:00 2026]
 localcheckpoint train_segment:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.cli import main
-from rlhpc.cli.named import require_driver
+from rlhpc.cli.arguments import require_driver
 from rlhpc.jobs.claim import SegmentFiles
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId

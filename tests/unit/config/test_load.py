@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ReadonlyConfigError
 
 from rlhpc.config import config_to_yaml
+from rlhpc.config.constraints import RANGES, null_numbers
 from rlhpc.config.merge import Layers
-from rlhpc.config.ranges import RANGES, null_numbers
 from rlhpc.reference import render_config
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.kinds import Kind, all_kinds

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rlhpc.config.ranges import RANGES as COMMON
-from rlhpc.config.ranges import Range
+from rlhpc.config.constraints import RANGES as COMMON
+from rlhpc.config.constraints import Range
 from rlhpc.runs.checks import validate
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.kinds import Kind, all_kinds

@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.merge import parse_override
 from rlhpc.config.sweep import override
-from rlhpc.config.values import plain_value
-from rlhpc.config.yaml_loader import scalar_values
+from rlhpc.config.yaml_files import plain_value, scalar_values
 from rlhpc.runtime.errors import ConfigError
 
 SAME: list[Any] = [

@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from rlhpc.config import config_to_yaml
-from rlhpc.config.keys import PATHS, Schema
 from rlhpc.config.merge import Layers
+from rlhpc.config.schema import PATHS, Schema
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import select
 from rlhpc.runs.configuration import load_config

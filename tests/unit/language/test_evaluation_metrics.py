@@ -12,7 +12,7 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-from rlhpc.algorithms.reward_losses import find_reward_loss
+from rlhpc.algorithms.preference_losses import find_reward_loss
 from rlhpc.language.preference_scores import validation_metrics as preference_metrics
 from rlhpc.language.roles.validation import validation_metrics as answer_metrics
 from rlhpc.runs.configuration import load_config

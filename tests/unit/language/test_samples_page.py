@@ -17,8 +17,8 @@ from rlhpc.language.export import _describe
 from rlhpc.language.pass_at_k import summarize
 from rlhpc.language.samples_page import FILTER, read_samples, samples_path, spread, write_samples_page
 from rlhpc.metrics import MetricLogger
-from rlhpc.metrics.phases import phase_columns
-from rlhpc.metrics.results import describe_result, read_results
+from rlhpc.metrics.phase_times import phase_columns
+from rlhpc.metrics.provenance import describe_result, read_results
 from rlhpc.runs.kinds import find_kind
 from rlhpc.runs.report import write_curves, write_report
 

@@ -11,9 +11,20 @@ import pytest
 
 from rlhpc.jobs.elastic.record import HelperJobRecord, HelperRecord
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.metrics.accounting import account, job_ids, write_accounting
+from rlhpc.metrics.accounting import (
+    FIELDS,
+    JobIds,
+    NoAccounting,
+    Row,
+    _bytes,
+    _seconds,
+    account,
+    job_ids,
+    parse,
+    query,
+    write_accounting,
+)
 from rlhpc.metrics.provenance import placed_starts, read_provenance, record_placement, write_provenance
-from rlhpc.metrics.sacct import FIELDS, JobIds, NoAccounting, Row, _bytes, _seconds, parse, query
 from rlhpc.runs.report import write_report
 
 RECORDED = Path(__file__).parent / "sacct"

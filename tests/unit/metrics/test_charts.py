@@ -10,10 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rlhpc.metrics.bars import log_bars, stacked_bars
-from rlhpc.metrics.curves import Metric, color_of, metric_charts
-from rlhpc.metrics.page import figures
-from rlhpc.metrics.svg import (
+from rlhpc.metrics.charts import (
     CHART,
     STYLE,
     WIDE,
@@ -21,13 +18,17 @@ from rlhpc.metrics.svg import (
     beside,
     is_empty,
     line_chart,
+    log_bars,
     number,
+    stacked_bars,
     standalone,
     statement,
     text_width,
     tick_labels,
     ticks,
 )
+from rlhpc.metrics.curves import Metric, color_of, metric_charts
+from rlhpc.metrics.page import figures
 
 #: DejaVu Sans at 13 px: the widest of the fonts that a page falls back to.
 MEASURED = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhpc.metrics.seeds import improvement, interquartile_mean, mean
+from rlhpc.metrics.statistics import improvement, interquartile_mean, mean
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 13])

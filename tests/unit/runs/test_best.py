@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhpc.checkpoint import CheckpointWriter, prune
-from rlhpc.cli.named import checkpoint_of
+from rlhpc.cli.arguments import checkpoint_of
 from rlhpc.cli.parser import add_checkpoint
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.best import BestCheckpoint

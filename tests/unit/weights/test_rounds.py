@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhpc.checkpoint.boxes import Box, whole
+from rlhpc.checkpoint.tensor_slice import Box, whole
 from rlhpc.weights.proof import WeightsDiffer
 from rlhpc.weights.rounds import Load, loads
 from rlhpc.weights.routes import Held, route

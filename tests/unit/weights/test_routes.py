@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.checkpoint.boxes import Box, box_of, cut, uncovered, whole
+from rlhpc.checkpoint.tensor_slice import Box, box_of, cut, uncovered, whole
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.routes import Held, route
 

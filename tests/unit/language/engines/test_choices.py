@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhpc.config.rules import check_choice
+from rlhpc.config.constraints import check_choice
 from rlhpc.language.engines.registry import ENGINES
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import Registry

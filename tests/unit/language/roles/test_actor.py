@@ -12,7 +12,7 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-from rlhpc.algorithms.finite import Skips
+from rlhpc.algorithms.nonfinite import Skips
 from rlhpc.config.typed import typed, untouched
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.data.builtin import resolve_model

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.named import is_run, run_paths
-from rlhpc.cli.outputs import check_file, check_folder
+from rlhpc.cli.arguments import check_file, check_folder, is_run, run_paths
 from rlhpc.cli.parser import RUN, add_command, add_words
 from rlhpc.cli.sweep import render_sweep, sweep_paths
 from rlhpc.jobs.paths import RunPaths

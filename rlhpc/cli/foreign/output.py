@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from rlhpc.cli.foreign.rules import Translation
-from rlhpc.config.yaml_loader import ConfigDumper
+from rlhpc.config.yaml_files import ConfigDumper
 from rlhpc.runtime.shown import cut
 
 _WIDTH = 110

@@ -1,10 +1,10 @@
-"""`python -m rlhpc.cli.waiting`: what a waiting shell becomes when its watcher is gone (`rlhpc.jobs.handover`)."""
+"""`python -m rlhpc.cli.wait`: what a waiting shell becomes when its watcher is gone (`rlhpc.jobs.handover`)."""
 
 from __future__ import annotations
 
 import sys
 
-from rlhpc.cli.start import tell
+from rlhpc.cli.train import tell
 from rlhpc.jobs.handover import Wait, hand_over
 from rlhpc.jobs.waiter import WaitInterrupted, goes_on, say
 from rlhpc.runtime.exit_codes import report_errors

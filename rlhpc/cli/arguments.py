@@ -10,6 +10,7 @@ from pathlib import Path
 from rlhpc.jobs.paths import BEST, CONFIG, RunPaths
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.writable import unwritable
 
 #: The word for a run's newest checkpoint.
 LATEST = "latest"
@@ -121,3 +122,31 @@ def require_driver(paths: RunPaths) -> Path:
         return door.registry.root
     finally:
         door.close()
+
+
+def check_file(option: str, path: Path) -> Path:
+    """A file that a command will write.
+
+    Raises:
+        ConfigError: It is a folder, or none could be made there.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{option} is {path}, a folder; name a file in it")
+    return _check(option, path, path.parent)
+
+
+def check_folder(option: str, path: Path) -> Path:
+    """A folder that a command will make or fill.
+
+    Raises:
+        ConfigError: It is a file, or nothing could be made there.
+    """
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{option} is {path}, a file; name a folder")
+    return _check(option, path, path)
+
+
+def _check(option: str, path: Path, folder: Path) -> Path:
+    if reason := unwritable(folder):
+        raise ConfigError(f"{option} is {path}; {reason}; choose another place")
+    return path

@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rlhpc.cli.arguments import check_file, check_folder, checkpoint_of
 from rlhpc.cli.data import add_format, format_options
-from rlhpc.cli.named import checkpoint_of
-from rlhpc.cli.outputs import check_file, check_folder
 from rlhpc.cli.parser import RUN, add_checkpoint, add_command, add_trust, add_words
 from rlhpc.jobs.paths import CONFIG, RunPaths, step_of
 from rlhpc.runtime.errors import CheckpointError, ConfigError
@@ -78,7 +77,7 @@ def _source(args: argparse.Namespace, instead: str = "", what_for: str = "") -> 
 
 def _trusts(args: argparse.Namespace, checkpoint: Path | None) -> bool:
     """Returns whether code that the checkpoint names may be imported: the user says so, or an own run wrote it."""
-    from rlhpc.checkpoint.own import is_own
+    from rlhpc.checkpoint.trusted_digests import is_own
 
     return bool(args.trust_checkpoint_code) or (checkpoint is not None and is_own(checkpoint))
 

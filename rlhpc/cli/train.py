@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.cli.named import run_paths
+from rlhpc.cli.arguments import run_paths
 from rlhpc.cli.parser import RESUME_WITH, RUN, SITE, add_command, add_words
 from rlhpc.cli.sweep import cancel_sweep, render_plan_of, sweep_paths
 from rlhpc.jobs.paths import RunPaths, SweepPaths

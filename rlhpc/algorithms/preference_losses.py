@@ -75,3 +75,28 @@ def find_reward_loss(name: str, kwargs: Mapping[str, Any] | None = None) -> tupl
 
 def _weight(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def dpo_loss(
+    chosen: Tensor, rejected: Tensor, *, beta: float, loss_type: str = "sigmoid", label_smoothing: float = 0.0
+) -> Tensor:
+    """Computes the loss of each pair from h = chosen − rejected.
+
+    `sigmoid` (Rafailov et al. 2023): −(1 − ε) log σ(β h) − ε log σ(−β h), where ε is `label_smoothing`, the probability that
+    a pair is the wrong way round (conservative DPO, Mitchell 2023). `ipo` (Azar et al. 2023): (h − 1 / (2 β))².
+
+    Args:
+        chosen, rejected: `[P]`: log π(y | x) − log π_ref(y | x) of the two completions of each pair. For `sigmoid` these are
+            sums over the tokens of a completion, for `ipo` means.
+        beta: How strongly the policy is held to the reference.
+        loss_type: `sigmoid` or `ipo`.
+        label_smoothing: ε, from 0 to below 0.5; `ipo` does not read it.
+
+    Returns:
+        `[P]`.
+    """
+    difference = chosen - rejected
+    if loss_type == "ipo":
+        return (difference - 1 / (2 * beta)).square()
+    losses = -(1 - label_smoothing) * logsigmoid(beta * difference)
+    return losses - label_smoothing * logsigmoid(-beta * difference) if label_smoothing else losses

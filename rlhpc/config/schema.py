@@ -11,7 +11,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from rlhpc.config.yaml_loader import Scalar
+from rlhpc.config.yaml_files import Scalar
 
 #: Other projects' names for keys of ours.
 _ALSO_KNOWN_AS = {
