@@ -87,8 +87,8 @@ def allowed() -> bool:
 
 
 def rank_of_the_far_host() -> None:
-    """A rank's life, as `rlhpc.runtime.process` has it, with this host's address in place of the driver's."""
-    from rlhpc.runtime import process
+    """A rank's life, as `rlhpc.runtime.worker_process` has it, with this host's address in place of the driver's."""
+    from rlhpc.runtime import worker_process as process
 
     spec = process._spawned(int(sys.argv[1]))
     spec.tcp_address = ADDRESSES[1]

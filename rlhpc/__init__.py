@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhpc.runtime.lazy import lazy_names
+from rlhpc.runtime.imports import lazy_names
 
 __version__ = "0.1.0"
 
@@ -22,7 +22,7 @@ _HOMES = {
         "HybridComponentPlacement", "ModelParallelComponentPlacement",
     ],
     "rlhpc.runtime.worker": ["Worker"],
-    "rlhpc.runtime.group": ["WorkerGroup", "Handle"],
+    "rlhpc.runtime.worker_group": ["WorkerGroup", "Handle"],
     "rlhpc.runtime.channel": ["Channel", "QueueFull", "QueueEmpty"],
     "rlhpc.runtime.session": ["Session"],
     "rlhpc.runs.configuration": ["load_config"],

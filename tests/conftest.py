@@ -72,7 +72,7 @@ def own_notices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def warm_fork_servers() -> Iterator[None]:
     """The fork servers and simulators that this process starts are started warm: no test of theirs is about imports."""
     from rlhpc.embodied.envs import processes
-    from rlhpc.runtime.starters import forked
+    from rlhpc.runtime.launchers import local as forked
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forked, "subprocess", warm)

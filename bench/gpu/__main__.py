@@ -40,7 +40,7 @@ def found_here() -> tuple[str, int]:
     """The kind of this machine's accelerators, and how many there are."""
     import torch
 
-    from rlhpc.runtime.device import accelerator
+    from rlhpc.runtime.devices import accelerator
 
     kind = accelerator()
     return kind, torch.accelerator.device_count() if kind else 0

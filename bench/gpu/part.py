@@ -137,7 +137,7 @@ def make_model(folder: Path, size: Size, device: str) -> int:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rlhpc.runtime.device import empty_cache
+    from rlhpc.runtime.devices import empty_cache
 
     config = LlamaConfig(
         vocab_size=size.vocabulary, hidden_size=size.width, intermediate_size=size.width * 11 // 4,

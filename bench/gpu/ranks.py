@@ -16,7 +16,7 @@ from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.language.tokens.trainer import TokenTrainer
 from rlhpc.runs.device import own_device
-from rlhpc.runtime.device import empty_cache
+from rlhpc.runtime.devices import empty_cache
 from rlhpc.weights import make_sync
 from rlhpc.weights.target import apply
 

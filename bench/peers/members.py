@@ -1,6 +1,6 @@
 """Members that are not processes: each has its own record, command socket and heartbeat; many share a process.
 
-What a member does is what `rlhpc.runtime.process` does on another host than the driver's, by the same parts: a record in the
+What a member does is what `rlhpc.runtime.worker_process` does on another host than the driver's, by the same parts: a record in the
 registry, a ZeroMQ socket with CURVE over TCP, heartbeats. Only its data plane (the service thread) is shared by the members of
 a simulating process, and its methods do nothing.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers import slow_files
-from rlhpc.runtime import wire
-from rlhpc.runtime.spec import WorkerSpec
+from rlhpc.runtime import pickle_stream as wire
+from rlhpc.runtime.worker_spec import WorkerSpec
 
 #: ZeroMQ's limit of sockets a context is 1023.
 PER_PROCESS = 900
@@ -28,10 +28,10 @@ def serve(control: socket.socket) -> None:
     import zmq
 
     from rlhpc.runtime.comm.service import Service
-    from rlhpc.runtime.comm.sockets import Door, choose, make_socket
-    from rlhpc.runtime.process import HEARTBEAT_S
+    from rlhpc.runtime.comm.zmq_sockets import Door, choose, make_socket
     from rlhpc.runtime.registry import Registry
     from rlhpc.runtime.scratch import Scratch
+    from rlhpc.runtime.worker_process import HEARTBEAT_S
 
     specs: list[WorkerSpec] = []
     while (message := wire.receive(control)) is not None and message != "go":

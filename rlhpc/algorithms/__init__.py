@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhpc.runtime.lazy import lazy_names
+from rlhpc.runtime.imports import lazy_names
 
 _HOMES = {
     "rlhpc.algorithms.advantages": ["calculate_adv_and_returns", "masked_whiten", "overlong_penalty", "varied_groups"],

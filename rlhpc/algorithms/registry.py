@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.plugins import Registry
 
 #: Estimators that compare the members of a group: one alone has the advantage 0.
 COMPARE_WITHIN_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import torch
 
 from rlhpc.runtime.comm.background import AsyncWork, in_background
+from rlhpc.runtime.disk_errors import GO_ON, advice
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.runtime.memory import free_memory
-from rlhpc.runtime.storage import GO_ON, advice
+from rlhpc.runtime.os_resources import free_memory
 from rlhpc.runtime.worker import Worker
 
 #: Bytes that are written and summed at a time, while they are in the processor's cache.

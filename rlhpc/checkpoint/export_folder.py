@@ -13,10 +13,9 @@ from typing import Any
 import yaml
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.runtime.durable import follow_umask, fsync_file, fsync_folder
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.runtime.plain import read_json
-from rlhpc.runtime.shown import interval_text
+from rlhpc.runtime.files import follow_umask, fsync_file, fsync_folder, read_json
+from rlhpc.runtime.text import interval_text
 
 
 def default_output(checkpoint: Path, step: int) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 import h5py
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.text import first_line
 
 _MOST_LINKS = 16
 _LARGE, _MOST_PACKED = 1 << 30, 2000

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from rlhpc.jobs.paths import COMPLETE, MANIFEST, step_of
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.files import read_json
 
 T = TypeVar("T")
 

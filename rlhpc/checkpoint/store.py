@@ -37,10 +37,9 @@ from rlhpc.checkpoint.manifest import (
 )
 from rlhpc.checkpoint.trusted_digests import note_own
 from rlhpc.jobs.paths import RunPaths, step_name
-from rlhpc.runtime.durable import follow_umask, fsync_file, fsync_folder, write_durably
+from rlhpc.runtime.disk_errors import GO_ON, advice, is_full
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.storage import GO_ON, advice, is_full
+from rlhpc.runtime.files import expand_home, follow_umask, fsync_file, fsync_folder, write_durably
 
 # .tmp_: a save in progress or killed. .old_: what a save of the same step replaces. .trash_: being deleted.
 _LEFTOVER = re.compile(r"^\.(tmp|old|trash)_global_step_(\d+)-[0-9a-f]+$")

@@ -15,7 +15,7 @@ from rlhpc.cli.parser import TopParser, add_command
 from rlhpc.runtime.exit_codes import report_errors
 from rlhpc.runtime.files import check_encoding
 from rlhpc.runtime.known_warnings import quiet_known_warnings
-from rlhpc.runtime.streams import standard_streams, tell
+from rlhpc.runtime.standard_streams import standard_streams, tell
 
 __all__ = ["build_parser", "main", "parse"]
 

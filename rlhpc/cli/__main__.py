@@ -7,7 +7,7 @@ import sys
 
 import rlhpc
 from rlhpc.cli import main
-from rlhpc.runtime.import_paths import leave_working_directory
+from rlhpc.runtime.imports import leave_working_directory
 
 if __name__ == "__main__":
     leave_working_directory()

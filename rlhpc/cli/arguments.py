@@ -9,8 +9,7 @@ from pathlib import Path
 
 from rlhpc.jobs.paths import BEST, CONFIG, RunPaths
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.writable import unwritable
+from rlhpc.runtime.files import expand_home, unwritable
 
 #: The word for a run's newest checkpoint.
 LATEST = "latest"

@@ -17,8 +17,8 @@ from rlhpc import share
 from rlhpc.cli.parser import add_command, documentation_root
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.lookup import meant
-from rlhpc.runtime.shown import shown
+from rlhpc.runtime.plugins import meant
+from rlhpc.runtime.text import shown
 
 _EXAMPLES = {
     "init": (

@@ -10,7 +10,7 @@ from typing import Any
 from rlhpc.cli.arguments import run_paths
 from rlhpc.cli.parser import RUN, add_command, add_words
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.streams import tell
+from rlhpc.runtime.standard_streams import tell
 
 _EXAMPLES = (
     "rlhpc join runs/reasoning --group rollout",

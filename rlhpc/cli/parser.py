@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import rlhpc
-from rlhpc.runtime.shown import readable
-from rlhpc.runtime.streams import tell
+from rlhpc.runtime.standard_streams import tell
+from rlhpc.runtime.text import readable
 from rlhpc.runtime.trust import FLAG
 
 Command = Callable[[argparse.Namespace], int]

@@ -11,7 +11,7 @@ from rlhpc.cli.arguments import check_file
 from rlhpc.cli.parser import add_command
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.streams import tell
+from rlhpc.runtime.standard_streams import tell
 
 _EXAMPLES = (
     "rlhpc robot invite runs/arm --output arm.key",
@@ -91,7 +91,7 @@ def _serve(args: argparse.Namespace) -> int:
     from rlhpc.embodied.robots.keys import Key
     from rlhpc.embodied.robots.safety import safe_robot
     from rlhpc.embodied.robots.serving import BOUNDS, Served, Way, own_limits
-    from rlhpc.runtime.plain import read_yaml
+    from rlhpc.runtime.files import read_yaml
 
     if not args.robot:
         raise ConfigError("rlhpc robot serve needs --robot, the robot's class as module:Class")

@@ -22,7 +22,7 @@ from rlhpc.cli.parser import RESUME_WITH, SITE, add_command, add_words
 from rlhpc.jobs.paths import RunPaths, refuse_braces
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.lookup import meant
+from rlhpc.runtime.plugins import meant
 
 if TYPE_CHECKING:
     from rlhpc.cli.follow import Follower, Track, WorkflowLog

@@ -43,7 +43,7 @@ def _bounds(paths: RunPaths) -> dict[str, tuple[int, int]]:
     """
     from rlhpc.config.yaml_files import UniqueKeys
     from rlhpc.runtime.cluster import read_key
-    from rlhpc.runtime.plain import read_yaml
+    from rlhpc.runtime.files import read_yaml
 
     content: Any = {}
     if paths.config.is_file():

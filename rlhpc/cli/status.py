@@ -11,8 +11,7 @@ from rlhpc.cli.parser import RUN, add_command, add_words
 from rlhpc.cli.sweep import render_sweep, sweep_paths
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.writable import unwritable
+from rlhpc.runtime.files import expand_home, unwritable
 
 _EXAMPLES = {
     "status": (

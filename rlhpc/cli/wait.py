@@ -8,7 +8,7 @@ from rlhpc.cli.train import tell
 from rlhpc.jobs.handover import Wait, hand_over
 from rlhpc.jobs.waiter import WaitInterrupted, goes_on, say
 from rlhpc.runtime.exit_codes import report_errors
-from rlhpc.runtime.streams import standard_streams
+from rlhpc.runtime.standard_streams import standard_streams
 
 
 def _wait(wait: Wait, *, alone: bool) -> int:

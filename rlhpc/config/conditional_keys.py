@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from rlhpc.config.load import ALWAYS_SAVED
 from rlhpc.config.merge import Layers
 from rlhpc.config.typed import select, untouched
-from rlhpc.runtime.shown import shown
+from rlhpc.runtime.text import shown
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.typed import select
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import meant
+from rlhpc.runtime.plugins import meant
 
 #: Makes the error for a key and the rule that it breaks.
 Fail = Callable[[str, str], ConfigError]

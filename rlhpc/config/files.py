@@ -13,9 +13,8 @@ from rlhpc import share
 from rlhpc.config.schema import typed_value
 from rlhpc.config.yaml_files import ConfigDumper, UniqueKeys, WrittenScalars, plain_value
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plain import read_yaml, read_yaml_file
-from rlhpc.runtime.shown import cut, shown
+from rlhpc.runtime.files import expand_home, read_yaml, read_yaml_file
+from rlhpc.runtime.text import cut, shown
 from rlhpc.runtime.trust import Trust, without_variables
 
 _MAX_DEPTH = 10

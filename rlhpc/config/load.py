@@ -21,9 +21,9 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import apply_site, find_site
 from rlhpc.config.sweep import SWEEP, is_about_sweep, read_section
 from rlhpc.config.yaml_files import ConfigDumper
-from rlhpc.runtime import environment_values
+from rlhpc.runtime import env_references as environment_values
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.shown import shown
+from rlhpc.runtime.text import shown
 from rlhpc.runtime.trust import Trust
 
 #: Sections of a file in which an earlier version saved a run's configuration, with the keys of all kinds of run.

@@ -16,8 +16,8 @@ from rlhpc.config.schema import Schema, element_of, fields_of, typed_value, with
 from rlhpc.config.typed import untouched
 from rlhpc.config.yaml_files import Scalar, WrittenScalars
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plain import read_yaml
-from rlhpc.runtime.shown import cut, first_line, shown
+from rlhpc.runtime.files import read_yaml
+from rlhpc.runtime.text import cut, first_line, shown
 
 #: Says which kind of run has a key that this configuration may not have; empty if none.
 Whose = Callable[[str], str]

@@ -17,8 +17,8 @@ from rlhpc.config.sections import JobConfig
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.lookup import meant
-from rlhpc.runtime.shown import shown
+from rlhpc.runtime.plugins import meant
+from rlhpc.runtime.text import shown
 
 
 @dataclass

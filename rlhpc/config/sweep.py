@@ -18,7 +18,7 @@ from rlhpc.config.merge import Layers, parse_override
 from rlhpc.config.schema import Schema, typed_value
 from rlhpc.config.yaml_files import Scalar
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.shown import cut, shown
+from rlhpc.runtime.text import cut, shown
 
 SWEEP = "sweep"
 GOALS = ("maximize", "minimize")

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from rlhpc.runtime import environment_values
+from rlhpc.runtime import env_references as environment_values
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.shown import cut, shown
+from rlhpc.runtime.text import cut, shown
 
 _MERGE = "tag:yaml.org,2002:merge"
 

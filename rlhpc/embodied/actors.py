@@ -12,7 +12,7 @@ from rlhpc.checkpoint.start import find_weights
 from rlhpc.embodied.export import load_exported
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.lookup import load_attribute
+from rlhpc.runtime.plugins import load_attribute
 from rlhpc.runtime.trust import Trust
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhpc.checkpoint.export_folder import head
-from rlhpc.runtime.shown import interval_text
+from rlhpc.runtime.text import interval_text
 
 
 def policy_card(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.files import read_json
 
 #: The variable that names the Python.
 PYTHON = "RLHPC_LEROBOT_PYTHON"

@@ -26,10 +26,8 @@ from rlhpc.embodied.recording import record
 from rlhpc.jobs.paths import CONFIG, MODEL
 from rlhpc.metrics import ProgressBar
 from rlhpc.runs.folder import note
-from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plain import read_json, read_yaml
+from rlhpc.runtime.files import expand_home, read_json, read_yaml, replace_durably
 from rlhpc.runtime.trust import Trust, without_variables
 
 

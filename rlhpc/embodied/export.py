@@ -18,11 +18,9 @@ from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.checkpoint.store import require_valid
 from rlhpc.embodied.card import policy_card
 from rlhpc.jobs.paths import CONFIG, MODEL
-from rlhpc.runtime.durable import write_durably
+from rlhpc.runtime.disk_errors import advice
 from rlhpc.runtime.errors import CheckpointError, ConfigError, RlhpcError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plain import read_yaml
-from rlhpc.runtime.storage import advice
+from rlhpc.runtime.files import expand_home, read_yaml, write_durably
 from rlhpc.runtime.trust import Trust
 
 if TYPE_CHECKING:

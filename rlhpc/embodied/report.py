@@ -16,8 +16,8 @@ from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, card, duration, figures, missing, table
 from rlhpc.metrics.provenance import evaluations_by_suite, judged_results, judging_suite, of_suite
 from rlhpc.runs.kinds import Parts
-from rlhpc.runtime.plain import read_yaml
-from rlhpc.runtime.shown import in_parentheses, interval_text
+from rlhpc.runtime.files import read_yaml
+from rlhpc.runtime.text import in_parentheses, interval_text
 
 #: Suites whose film the page shows.
 _MAX_VIDEOS = 6

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.runtime.durable import fsync_folder
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import required
+from rlhpc.runtime.files import fsync_folder
+from rlhpc.runtime.plugins import required
 
 #: Pixels of a tile's longer side, about; the file stays below some 100 kB for a short episode.
 TILE = 256

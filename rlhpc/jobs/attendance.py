@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.runtime.plain import is_count, is_number, read_file, read_json
+from rlhpc.runtime.files import is_count, is_number, read_file, read_json
 
 #: What a line says: the driver gave it a place, it took part from then on, it has left.
 JOINED, WORKS, LEFT = "joined", "works", "left"

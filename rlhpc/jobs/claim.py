@@ -21,8 +21,8 @@ from typing import Any
 
 from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.jobs.probes import JobProbe, ProcessId
-from rlhpc.runtime import plain
-from rlhpc.runtime.durable import create_exclusively, replace_durably
+from rlhpc.runtime import files as plain
+from rlhpc.runtime.files import create_exclusively, replace_durably
 
 #: A holder on another host that has not renewed its file for this long is considered dead.
 LEASE_S = 30.0

@@ -20,8 +20,8 @@ from rlhpc.jobs.paths import RunPaths, step_name
 from rlhpc.jobs.probes import ProcessId, SlurmProbe
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS
 from rlhpc.jobs.slurm import end_steps, requeue_without
-from rlhpc.runtime.parents import start_bound_to_parent
-from rlhpc.runtime.plain import open_file
+from rlhpc.runtime.files import open_file
+from rlhpc.runtime.os_resources import start_bound_to_parent
 
 _POLL_S = 0.1
 #: Prefix that the command line puts before every error message.

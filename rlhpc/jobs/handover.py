@@ -30,8 +30,8 @@ from rlhpc.jobs.probes import JobProbe, ProcessId
 from rlhpc.jobs.record import JobRecord
 from rlhpc.jobs.shared import meeting_place
 from rlhpc.jobs.waiter import Waiter, goes_on
-from rlhpc.runtime.environment_values import values_read
-from rlhpc.runtime.import_paths import python_path, run_module
+from rlhpc.runtime.env_references import values_read
+from rlhpc.runtime.imports import python_path, run_module
 
 #: Files in the meeting place; the watcher holds the lock for as long as it lives.
 SOCKET, LOCK = "watcher", "watcher.lock"

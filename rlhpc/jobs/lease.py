@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhpc.jobs.claim import LEASE_S, RENEW_S, read_json_file, renewed_within
 from rlhpc.jobs.probes import ProcessId
-from rlhpc.runtime.durable import create_exclusively
+from rlhpc.runtime.files import create_exclusively
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from rlhpc.runtime.allocation import gpus_in
 from rlhpc.runtime.cluster import WITHOUT_ACCELERATORS, Cluster, read_key
 from rlhpc.runtime.cluster_config import Given, Key
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.import_paths import run_module
+from rlhpc.runtime.imports import run_module
+from rlhpc.runtime.launchers.srun_commands import Step, job_steps
 from rlhpc.runtime.placement import HybridComponentPlacement, Placement
-from rlhpc.runtime.starters.commands import Step, job_steps
 
 LAUNCHERS = ("auto", "slurm", "local")
 #: Keys of a node group that become sbatch options of the same name, in the order in which these are written.
@@ -271,7 +271,7 @@ def _options(
 
 def _local(group: str, ranks: Sequence[Placement], names: Sequence[str], interpreter: str | None) -> Step:
     """A step on this machine: ranks are forked from the driver's fork server, or run an interpreter of their own."""
-    module = "rlhpc.runtime.process" if interpreter else "rlhpc.runtime.forkserver"
+    module = "rlhpc.runtime.worker_process" if interpreter else "rlhpc.runtime.launchers.fork_server"
     hosts = tuple(names[p.node_rank] for p in ranks)
     return Step(group, 0, tuple(p.rank for p in ranks), hosts, tuple(run_module(module, python=interpreter)))
 

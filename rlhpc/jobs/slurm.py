@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhpc.runtime.errors import RlhpcError, UserError
-from rlhpc.runtime.shown import shown
 from rlhpc.runtime.slurm import Answer, ask
+from rlhpc.runtime.text import shown
 
 
 def component_ids(environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -14,11 +14,11 @@ from rlhpc.jobs.log_starts import ALL, LAST, lines_of_start
 from rlhpc.jobs.paths import RunPaths, segment_name, step_name
 from rlhpc.jobs.state import FINAL, OVER, Facts, RunState, duration, find_runs, number_of, run_state, states
 from rlhpc.runtime.errors import UserError
+from rlhpc.runtime.files import is_count, open_file, read_file
 from rlhpc.runtime.host import host_id
-from rlhpc.runtime.plain import is_count, open_file, read_file
 from rlhpc.runtime.registry import CURRENT, LEFT, MEMBERS, ROBOTS
 from rlhpc.runtime.scratch import Scratch
-from rlhpc.runtime.shown import one_line
+from rlhpc.runtime.text import one_line
 
 #: Headline numbers of runs as columns: title → a text for each run.
 Headlines = Callable[[Sequence[RunPaths]], Mapping[str, Sequence[str]]]
@@ -91,7 +91,7 @@ def members(paths: RunPaths) -> list[dict[str, Any]]:
 
 def _shared_memory(rows: list[dict[str, Any]]) -> tuple[int, int] | None:
     """Bytes of shared memory that the session holds, and those in use; None if it is over or on another host."""
-    from rlhpc.runtime.comm.segments import bytes_in_use  # imports numpy, which the rest of a status does without
+    from rlhpc.runtime.comm.shared_memory import bytes_in_use  # imports numpy, which the rest of a status does without
 
     tokens = {str(row["token"]) for row in rows if row.get("token") and row.get("host") == host_id()}
     sessions = [Scratch(token) for token in tokens]

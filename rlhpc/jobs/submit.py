@@ -44,7 +44,7 @@ from rlhpc.jobs.waiter import (
 )
 from rlhpc.runtime.errors import RlhpcError, SubmitError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.import_paths import run_module
+from rlhpc.runtime.imports import run_module
 from rlhpc.runtime.ownership import make_private, require_own_run_folder
 
 __all__ = [

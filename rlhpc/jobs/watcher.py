@@ -22,7 +22,7 @@ from rlhpc.jobs.probes import JobProbe, JobReport, JobState, SlurmProbe
 from rlhpc.jobs.record import JobRecord, probe_for
 from rlhpc.jobs.shared import SharedProbe
 from rlhpc.jobs.waiter import answer_line
-from rlhpc.runtime.environment_values import masked
+from rlhpc.runtime.env_references import masked
 from rlhpc.runtime.errors import RlhpcError
 
 #: The watcher ends after nobody has waited for this long.

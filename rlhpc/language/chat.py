@@ -21,7 +21,7 @@ from rlhpc.language.evaluate import model_folder
 from rlhpc.language.policies import folders_of
 from rlhpc.language.roles.prompts import seed_of
 from rlhpc.runs.folder import note
-from rlhpc.runtime.device import accelerator
+from rlhpc.runtime.devices import accelerator
 from rlhpc.runtime.errors import ConfigError
 
 _COMMANDS = "/clear begins anew, /exit or Ctrl-D ends, Ctrl-C stops a reply"

@@ -38,7 +38,7 @@ from rlhpc.language.scoring.groups import (
     rating_names,
 )
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.lookup import Registry, meant
+from rlhpc.runtime.plugins import Registry, meant
 from rlhpc.training.registry import BACKENDS as TRAINING
 
 #: Names of policies.

@@ -15,7 +15,7 @@ from typing import Any
 from rlhpc.jobs.paths import PAGE, RunPaths
 from rlhpc.language.samples_page import read_samples, results_with_samples, samples_path, spread
 from rlhpc.metrics.page import page, section, write_page
-from rlhpc.runtime.plain import is_count, is_number
+from rlhpc.runtime.files import is_count, is_number
 
 EPISODES = 24
 """Episodes of a suite that are shown."""

@@ -47,12 +47,10 @@ from rlhpc.language.scoring.asking import Judges, judging_here
 from rlhpc.language.suites import suite_named
 from rlhpc.metrics.progress import ProgressBar
 from rlhpc.metrics.provenance import describe_samples
-from rlhpc.runtime.device import accelerator
-from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.devices import accelerator
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, NonFinite
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plain import read_json
-from rlhpc.runtime.shown import in_parentheses
+from rlhpc.runtime.files import expand_home, read_json, replace_durably
+from rlhpc.runtime.text import in_parentheses
 
 #: Pause in seconds when neither engine nor judges had anything.
 _IDLE_S = 0.002

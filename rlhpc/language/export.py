@@ -34,11 +34,9 @@ from rlhpc.jobs.paths import MODEL, model_name
 from rlhpc.language.model_config import PretrainedConfig
 from rlhpc.language.scoring.groups import CRITIC
 from rlhpc.language.streamed import stream_folder, stream_shards, untrained_weights
-from rlhpc.runtime.durable import write_durably
+from rlhpc.runtime.disk_errors import advice
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plain import read_json
-from rlhpc.runtime.storage import advice
+from rlhpc.runtime.files import expand_home, read_json, write_durably
 from rlhpc.runtime.trust import Trust
 
 FORMAT = 1

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import required
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.plugins import required
+from rlhpc.runtime.text import first_line
 
 #: Stands for a reply of which the tokens are known, in what a chat template writes.
 REPLY = "REPLYHERE7F3A"

@@ -21,8 +21,8 @@ from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.evaluate import answered, model_folder, problems_of
 from rlhpc.language.suites import suite_named
-from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import replace_durably
 
 if TYPE_CHECKING:
     from rlhpc.language.config import LanguageConfig

@@ -27,7 +27,7 @@ from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.cutting import Parts, micro_batches
 from rlhpc.language.tokens.scalar import last_values, load_scalar_model, token_values
 from rlhpc.runs.folder import note
-from rlhpc.runtime.device import accelerator
+from rlhpc.runtime.devices import accelerator
 from rlhpc.runtime.errors import ConfigError, NonFinite
 
 if TYPE_CHECKING:

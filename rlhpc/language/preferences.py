@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.metrics.statistics import share_interval
-from rlhpc.runtime.shown import in_parentheses
+from rlhpc.runtime.text import in_parentheses
 
 #: A row of an evaluation: `rewards` of its responses, `target` (margin or label), `level`, and the text of its `prompt`.
 PreferenceRow = dict[str, Any]

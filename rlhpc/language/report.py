@@ -37,8 +37,8 @@ from rlhpc.metrics.provenance import (
     with_pass_at,
 )
 from rlhpc.runs.kinds import Parts
-from rlhpc.runtime.plain import read_yaml
-from rlhpc.runtime.shown import in_parentheses, interval_text
+from rlhpc.runtime.files import read_yaml
+from rlhpc.runtime.text import in_parentheses, interval_text
 
 
 def parts(

@@ -17,8 +17,8 @@ from rlhpc.jobs.paths import PAGE, RunPaths
 from rlhpc.language.pass_at_k import level_order
 from rlhpc.metrics.page import Cell, missing, page, section, table, write_page
 from rlhpc.metrics.provenance import largest_pass_at, metric_title, typed_result, with_pass_at
-from rlhpc.runtime.plain import is_count, is_number, open_file, read_file, read_json
-from rlhpc.runtime.shown import interval_text
+from rlhpc.runtime.files import is_count, is_number, open_file, read_file, read_json
+from rlhpc.runtime.text import interval_text
 
 PROBLEMS = 24
 """Problems of a suite that are shown in full."""

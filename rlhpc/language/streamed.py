@@ -182,7 +182,7 @@ def _require_shape(base: str, name: str, tensor: torch.Tensor, shape: tuple[int,
 
 def _write(folder: Path, skeleton: Any, model: PretrainedConfig, layout: Layout, boxes: Written) -> None:
     from rlhpc.language.tokens.files import model_files
-    from rlhpc.runtime.durable import write_durably
+    from rlhpc.runtime.files import write_durably
 
     layout.begin(folder)
     layout.write(folder, boxes)

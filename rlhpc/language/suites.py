@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import meant
+from rlhpc.runtime.plugins import meant
 
 
 class Named(Protocol):

@@ -20,10 +20,10 @@ from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.metrics.accounting_page import joined_account
 from rlhpc.metrics.provenance import PlacedStart, Placement, placed_starts, read_provenance
 from rlhpc.runtime.allocation import expand_hostlist
-from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.files import replace_durably
 from rlhpc.runtime.slurm import TIMEOUT_S, ask
-from rlhpc.runtime.storage import unwritten
 
 #: JobName comes last because it may contain the separator.
 FIELDS = (

@@ -17,10 +17,9 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.loggers import RunFacts
 from rlhpc.metrics.loggers.feed import Feed, Memory, end_all
 from rlhpc.metrics.loggers.registry import build_loggers
-from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.disk_errors import storage_error
 from rlhpc.runtime.errors import ConfigError, StorageError
-from rlhpc.runtime.plain import is_count, open_file, read_file, read_json
-from rlhpc.runtime.storage import storage_error
+from rlhpc.runtime.files import is_count, open_file, read_file, read_json, replace_durably
 
 #: Largest metrics.jsonl that is read.
 _MOST_BYTES = 2 << 30

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.metrics.charts import CHART, STYLE, WIDE, Size, is_empty, statement
-from rlhpc.runtime.durable import replace_durably
-from rlhpc.runtime.storage import unwritten
+from rlhpc.runtime.disk_errors import unwritten
+from rlhpc.runtime.files import replace_durably
 
 Cell = str | int | float
 _CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}

@@ -26,13 +26,12 @@ import yaml
 
 from rlhpc.jobs.claim import read_json_file
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.runtime.durable import replace_durably
-from rlhpc.runtime.environment_values import to_plain
+from rlhpc.runtime.disk_errors import storage_error
+from rlhpc.runtime.env_references import to_plain
+from rlhpc.runtime.files import is_count, is_number, read_file, read_json, read_yaml, replace_durably
 from rlhpc.runtime.host import node_name
-from rlhpc.runtime.plain import is_count, is_number, read_file, read_json, read_yaml
 from rlhpc.runtime.repository import git_state
-from rlhpc.runtime.shown import in_parentheses
-from rlhpc.runtime.storage import storage_error
+from rlhpc.runtime.text import in_parentheses
 
 #: By group, what each rank has.
 Placement = Mapping[str, Sequence[Mapping[str, Any]]]

@@ -22,7 +22,7 @@ from rlhpc.config.typed import plain
 from rlhpc.config.yaml_files import UniqueKeys
 from rlhpc.runs.kinds import Kind, find_kind, kind_of
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plain import read_file, read_yaml
+from rlhpc.runtime.files import read_file, read_yaml
 
 #: Sections and keys (a section ends with a dot) of each kind that all runs have; a kind of run adds its own.
 _EVALUATION = ("workflow.suites",)

@@ -22,10 +22,9 @@ from rlhpc.runs.kinds import Cfg, Kind, kind_of
 from rlhpc.runs.preflight import FILES_ALONE, Check, Need, run_checks
 from rlhpc.runtime.cluster import read_key
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.lookup import Registry, meant
-from rlhpc.runtime.shown import shown
-from rlhpc.runtime.writable import unwritable
+from rlhpc.runtime.files import expand_home, unwritable
+from rlhpc.runtime.plugins import Registry, meant
+from rlhpc.runtime.text import shown
 from rlhpc.weights.strategy import DELTAS, STRATEGIES
 
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -22,7 +22,7 @@ from rlhpc.runs.headlines import NO_VALUE, Curve, Run, headline_columns, mean_te
 from rlhpc.runs.kinds import kind_of_run
 from rlhpc.runs.scores import Scored, goal_of, scores_at, scores_part
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.plain import read_file, read_yaml
+from rlhpc.runtime.files import read_file, read_yaml
 
 #: Number of points to which the curves of several seeds are interpolated.
 _GRID = 120

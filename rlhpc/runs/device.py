@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlhpc.runtime.device import torch_device
+from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.worker import Worker
 
 #: Below so many parameters a second thread costs more in synchronisation than it saves in arithmetic. On a machine

@@ -20,11 +20,11 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics import write_provenance
 from rlhpc.metrics.provenance import record_placement
 from rlhpc.runs.same_run import check_same_run
-from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.disk_errors import advice, storage_error
 from rlhpc.runtime.errors import ConfigError, RlhpcError, StaleGeneration, StorageError
+from rlhpc.runtime.files import replace_durably
 from rlhpc.runtime.host import node_name
 from rlhpc.runtime.ownership import require_own_run_folder, require_private
-from rlhpc.runtime.storage import advice, storage_error
 
 _STATUS_EVERY_S = 2.0
 

@@ -35,7 +35,7 @@ from rlhpc.runs.folder import note, resolve_resume
 from rlhpc.runs.memory.plan import refuse_overfull
 from rlhpc.runs.same_run import write_config
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, UserError
-from rlhpc.runtime.import_paths import python_path
+from rlhpc.runtime.imports import python_path
 
 #: Exit codes of a driver that was asked to end: before it could save anything, and after it has saved.
 _ASKED_TO_END = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT, EXIT_REQUEUE)

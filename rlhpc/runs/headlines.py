@@ -24,7 +24,7 @@ from rlhpc.metrics.provenance import (
 )
 from rlhpc.runs.kind_parts import Headline
 from rlhpc.runs.kinds import kind_of_run
-from rlhpc.runtime.shown import in_parentheses
+from rlhpc.runtime.text import in_parentheses
 
 Curve = tuple[list[float], list[float]]
 

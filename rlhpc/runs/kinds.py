@@ -23,9 +23,9 @@ from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runs.kind_parts import Exporting, Headline, Parts, PlayOptions, Preparation
 from rlhpc.runs.preflight import Check
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry, import_attribute, nearest, offered
-from rlhpc.runtime.plain import read_file, read_yaml
-from rlhpc.runtime.shown import shown
+from rlhpc.runtime.files import read_file, read_yaml
+from rlhpc.runtime.plugins import Registry, import_attribute, nearest, offered
+from rlhpc.runtime.text import shown
 
 DEFAULT = "embodied"
 KINDS: Registry[Any] = Registry(

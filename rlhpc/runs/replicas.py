@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from rlhpc.runs.folder import note
-from rlhpc.runtime.group import WorkerGroup
+from rlhpc.runtime.worker_group import WorkerGroup
 
 
 class Opening(Protocol):

@@ -34,9 +34,9 @@ from rlhpc.metrics.phase_times import phase_columns
 from rlhpc.metrics.placement_grid import placement_grid
 from rlhpc.metrics.provenance import left_out, read_provenance
 from rlhpc.runs.kinds import kind_of_run
+from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.errors import CheckpointError, UserError
-from rlhpc.runtime.plain import read_file
-from rlhpc.runtime.storage import unwritten
+from rlhpc.runtime.files import read_file
 
 #: Files with values of a wrong type that the page names.
 _NAMED = 20

@@ -27,7 +27,7 @@ from rlhpc.runs.saving import Saves
 from rlhpc.runtime.active_time import active_s
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, StepFailed, WorkerFailed
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.files import read_json
 from rlhpc.runtime.session import Session
 
 #: Number of recent steps and saves from which their durations are estimated.

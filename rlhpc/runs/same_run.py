@@ -12,9 +12,8 @@ from rlhpc.jobs.reopen import reopen, segment_to_reopen, wait_for_end
 from rlhpc.runs.changes import require_same_run
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.kinds import kind_of
-from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.files import expand_home, replace_durably
 
 _NAME = (
     "Give this one a name of its own (runner.name=…) or another folder (runner.run_dir=…), or go back to the old values"

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import plain, select
-from rlhpc.runtime.plain import read_file, read_json, read_yaml
+from rlhpc.runtime.files import read_file, read_json, read_yaml
 
 
 def differing(cfg: RunConfig, saved: Mapping[str, Any], keys: Sequence[str]) -> list[str]:

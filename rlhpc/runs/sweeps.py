@@ -22,11 +22,9 @@ from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.kinds import find_kind, kind_of
 from rlhpc.runs.same_run import check_same_run
-from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.storage import unwritten
-from rlhpc.runtime.writable import unwritable
+from rlhpc.runtime.files import expand_home, replace_durably, unwritable
 
 #: Sections that say what an expert's episodes are like.
 _RECORDED = ("env",)

@@ -19,11 +19,11 @@ from rlhpc.runs.resuming import check_resume
 from rlhpc.runs.runner import Runner
 from rlhpc.runs.same_run import make_longer
 from rlhpc.runtime.cluster import Cluster
-from rlhpc.runtime.device import torch_device
+from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import Stopped
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.lookup import load_attribute
 from rlhpc.runtime.placement import HybridComponentPlacement
+from rlhpc.runtime.plugins import load_attribute
 from rlhpc.runtime.session import Session
 
 

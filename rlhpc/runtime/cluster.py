@@ -18,7 +18,7 @@ from rlhpc.runtime.allocation import (
     visible_accelerators,
 )
 from rlhpc.runtime.cluster_config import Given, Key
-from rlhpc.runtime.device import VIRTUAL
+from rlhpc.runtime.devices import VIRTUAL
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.host import node_name
 

@@ -12,11 +12,11 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from rlhpc.runtime.environment_values import masked
+from rlhpc.runtime.disk_errors import explained
+from rlhpc.runtime.env_references import masked
 from rlhpc.runtime.errors import RlhpcError, UserError
-from rlhpc.runtime.shown import readable
-from rlhpc.runtime.storage import explained
-from rlhpc.runtime.streams import silence_output, tell
+from rlhpc.runtime.standard_streams import silence_output, tell
+from rlhpc.runtime.text import readable
 
 
 def report_errors(command: Callable[[], int]) -> int:

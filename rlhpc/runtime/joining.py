@@ -19,17 +19,15 @@ from typing import Any
 
 import zmq
 
-from rlhpc.runtime.code import fingerprint
 from rlhpc.runtime.comm.queues import TooEarly
-from rlhpc.runtime.comm.sockets import Peers, choose
+from rlhpc.runtime.comm.zmq_sockets import Peers, choose
 from rlhpc.runtime.errors import ChannelError, ConfigError, RlhpcError
 from rlhpc.runtime.host import host_id, node_name
-from rlhpc.runtime.import_paths import python_path, run_module
+from rlhpc.runtime.imports import fingerprint, python_path, run_module
 from rlhpc.runtime.ownership import owner
 from rlhpc.runtime.registry import CURRENT, LEFT, MEMBERS, Keys, Registry
-from rlhpc.runtime.shown import shown
-from rlhpc.runtime.spec import WorkerSpec
-from rlhpc.runtime.task import LEAVE, for_input
+from rlhpc.runtime.text import shown
+from rlhpc.runtime.worker_spec import LEAVE, WorkerSpec, for_input
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +207,7 @@ class JoinedRank:
         # it asks for its parent's end itself: a function between fork and exec would run Python, and other threads' ends,
         # in a copy of this process, which may hold anything
         self.process = subprocess.Popen(
-            run_module("rlhpc.runtime.process", "joined", str(os.getpid())),
+            run_module("rlhpc.runtime.worker_process", "joined", str(os.getpid())),
             stdin=subprocess.PIPE, env=environment, start_new_session=True,
         )  # fmt: skip
         assert self.process.stdin is not None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import pickle
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,17 +15,214 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.code import fingerprint
+from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.comm.queues import TooEarly
-from rlhpc.runtime.errors import ChannelError, RlhpcError, StaleGeneration, WorkerFailed
-from rlhpc.runtime.failures import FailurePolicy
-from rlhpc.runtime.host import host_id
-from rlhpc.runtime.ranks import Ranks
+from rlhpc.runtime.comm.serialization import pickled
+from rlhpc.runtime.comm.service import Service
+from rlhpc.runtime.comm.zmq_sockets import choose
+from rlhpc.runtime.errors import ChannelError, RlhpcError, StaleGeneration, UserError, WorkerFailed
+from rlhpc.runtime.failure_detection import FailurePolicy
+from rlhpc.runtime.host import host_id, process_key
+from rlhpc.runtime.imports import fingerprint
+from rlhpc.runtime.launchers import JoinedStarter, Member, Starter
 from rlhpc.runtime.registry import LEFT, Registry
 from rlhpc.runtime.reporting import logged
 from rlhpc.runtime.rpc import RpcClient
-from rlhpc.runtime.starters import Member
-from rlhpc.runtime.starters.joined import JoinedStarter
+from rlhpc.runtime.text import last_lines, tail
+from rlhpc.runtime.worker_spec import WorkerSpec
+
+
+def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
+    """A function that tells whether all have reached `state`; it checks each only until it has, however often it is called."""
+    left = list(members)
+
+    def answer() -> bool:
+        while left and left[-1].state == state:
+            left.pop()
+        return not left
+
+    return answer
+
+
+def class_body(payload: tuple[type, tuple[Any, ...], dict[str, Any]]) -> bytes:
+    """Pickles (class, args, kwargs): by reference if the worker can import the class, otherwise by value."""
+    return pickled(payload)
+
+
+def said_before_its_log(member: Member) -> str:
+    """What a rank printed that died before it opened its log, as the end of a message; saved in that log if possible."""
+    said, log_err = "", Path(member.spec.log_err)
+    with contextlib.suppress(OSError):
+        if not log_err.exists():
+            said = member.starter.said(member)
+            log_err.write_text(said + "\n")
+    return last_lines(said)
+
+
+def death(spec: WorkerSpec, status: int, said: str = "") -> WorkerFailed:
+    """The failure that a rank's wait status stands for; `said` ends the message if the rank's log is silent."""
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    how = f"was killed by signal {number} ({signal.Signals(number).name})" if number else (
+        f"exited with status {os.WEXITSTATUS(status)}")  # fmt: skip
+    if number == signal.SIGKILL:
+        how += "; if nobody killed it, look for the out-of-memory killer (dmesg, sacct)"
+    failure = WorkerFailed(
+        f"{spec.group}[{spec.rank}] on node {spec.node} {how} (log {spec.log_err}){said or tail(spec.log_err)}",
+        group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err, exit_signal=number,
+    )  # fmt: skip
+    if not number and os.WEXITSTATUS(status) == UserError.exit_code:  # its log says what the user can do about it
+        failure.exit_code, failure.__cause__ = UserError.exit_code, UserError(how)
+    return failure
+
+
+def by_starter(members: Sequence[Member]) -> dict[Starter, list[Member]]:
+    """The members of each starter."""
+    found: dict[Starter, list[Member]] = {}
+    for member in members:
+        found.setdefault(member.starter, []).append(member)
+    return found
+
+
+def records_by_group(members: Sequence[Member]) -> list[list[dict[str, Any]]]:
+    """The members' records, those of a group together: a call goes to ranks of one group."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for member in members:
+        found.setdefault(member.spec.group, []).append(member.record)
+    return list(found.values())
+
+
+_ALIVE = ("starting", "ready")
+#: How long a rank may take to hear who takes part; one that takes longer hears of it with its next call.
+_TELL_S = 5.0
+
+
+class Ranks:
+    """All ranks that a session has started: for each name the latest.
+
+    Args:
+        on_change: Called when ranks are added, have arrived or have ended, before anybody else knows of it, with the
+            processes (`host.process_key`) of those that have ended.
+    """
+
+    def __init__(self, on_change: Callable[[Sequence[str]], None]) -> None:
+        self.members: dict[str, Member] = {}
+        #: Notified whenever a state changes.
+        self.changed = threading.Condition(threading.RLock())
+        self._on_change = on_change
+
+    def all(self) -> list[Member]:
+        return list(self.members.values())
+
+    def alive(self, group: str | None = None) -> list[Member]:
+        """The ranks that have not ended, of one group or of all."""
+        return [m for m in self.all() if m.state != "ended" and group in (None, m.spec.group)]
+
+    def ended_of(self, group: str) -> list[Member]:
+        """Returns the ranks of a group that have ended."""
+        return [m for m in self.all() if m.state == "ended" and m.spec.group == group]
+
+    def add(self, members: Sequence[Member]) -> None:
+        """Adds ranks; each replaces an earlier one of the same name."""
+        with self.changed:
+            self._on_change(())
+            self.members.update({member.spec.name: member for member in members})
+
+    def forget_ended(self, group: str) -> None:
+        """Forgets the ranks that have ended, and those of the group."""
+        with self.changed:
+            self.members = {n: m for n, m in self.members.items() if m.state != "ended" and m.spec.group != group}
+
+    def find(self, name: str, incarnation: str) -> Member | None:
+        """The rank of that name; None if another has replaced the one that is meant."""
+        member = self.members.get(name)
+        return member if member is not None and member.spec.incarnation == incarnation else None
+
+    def started(self, member: Member, pid: int) -> None:
+        """Records that a rank's process has started."""
+        with self.changed:
+            member.pid = pid
+            self.changed.notify_all()
+
+    def arrived(self, member: Member, pid: int, record: dict[str, Any]) -> None:
+        """Records that a rank has built its object."""
+        with self.changed:
+            self._on_change(())
+            member.record, member.pid = record, pid
+            if member.state == "starting":
+                member.state = "ready"
+            self.changed.notify_all()
+
+    def ended(self, members: Sequence[Member]) -> list[Member]:
+        """Records that the processes of ranks have ended; returns those for which that is unexpected."""
+        with self.changed:
+            for member in members:
+                member.has_exited = True
+            return self.give_up(members)
+
+    def give_up(self, members: Sequence[Member]) -> list[Member]:
+        """Records that ranks count as ended, whatever their processes do; returns those for which that is unexpected."""
+        with self.changed:
+            ended = [m for m in members if self.members.get(m.spec.name) is m and m.state != "ended"]
+            unexpected = [m for m in ended if m.state in _ALIVE]
+            if ended:
+                self._on_change(_keys(ended))
+            for member in ended:
+                member.state = "ended"
+            self.changed.notify_all()
+        return unexpected
+
+    def await_exit(self, members: Sequence[Member], timeout: float) -> list[Member]:
+        """Waits at most `timeout` seconds for the processes of ranks to end; returns those that are still there."""
+        with self.changed:
+            self.changed.wait_for(lambda: all(m.has_exited for m in members), timeout)
+            return [m for m in members if not m.has_exited]
+
+    def announce(self, service: Service, ended: Sequence[Member] = ()) -> None:
+        """Tells the ranks that are ready, in the background, that others have come, or that these have ended.
+
+        They free what they hold for the ended ones, and look up anew where the others are.
+        """
+        records = [member.record for member in self.all() if member.state == "ready"]
+        note = pickle.dumps((service.epoch, _keys(ended)))
+
+        def tell() -> None:
+            pending = []
+            for record in records:
+                with contextlib.suppress(RlhpcError, OSError):  # one that has ended as well
+                    whom = f"{record['group']}-{record['rank']} to hear who takes part"
+                    pending.append(service.peers.begin(choose(record["data"]), b"MEMBERS", [note], whom, _TELL_S))
+            for request in pending:
+                with contextlib.suppress(RlhpcError, OSError):
+                    service.peers.reply_to(request, _TELL_S)
+
+        if records:
+            in_background("members", tell)
+
+    def stopping(self, members: Collection[Member]) -> None:
+        """Records that ranks were told to end: from now on their end is no failure."""
+        with self.changed:
+            for member in members:
+                if member.state != "ended":
+                    member.state = "stopping"
+            self.changed.notify_all()
+
+    def await_ended(self, members: Sequence[Member], timeout: float) -> bool:
+        """Waits at most `timeout` seconds for ranks to end; returns whether all have."""
+        with self.changed:
+            return self.changed.wait_for(all_in("ended", members), timeout)
+
+    def settle(self, arrival_s: float = 0.0) -> None:
+        """Waits for all ranks that are ending, for as long as that may take; at most so long, before, for those that are
+        starting."""
+        with self.changed:
+            self.changed.wait_for(lambda: all(m.state != "starting" for m in self.all()), arrival_s)
+        limit = max((m.starter.limit_s for m in self.all()), default=0.0)
+        self.await_ended([m for m in self.all() if m.state != "ready"], limit)
+
+
+def _keys(members: Sequence[Member]) -> list[str]:
+    return [process_key(member.record["data"]) for member in members if member.record]
+
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.plain import read_file
+from rlhpc.runtime.files import read_file
 
 _LIMIT_S = 10.0
 #: Most bytes of a file that names a commit or another folder.

@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhpc.runtime.disk_errors import advice
 from rlhpc.runtime.errors import ConfigError, RegistryError, StorageError
 from rlhpc.runtime.host import SHM_ROOT, SOCKET_ROOT, node_name
 from rlhpc.runtime.ownership import make_private, require_private
-from rlhpc.runtime.storage import advice
 
 log = logging.getLogger(__name__)
 

@@ -17,23 +17,28 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.runtime import context as contexts
 from rlhpc.runtime.allocation import steps_possible
 from rlhpc.runtime.comm.service import Service
-from rlhpc.runtime.comm.sockets import choose
+from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError
-from rlhpc.runtime.failures import FailurePolicy, by_group
+from rlhpc.runtime.failure_detection import TICK_S, FailurePolicy, Leases, by_group
 from rlhpc.runtime.host import host_id, node_name
-from rlhpc.runtime.leases import TICK_S, Leases
-from rlhpc.runtime.members import all_in, by_starter, class_body, death, records_by_group, said_before_its_log
-from rlhpc.runtime.membership import Membership
+from rlhpc.runtime.launchers import Member, Starter
+from rlhpc.runtime.launchers.local import ForkedStarter, ForkServerProcess
+from rlhpc.runtime.launchers.srun import SteppedStarter
+from rlhpc.runtime.membership import (
+    Membership,
+    Ranks,
+    all_in,
+    by_starter,
+    class_body,
+    death,
+    records_by_group,
+    said_before_its_log,
+)
 from rlhpc.runtime.network import own_address
-from rlhpc.runtime.ranks import Ranks
-from rlhpc.runtime.registry import MEMBERS, Keys, Registry
+from rlhpc.runtime.registry import MEMBERS, Keys, Registry, RegistryWatch
 from rlhpc.runtime.reporting import guarded, logged
 from rlhpc.runtime.rpc import RpcClient, worker_failed
-from rlhpc.runtime.spec import EXIT, IDLE, RESUME, spec_of
-from rlhpc.runtime.starters import Member, Starter
-from rlhpc.runtime.starters.forked import ForkedStarter, ForkServerProcess
-from rlhpc.runtime.starters.stepped import SteppedStarter
-from rlhpc.runtime.watch import RegistryWatch
+from rlhpc.runtime.worker_spec import EXIT, IDLE, RESUME, spec_of
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster

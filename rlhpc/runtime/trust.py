@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plain import read_yaml
+from rlhpc.runtime.files import read_yaml
 
 FLAG = "--trust-checkpoint-code"
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_][\w./-]*")

@@ -12,8 +12,8 @@ from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.collectives import Collectives
 from rlhpc.runtime.context import installed
-from rlhpc.runtime.group import WorkerGroup
-from rlhpc.runtime.spec import WorkerSpec
+from rlhpc.runtime.worker_group import WorkerGroup
+from rlhpc.runtime.worker_spec import WorkerSpec
 
 if TYPE_CHECKING:
     import torch

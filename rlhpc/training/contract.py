@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from rlhpc.config.parallel import Sizes, undivided
-from rlhpc.runtime.device import torch_device
-from rlhpc.runtime.durable import write_durably
+from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.files import write_durably
+from rlhpc.runtime.text import first_line
 from rlhpc.training.adam import AdamOptions
 from rlhpc.training.blueprint import Blueprint, Full, Named, transformer_layers
 from rlhpc.training.perturbation import Perturbation

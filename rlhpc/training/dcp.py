@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from rlhpc.checkpoint.async_writer import write_file
 from rlhpc.checkpoint.state import on_host, stream_tensors
 from rlhpc.checkpoint.tensor_slice import Box
-from rlhpc.runtime.durable import fsync_folder
 from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.files import fsync_folder
 
 if TYPE_CHECKING:
     from rlhpc.training.contract import Ranks

@@ -19,7 +19,7 @@ import torch
 
 from rlhpc.checkpoint.tensor_slice import Box
 from rlhpc.jobs.paths import MODEL
-from rlhpc.runtime.durable import fsync_folder, write_durably
+from rlhpc.runtime.files import fsync_folder, write_durably
 
 #: Bytes of tensors in a file, unless one is larger: transformers' own limit.
 MOST = 5 * 10**9

@@ -25,9 +25,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlhpc.algorithms.nonfinite import bad_tensors
 from rlhpc.checkpoint.tensor_slice import cut
-from rlhpc.runtime.device import collective_backends, empty_cache
-from rlhpc.runtime.durable import write_durably
+from rlhpc.runtime.devices import collective_backends, empty_cache
 from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.files import write_durably
 from rlhpc.training.contract import Batch as Given
 from rlhpc.training.contract import Blueprint, Found, Named, Ranks
 from rlhpc.training.dcp import load_sharded, save_sharded

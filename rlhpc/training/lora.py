@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlhpc.config.sections import AdapterConfig, LoraConfig
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import required
+from rlhpc.runtime.plugins import required
 from rlhpc.training.blueprint import Full
 from rlhpc.training.merging import merged
 from rlhpc.training.targets import is_all_linear, is_target

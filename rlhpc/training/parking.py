@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlhpc.runtime.device import empty_cache, host_memory, synchronize
+from rlhpc.runtime.devices import empty_cache, host_memory, synchronize
 from rlhpc.training.contract import TrainingBackend
 
 _ALIGN = 64

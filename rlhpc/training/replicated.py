@@ -12,7 +12,7 @@ from torch import nn
 
 from rlhpc.checkpoint.state import load_state, load_tensors, save_state, save_tensors
 from rlhpc.jobs.paths import MODEL
-from rlhpc.runtime.device import moved
+from rlhpc.runtime.devices import moved
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training import lora
 from rlhpc.training.contract import Blueprint, Named, Ranks

@@ -18,10 +18,10 @@ from torch import nn
 
 from rlhpc.checkpoint.async_writer import write_file
 from rlhpc.checkpoint.state import stream_state
-from rlhpc.runtime.device import collective_backends, moved
-from rlhpc.runtime.durable import fsync_folder, write_durably
+from rlhpc.runtime.devices import collective_backends, moved
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.runtime.lookup import required
+from rlhpc.runtime.files import fsync_folder, write_durably
+from rlhpc.runtime.plugins import required
 from rlhpc.training.contract import Batch, Blueprint, Metrics, Named, Ranks
 from rlhpc.training.parking import ParkingBackend, tensors_in, tensors_of
 from rlhpc.training.zero_config import KEY, deepspeed_config

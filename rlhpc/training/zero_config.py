@@ -9,7 +9,7 @@ import torch
 
 from rlhpc.config.typed import plain
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import meant
+from rlhpc.runtime.plugins import meant
 
 if TYPE_CHECKING:
     from rlhpc.training.contract import ActorSection

@@ -7,9 +7,8 @@ from typing import Protocol
 
 import torch
 
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.segments import ALIGN, Segment, spans_of
-from rlhpc.runtime.device import SideCopies, locked
+from rlhpc.runtime.comm.shared_memory import ALIGN, Segment, SegmentPool, spans_of
+from rlhpc.runtime.devices import SideCopies, locked
 
 #: Where to and where from: flat, uint8, of one size.
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]

@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from rlhpc.runtime.comm.crossings import Crossing
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.segments import HEADER
+from rlhpc.runtime.comm.device_memory import Crossing
+from rlhpc.runtime.comm.shared_memory import HEADER, SegmentPool
 from rlhpc.weights.carry import Carrier
 from rlhpc.weights.cost import COST
 from rlhpc.weights.elements import Elements, Shadow

@@ -20,9 +20,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from rlhpc.runtime.comm import crossings
-from rlhpc.runtime.comm.crossings import Crossing
-from rlhpc.runtime.comm.devices import own
+from rlhpc.runtime.comm import device_memory as crossings
+from rlhpc.runtime.comm.device_memory import Crossing, own
 from rlhpc.runtime.comm.payload import Origin
 from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlhpc.runtime.comm.segments import spans_of
+from rlhpc.runtime.comm.shared_memory import spans_of
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.elements import Elements, put
 from rlhpc.weights.publish import Announcement, Entry, Part

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rlhpc.runtime.comm import p2p
-from rlhpc.runtime.comm.device_pool import DevicePool
-from rlhpc.runtime.comm.fetching import Above
-from rlhpc.runtime.comm.payload import Origin
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.segments import HEADER, SegmentGone, discard, map_private
-from rlhpc.runtime.comm.share import Share
+from rlhpc.runtime.comm.device_memory import DevicePool
+from rlhpc.runtime.comm.payload import Origin, Share
+from rlhpc.runtime.comm.remote_fetch import Above
+from rlhpc.runtime.comm.shared_memory import HEADER, SegmentGone, SegmentPool, discard, map_private
 from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.registry import MEMBERS

@@ -150,8 +150,8 @@ NAMING_CUDA = {
     "rlhpc/embodied/envs/maniskill_tasks.py": "PhysX simulates on these alone",
     "rlhpc/jobs/doctor/nodes.py": "a build of torch for none says so by the version of CUDA",
     "rlhpc/jobs/doctor/torch_probe.py": "tries NCCL and each card by itself",
-    "rlhpc/runtime/comm/cuda.py": "shares its memory and events between processes, which no other kind in torch does",
-    "rlhpc/runtime/device.py": "a build of torch for none says so by the version of CUDA",
+    "rlhpc/runtime/comm/device_memory.py": "shares its memory and events between processes, which no other kind in torch does",
+    "rlhpc/runtime/devices.py": "a build of torch for none says so by the version of CUDA",
 }
 
 
@@ -162,7 +162,7 @@ def _names_cuda(node: ast.AST) -> bool:
 
 
 def test_one_module_knows_the_kind_of_accelerator() -> None:
-    """Elsewhere it is what `rlhpc.runtime.device` says, so another kind needs no search."""
+    """Elsewhere it is what `rlhpc.runtime.devices` says, so another kind needs no search."""
     found = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "rlhpc").rglob("*.py")

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhpc.config.files import read_content
 from rlhpc.config.yaml_files import Scalar, WrittenScalars, scalar_values
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.shown import cut, shown
+from rlhpc.runtime.text import cut, shown
 
 _DEEPEST = 10
 #: OmegaConf 2.4 gives the old name to the new way, and warns of the other one.

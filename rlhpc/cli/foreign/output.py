@@ -11,7 +11,7 @@ import yaml
 
 from rlhpc.cli.foreign.rules import Translation
 from rlhpc.config.yaml_files import ConfigDumper
-from rlhpc.runtime.shown import cut
+from rlhpc.runtime.text import cut
 
 _WIDTH = 110
 

@@ -24,8 +24,8 @@ from rlhpc.embodied.data.trajectory import check
 from rlhpc.embodied.envs.observations import encode_text, text_bytes
 from rlhpc.embodied.video import VideoReader
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plain import is_count, read_json
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.files import is_count, read_json
+from rlhpc.runtime.text import first_line
 
 _FIELD = re.compile(r"\{(\w+)(?::0?(\d{1,9})d)?\}")
 _WIDEST = 20

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhpc.embodied.envs.observations import decode_text
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import required
+from rlhpc.runtime.plugins import required
 
 #: Files of a folder, and bytes of a file, as lerobot has them.
 CHUNK = 1000

@@ -17,9 +17,8 @@ from rlhpc.checkpoint.hdf5 import checked, member, members, open_hdf5
 from rlhpc.embodied.data.trajectory import Trajectory, check
 from rlhpc.embodied.data.writing import FolderWriter
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plain import read_json
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.files import expand_home, read_json
+from rlhpc.runtime.text import first_line
 
 #: The file of a dataset's folder.
 MAIN = Path("data", "main_data.hdf5")

@@ -21,8 +21,7 @@ import numpy as np
 from rlhpc.checkpoint.export_folder import filled_folder
 from rlhpc.checkpoint.manifest import is_plain_name
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.files import expand_home, read_json
 
 FOLDER = "replay"
 FORMAT = 1

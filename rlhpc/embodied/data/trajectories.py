@@ -19,11 +19,9 @@ from rlhpc.embodied.data.lerobot import read_lerobot
 from rlhpc.embodied.data.minari import MAIN, numbers, read_minari
 from rlhpc.embodied.data.trajectory import Trajectory, check, not_finite, shapes
 from rlhpc.embodied.data.writing import EpisodeWriter
-from rlhpc.runtime.durable import fsync_folder, replace_durably
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home, find_files
-from rlhpc.runtime.plain import read_json
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.files import expand_home, find_files, fsync_folder, read_json, replace_durably
+from rlhpc.runtime.text import first_line
 
 SUFFIXES = (".h5", ".hdf5")
 _IMAGES = ("rgb", "depth", "segmentation", "seg")

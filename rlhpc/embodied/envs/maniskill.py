@@ -25,9 +25,9 @@ from rlhpc.embodied.envs.maniskill_data import (
 )
 from rlhpc.embodied.envs.observations import join
 from rlhpc.embodied.envs.played import Played
-from rlhpc.runtime.device import accelerator
+from rlhpc.runtime.devices import accelerator
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import required
+from rlhpc.runtime.plugins import required
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig

@@ -23,7 +23,7 @@ from rlhpc.embodied.envs.simulator import CLOSE_S, receive, send
 from rlhpc.embodied.envs.timing import Timing
 from rlhpc.runtime.context import check_run
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.import_paths import python_path, run_module
+from rlhpc.runtime.imports import python_path, run_module
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhpc.config.typed import plain
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.plugins import Registry
 
 _GYMNASIUM = {
     "atari": "AtariPreprocessing", "clip_action": "ClipAction", "clip_reward": "ClipReward", "dtype": "DtypeObservation",

@@ -12,8 +12,8 @@ from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.observations import as_arrays
 from rlhpc.embodied.envs.wrapping import entry
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry
-from rlhpc.runtime.plain import read_yaml
+from rlhpc.runtime.files import read_yaml
+from rlhpc.runtime.plugins import Registry
 
 
 class Intervention(ABC):

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlhpc.embodied.intervention.base import Intervention
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import load_attribute
+from rlhpc.runtime.plugins import load_attribute
 
 
 class Scripted(Intervention):

@@ -16,7 +16,7 @@ from rlhpc.embodied.envs.spaces import space_to_json
 from rlhpc.embodied.models.heads import CategoricalHead, GaussianHead, make_head
 from rlhpc.embodied.models.noise import noise_of_slots
 from rlhpc.embodied.models.normaliser import ObservationNormaliser
-from rlhpc.runtime.environment_values import to_plain
+from rlhpc.runtime.env_references import to_plain
 
 if TYPE_CHECKING:
     from rlhpc.embodied.models.guidance import Guide

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.embodied.envs.spaces import space_from_json
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.lookup import Registry, load_attribute
+from rlhpc.runtime.plugins import Registry, load_attribute
 from rlhpc.runtime.trust import Trust, without_variables
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def policy_section(actor: EmbodiedActorConfig, device: str | torch.device = "cpu
     """Section `actor.model` as `build_model` wants it on a device: its dtype is resolved (`policy_dtype`), and the adapters of
     `actor.lora`, if any, are among its options."""
     from rlhpc.config.typed import changed, plain
-    from rlhpc.runtime.device import computes_bfloat16
+    from rlhpc.runtime.devices import computes_bfloat16
 
     model, kind = actor.model, device if isinstance(device, str) else device.type
     if policy_dtype(actor, computes_bfloat16(kind)) == "bfloat16" != model.dtype:

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from rlhpc.config.typed import plain
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.files import expand_home, read_json
 
 #: What becomes −1 and 1, by the name of a normalisation.
 RANGES = {"q99": ("q01", "q99"), "bounds": ("min", "max")}

@@ -19,9 +19,8 @@ from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of, decode_text
 from rlhpc.runs.hub import is_hub_name
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.lookup import required
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.files import expand_home, read_json
+from rlhpc.runtime.plugins import required
 
 TINY = "builtin:tiny"
 PROMPT = "In: What action should the robot take to {instruction}?\nOut:"

@@ -17,9 +17,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.files import read_json, replace_durably
 
 _ID = re.compile(r"[0-9a-f]{16}")
 _FORM = "rlhpc robot key 1"

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.files import read_json
 
 #: Silence after which the other side is lost, and how often either gives a sign of life.
 LOST_S, SIGN_S = 5.0, 1.0

@@ -29,7 +29,7 @@ from rlhpc.embodied.robots.notices import Notice, robot_name
 from rlhpc.embodied.robots.states import LIVE, State, StateMachine
 from rlhpc.embodied.robots.watchdog import WatchdogProcess
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.lookup import load_attribute
+from rlhpc.runtime.plugins import load_attribute
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from rlhpc.embodied.robots.meeting import GREETING_S, join
 from rlhpc.embodied.robots.safety import SafetyCore
 from rlhpc.embodied.robots.shapes import told
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.parents import start_bound_to_parent
+from rlhpc.runtime.os_resources import start_bound_to_parent
 
 log = logging.getLogger(__name__)
 

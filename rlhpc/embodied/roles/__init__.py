@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhpc.runtime.lazy import lazy_names
+from rlhpc.runtime.imports import lazy_names
 
 _HOMES = {
     "rlhpc.embodied.roles.ppo": ["EmbodiedActor"],

@@ -14,7 +14,7 @@ from rlhpc.embodied.envs.finite import bad_rows, is_finite
 from rlhpc.embodied.roles.lanes import Peer, PeerLeft, get_until_left, until_left
 from rlhpc.embodied.roles.slots import Acted, SlotMap, Source
 from rlhpc.runtime.channel import QueueEmpty
-from rlhpc.runtime.comm.segments import SegmentGone
+from rlhpc.runtime.comm.shared_memory import SegmentGone
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 
 if TYPE_CHECKING:

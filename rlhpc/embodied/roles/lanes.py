@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from rlhpc.embodied.envs.observations import row_bytes
 from rlhpc.embodied.roles.slots import ACTIONS, OBSERVATIONS, SlotMap
-from rlhpc.runtime.comm.devices import address
+from rlhpc.runtime.comm.device_memory import address
 from rlhpc.runtime.comm.mailbox import Mailbox, available
 from rlhpc.runtime.comm.queues import Taker
-from rlhpc.runtime.comm.segments import SegmentGone
+from rlhpc.runtime.comm.shared_memory import SegmentGone
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.worker import Worker

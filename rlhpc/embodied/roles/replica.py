@@ -17,7 +17,7 @@ from rlhpc.embodied.roles.parts import PARTS, PLAYED, Asked, Played
 from rlhpc.embodied.roles.simulating import Cfg, SimulatingWorker
 from rlhpc.embodied.roles.slots import SlotMap, UnitMap
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
-from rlhpc.runtime.lookup import load_attribute
+from rlhpc.runtime.plugins import load_attribute
 
 if TYPE_CHECKING:
     from rlhpc.embodied.roles.rollout import ActingWorker

@@ -26,7 +26,7 @@ from rlhpc.embodied.roles.parts import Turn
 from rlhpc.embodied.roles.slots import OUTCOMES, TRAJECTORIES, SlotMap, within
 from rlhpc.runs.device import own_device, seed_process, settle, to_tensors
 from rlhpc.runtime.context import current
-from rlhpc.runtime.device import empty_cache
+from rlhpc.runtime.devices import empty_cache
 from rlhpc.weights import make_sync
 from rlhpc.weights.target import apply
 

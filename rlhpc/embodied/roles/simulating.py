@@ -23,7 +23,7 @@ from rlhpc.embodied.roles.parts import Turn
 from rlhpc.embodied.roles.slots import OUTCOMES, SlotMap, within
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.context import current
-from rlhpc.runtime.device import empty_cache
+from rlhpc.runtime.devices import empty_cache
 from rlhpc.runtime.errors import CheckpointError
 
 FILE = "env-{rank}.pt"

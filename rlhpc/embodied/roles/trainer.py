@@ -20,8 +20,8 @@ from rlhpc.embodied.roles.replica import LENT
 from rlhpc.embodied.roles.slots import SlotMap
 from rlhpc.embodied.update.blueprint import PolicyBlueprint
 from rlhpc.runs.device import own_device, seed_process
-from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.files import write_durably
 from rlhpc.training.contract import Named, TrainingBackend
 from rlhpc.training.registry import make_backend
 from rlhpc.weights import WeightSync, make_sync

@@ -29,7 +29,7 @@ from rlhpc.runs.folder import note, total_steps
 from rlhpc.runs.kinds import kind_of
 from rlhpc.runs.train import train
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.files import read_json
 
 
 def dagger(

@@ -17,7 +17,7 @@ from rlhpc.embodied.roles.parts import PLAYED, PartLedger, Played
 from rlhpc.embodied.roles.slots import SlotMap
 from rlhpc.runtime.channel import Channel, QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
-from rlhpc.runtime.group import WorkerGroup
+from rlhpc.runtime.worker_group import WorkerGroup
 
 #: How often it looks who has gone while it waits for parts.
 _HELPER_POLL_S = 0.1

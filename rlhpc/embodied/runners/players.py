@@ -21,7 +21,7 @@ from rlhpc.runs.replicas import Nothing, Originals, Replicas
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
-from rlhpc.runtime.group import WorkerGroup
+from rlhpc.runtime.worker_group import WorkerGroup
 
 #: How often it looks whether a rollout rank has come, where there is none.
 _POLL_S = 0.1

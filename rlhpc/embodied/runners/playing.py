@@ -28,7 +28,7 @@ from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder, note
 from rlhpc.runs.runner import Runner
 from rlhpc.runtime.active_time import active_s
-from rlhpc.runtime.group import WorkerGroup
+from rlhpc.runtime.worker_group import WorkerGroup
 
 #: Training episodes that `train/episode_return` averages over.
 WINDOW = 100

@@ -14,7 +14,7 @@ from rlhpc.embodied.roles.parts import Turn
 from rlhpc.embodied.runners.playing import PlayingRunner
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runtime.active_time import active_s
-from rlhpc.runtime.group import WorkerGroup
+from rlhpc.runtime.worker_group import WorkerGroup
 
 
 class OffPolicyRunner(PlayingRunner[SacConfig]):

@@ -13,7 +13,7 @@ from rlhpc.embodied.models import build_model, policy_section
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.models.registry import MODELS, policy_dtype
 from rlhpc.runs.device import limit_threads
-from rlhpc.runtime.device import computes_bfloat16
+from rlhpc.runtime.devices import computes_bfloat16
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.contract import Blueprint, Full, Named
 from rlhpc.training.zero_config import deepspeed_config

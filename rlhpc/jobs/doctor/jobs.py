@@ -23,11 +23,11 @@ from typing import Any
 
 from rlhpc.jobs.doctor import probe, torch_probe
 from rlhpc.jobs.doctor.slurm import Group, Site, SlurmFacts, is_asleep, seconds_of, usable
-from rlhpc.runtime.device import VIRTUAL
-from rlhpc.runtime.import_paths import LEAVE_FOLDER
+from rlhpc.runtime.devices import VIRTUAL
+from rlhpc.runtime.imports import LEAVE_FOLDER
+from rlhpc.runtime.launchers.srun_commands import step_environment
 from rlhpc.runtime.network import node_addresses
 from rlhpc.runtime.slurm import ask
-from rlhpc.runtime.starters.commands import step_environment
 
 PACKAGES = ("rlhpc", "torch", "zmq", "submitit")
 _PATIENCE_S = 10.0

@@ -12,7 +12,7 @@ from rlhpc.jobs.doctor.jobs import Probed, ProbeJob
 from rlhpc.jobs.doctor.report import Line, names, size
 from rlhpc.jobs.doctor.slurm import Site
 from rlhpc.runtime.allocation import visible_accelerators
-from rlhpc.runtime.device import VIRTUAL, why_unseen
+from rlhpc.runtime.devices import VIRTUAL, why_unseen
 
 _LEAST_FILES = 4096
 _LEAST_SHM = 2**30

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhpc.runtime.allocation import granted_cpus, visible_accelerators
-from rlhpc.runtime.import_paths import run_module
-from rlhpc.runtime.parents import start_bound_to_parent
+from rlhpc.runtime.imports import run_module
+from rlhpc.runtime.os_resources import start_bound_to_parent
 
 _POLL_S = 0.2
 #: Signals that have the job leave; what each means, `rlhpc join` says.

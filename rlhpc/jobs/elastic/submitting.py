@@ -15,7 +15,7 @@ from rlhpc.jobs.elastic.job import HelperJob
 from rlhpc.jobs.elastic.plan import HelperPlan
 from rlhpc.jobs.slurm import free_of_job
 from rlhpc.runtime.errors import SubmitError
-from rlhpc.runtime.import_paths import run_module
+from rlhpc.runtime.imports import run_module
 from rlhpc.runtime.ownership import make_private
 from rlhpc.runtime.slurm import ask
 

@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 from collections.abc import Callable
 
-from rlhpc.runtime.descriptors import crowded
+from rlhpc.runtime.os_resources import crowded
 from rlhpc.runtime.tcp_listener import ConnectionTable
 
 #: Seconds in which a connection must show a good key.

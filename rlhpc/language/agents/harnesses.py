@@ -21,7 +21,7 @@ from rlhpc.language.agents.shells import broken
 from rlhpc.language.agents.task import checked_outcome
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.host import node_name
-from rlhpc.runtime.import_paths import import_paths
+from rlhpc.runtime.imports import import_paths
 from rlhpc.runtime.scratch import session_folder
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,7 @@ import time
 
 import psutil
 
-from rlhpc.runtime.descriptors import readable
-from rlhpc.runtime.parents import adopt_orphans
+from rlhpc.runtime.os_resources import adopt_orphans, readable
 
 #: How often it looks whether the program is still there; and seconds that it gets to end by itself.
 _LOOK_S, _END_S = 0.2, 3.0

@@ -30,7 +30,7 @@ from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion, DropsRequests, Request, RolloutBackend
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.host import host_id
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.text import first_line
 
 log = logging.getLogger(__name__)
 _IDLE_S = 0.01

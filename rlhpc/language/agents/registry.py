@@ -21,7 +21,7 @@ from rlhpc.language.scoring.groups import AGENT, placed
 from rlhpc.runtime.context import installed
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.lookup import Registry, required
+from rlhpc.runtime.plugins import Registry, required
 
 if TYPE_CHECKING:
     from rlhpc.language.agents.harnesses import Program

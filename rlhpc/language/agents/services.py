@@ -19,7 +19,7 @@ import psutil
 
 from rlhpc.language.agent_config import ServiceConfig
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.import_paths import run_module
+from rlhpc.runtime.imports import run_module
 from rlhpc.runtime.proxies import without_proxy
 from rlhpc.runtime.scratch import make_temporary_folder
 from rlhpc.runtime.tcp_sockets import loopback_listeners, socket_inodes

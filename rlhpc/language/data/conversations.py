@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhpc.language.data.pictures import MARK
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.files import read_json
 
 #: A chat message. `role` and `content` are texts; `tool_calls` is a list of `{type, function: {name, arguments: {…}}, …}`.
 Message = dict[str, Any]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.language.data.parts import arguments, choose_contents, locate
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import required
+from rlhpc.runtime.plugins import required
 
 if TYPE_CHECKING:
     from rlhpc.language.config import DataSourceConfig

@@ -13,8 +13,8 @@ import numpy as np
 
 from rlhpc.config.typed import select
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import required
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.plugins import required
+from rlhpc.runtime.text import first_line
 
 if TYPE_CHECKING:
     from rlhpc.language.config import LanguageConfig

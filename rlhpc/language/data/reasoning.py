@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.data.parts import DEFAULT_SIZE, arguments, belongs
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.runtime.descriptors import readable
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, RlhpcError
-from rlhpc.runtime.import_paths import python_path, run_module
-from rlhpc.runtime.lookup import required
+from rlhpc.runtime.imports import python_path, run_module
+from rlhpc.runtime.os_resources import readable
+from rlhpc.runtime.plugins import required
 
 if TYPE_CHECKING:
     from rlhpc.language.config import DataSourceConfig

@@ -10,7 +10,7 @@ from rlhpc.language.data.wording import Wording
 from rlhpc.language.rewards.base import ChecksProblems, Comparing
 from rlhpc.language.rewards.registry import REWARDS
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.plugins import Registry
 
 if TYPE_CHECKING:
     from rlhpc.language.config import DataSourceConfig

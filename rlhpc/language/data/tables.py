@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import required
-from rlhpc.runtime.plain import read_json
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.files import read_json
+from rlhpc.runtime.plugins import required
+from rlhpc.runtime.text import first_line
 
 Row = dict[str, Any]
 

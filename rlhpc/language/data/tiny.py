@@ -17,7 +17,7 @@ from typing import Any
 from rlhpc.language.hugging_face import transformers
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.exit_codes import report_errors
-from rlhpc.runtime.writable import unwritable
+from rlhpc.runtime.files import unwritable
 
 VOCABULARY = string.digits + "+-*= " + string.ascii_lowercase
 """Characters of the default tokenizer."""

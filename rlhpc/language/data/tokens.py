@@ -18,13 +18,11 @@ from rlhpc.language.data.pictures import Looker, Seen, make_looker
 from rlhpc.language.data.prompts import Prompt, PromptDataset
 from rlhpc.language.hugging_face import render_chat, special_tokens, template_file, transformers, turn_end
 from rlhpc.runs.hub import has_tokenizer, is_hub_name
-from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, StorageError
-from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.files import expand_home, read_json, replace_durably
 from rlhpc.runtime.host import state_folder
-from rlhpc.runtime.lookup import meant
-from rlhpc.runtime.plain import read_json
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.plugins import meant
+from rlhpc.runtime.text import first_line
 
 OVERLONG = ("error", "drop")
 #: Of what is kept about problems that were looked at.

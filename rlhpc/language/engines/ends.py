@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.config.typed import select
 from rlhpc.language.hugging_face import special_tokens, transformers, turn_end
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.text import first_line
 
 if TYPE_CHECKING:
     from rlhpc.language.config import LanguageConfig

@@ -22,7 +22,7 @@ from rlhpc.language.hugging_face import no_progress_bar, transformers
 from rlhpc.language.tokens.model import auto_class
 from rlhpc.language.tokens.pictures import tell_places
 from rlhpc.language.tokens.routing import Routing, routing_of
-from rlhpc.runtime.device import empty_cache, moved
+from rlhpc.runtime.devices import empty_cache, moved
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.weights.elements import Elements, put
 

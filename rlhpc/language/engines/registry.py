@@ -9,7 +9,7 @@ from rlhpc.language.engines.base import AwaitsWeights, EngineFactory, RolloutBac
 from rlhpc.language.engines.engine import adapters_apart
 from rlhpc.language.policies import folders_of
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.plugins import Registry
 
 if TYPE_CHECKING:
     import torch

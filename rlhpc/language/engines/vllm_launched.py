@@ -1,7 +1,7 @@
 """What a rank of a vLLM engine over several of our ranks must be told, and what vLLM must not do there.
 
 vLLM's external launcher takes torch's default process group as it finds it: the engine's ranks, which have proven to each
-other that they are of this run (`rlhpc.runtime.comm.meshes`).
+other that they are of this run (`rlhpc.runtime.comm.gloo_auth`).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from rlhpc.language.engines.vllm_launched import one_of_several, sees_all_cards
 from rlhpc.language.engines.vllm_pictures import take_pictures
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.scratch import cache_folder
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.text import first_line
 
 if TYPE_CHECKING:
     from rlhpc.language.engines.engine import EngineOptions

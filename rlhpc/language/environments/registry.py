@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhpc.language.environments.base import Environment
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.plugins import Registry
 
 ENVIRONMENTS: Registry[type[Environment]] = Registry(
     "environment", "agent.target", "rlhpc.language_environments",

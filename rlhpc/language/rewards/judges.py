@@ -26,10 +26,9 @@ from typing import Any
 
 from rlhpc.language.rewards.base import Bounded, Preloading, Reward, Sample
 from rlhpc.language.rewards.registry import build_reward
-from rlhpc.runtime import wire
-from rlhpc.runtime.descriptors import readable
+from rlhpc.runtime import pickle_stream as wire
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.parents import adopt_orphans, die_with_parent, outlive_parent
+from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, outlive_parent, readable
 
 Spec = list[tuple[str, Any, dict[str, Any]]]
 """The name of each reward, its class or function, and its arguments."""

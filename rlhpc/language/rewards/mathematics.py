@@ -11,7 +11,7 @@ from typing import Any
 from rlhpc.language.rewards.answers import check_ways, extract
 from rlhpc.language.rewards.base import Sample
 from rlhpc.language.rewards.notation import MAX_CHARACTERS, parse_number, parse_word, to_latex
-from rlhpc.runtime.lookup import required
+from rlhpc.runtime.plugins import required
 
 
 class MathReward:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.language.rewards.base import Reward, Sample, SaysInline
 from rlhpc.language.rewards.judges import judge
 from rlhpc.language.rewards.registry import REWARDS, build_reward, check_arguments
-from rlhpc.runtime import wire
+from rlhpc.runtime import pickle_stream as wire
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.import_paths import python_path
+from rlhpc.runtime.imports import python_path
 from rlhpc.runtime.scratch import make_temporary_folder
 
 if TYPE_CHECKING:

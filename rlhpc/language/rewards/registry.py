@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhpc.language.rewards.base import Reward
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.plugins import Registry
 
 #: Of classes whose objects take a `Sample`, and functions of one.
 REWARDS: Registry[Callable[..., Any]] = Registry(

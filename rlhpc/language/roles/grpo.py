@@ -46,7 +46,7 @@ from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.language.tokens.trainer import TokenTrainer
 from rlhpc.runs.device import own_device
 from rlhpc.runtime.channel import Channel
-from rlhpc.runtime.device import device_name, empty_cache
+from rlhpc.runtime.devices import device_name, empty_cache
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.weights.cost import COST
 

@@ -43,7 +43,7 @@ from rlhpc.language.roles.validation import Row, Validation
 from rlhpc.language.roles.work import Begun, Slot, Takings
 from rlhpc.language.scoring.asking import AskingGroup, Judging
 from rlhpc.runs.device import own_device, seed_process
-from rlhpc.runtime.device import device_name
+from rlhpc.runtime.devices import device_name
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
 from rlhpc.weights.cost import COST

@@ -25,7 +25,7 @@ from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.cutting import cut_up, values_of
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.channel import Channel, QueueEmpty
-from rlhpc.runtime.device import empty_cache
+from rlhpc.runtime.devices import empty_cache
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
 

@@ -8,8 +8,8 @@ from rlhpc.language.roles.prompts import EPISODES, TICKETS, PromptMap
 from rlhpc.runs.replicas import Nothing, Replicas
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.comm import p2p
-from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.rpc import Handle
+from rlhpc.runtime.worker_group import WorkerGroup
 
 
 class Agents:

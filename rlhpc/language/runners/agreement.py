@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.language.engines.ends import load_model_config
 from rlhpc.language.policies import policies_of
 from rlhpc.language.roles.probe import compare_draws
-from rlhpc.runtime.code import fingerprint
-from rlhpc.runtime.durable import replace_durably
-from rlhpc.runtime.environment_values import to_plain
+from rlhpc.runtime.env_references import to_plain
+from rlhpc.runtime.files import replace_durably
 from rlhpc.runtime.host import state_folder
+from rlhpc.runtime.imports import fingerprint
 
 if TYPE_CHECKING:
     from rlhpc.language.config import GrpoConfig

@@ -31,8 +31,8 @@ from rlhpc.runs.replicas import Replicas
 from rlhpc.runs.runner import Runner
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.errors import NothingTrained
-from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.rpc import Handle
+from rlhpc.runtime.worker_group import WorkerGroup
 
 #: What the rollout ranks sum up over their samples; missing from a step whose samples were all left out.
 _SUMS = (

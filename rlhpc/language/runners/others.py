@@ -12,8 +12,8 @@ from rlhpc.language.runners.agents import Agents
 from rlhpc.language.scoring.groups import CRITIC, ENGINE, raters, scoring_groups
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.errors import DeadlineExceeded
-from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.rpc import Handle
+from rlhpc.runtime.worker_group import WorkerGroup
 
 #: How long deliveries may be on their way before the driver looks whether prompts have come back.
 _DELIVERY_S = 0.2

@@ -13,8 +13,8 @@ from rlhpc.language.roles.validation import validation_metrics
 from rlhpc.runs.folder import RunFolder
 from rlhpc.runs.runner import Runner
 from rlhpc.runtime.active_time import active_s
-from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.rpc import Handle
+from rlhpc.runtime.worker_group import WorkerGroup
 
 Cfg = TypeVar("Cfg", bound=SftConfig | RewardRunConfig)
 

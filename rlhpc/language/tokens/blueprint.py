@@ -17,8 +17,8 @@ from rlhpc.language.tokens.model import compute_dtype, load_causal_lm, model_fil
 from rlhpc.language.tokens.packing import pack
 from rlhpc.language.tokens.pictures import freeze_vision, look_always, tower_of
 from rlhpc.language.tokens.scalar import HEAD, VALUE_HEAD, add_value_head, is_classifier, load_scalar_model, new_head
-from rlhpc.runtime.durable import fsync_folder, write_durably
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import fsync_folder, write_durably
 from rlhpc.training import lora
 from rlhpc.training.contract import Blueprint, Full, Named
 from rlhpc.training.lora import linear_base

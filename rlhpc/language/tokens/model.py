@@ -16,7 +16,7 @@ from torch import nn
 from rlhpc.language.data.pictures import looks
 from rlhpc.language.hugging_face import no_progress_bar, transformers, turn_end
 from rlhpc.language.tokens.pictures import tell_places
-from rlhpc.runtime.device import computes_bfloat16
+from rlhpc.runtime.devices import computes_bfloat16
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:

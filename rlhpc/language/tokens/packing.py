@@ -24,7 +24,7 @@ from rlhpc.language.tokens.context import Heads, RowShare, to_heads, to_tokens
 from rlhpc.language.tokens.model import pretrained_in
 from rlhpc.language.tokens.pictures import sub_attention
 from rlhpc.language.tokens.segments import Segments
-from rlhpc.runtime.device import attends_by_segments
+from rlhpc.runtime.devices import attends_by_segments
 from rlhpc.runtime.errors import ConfigError
 
 #: What transformers calls the function here.

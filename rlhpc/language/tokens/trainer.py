@@ -21,9 +21,9 @@ from rlhpc.language.tokens.packing import packs, reads_rows, unpack, width
 from rlhpc.language.tokens.routing import balance, routing_of, told_of
 from rlhpc.language.tokens.scalar import token_values
 from rlhpc.language.tokens.scores import Reading, TokenScores, token_scores
-from rlhpc.runtime.device import torch_device
-from rlhpc.runtime.durable import write_durably
+from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import write_durably
 from rlhpc.training import lora
 from rlhpc.training.contract import Metrics, Named, Ranks
 from rlhpc.training.export import Layout

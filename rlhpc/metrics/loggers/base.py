@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhpc.runtime.lookup import required
+from rlhpc.runtime.plugins import required
 
 _switching = threading.Lock()
 _printing = 0

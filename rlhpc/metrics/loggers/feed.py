@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.metrics.loggers.base import RunFacts, RunLogger
-from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.files import replace_durably
 
 #: Rows that may wait for a logger before it is given up.
 _ROWS = 20_000

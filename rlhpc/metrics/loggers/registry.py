@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhpc.metrics.loggers.base import RunLogger
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry, nearest
+from rlhpc.runtime.plugins import Registry, nearest
 
 #: Written by MetricLogger itself.
 JSONL = "jsonl"

@@ -15,8 +15,8 @@ from rlhpc.runs.memory.account import SPARE, Account, Ranks, gib
 from rlhpc.runs.memory.rooms import accelerator_room, host_room
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.lookup import load_attribute
 from rlhpc.runtime.placement import HybridComponentPlacement, Placement
+from rlhpc.runtime.plugins import load_attribute
 
 log = logging.getLogger(__name__)
 

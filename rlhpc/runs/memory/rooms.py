@@ -10,7 +10,7 @@ import subprocess
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import mapping
 from rlhpc.runtime.cluster import Cluster, read_key
-from rlhpc.runtime.memory import total_memory
+from rlhpc.runtime.os_resources import total_memory
 
 _UNITS = {"": 20, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)

@@ -31,12 +31,12 @@ from rlhpc.runs.tuning.model import Model
 from rlhpc.runs.tuning.search import Found, Space, search
 from rlhpc.runs.tuning.shape import Candidate, Shape, placed
 from rlhpc.runs.tuning.workload import Workload
-from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.lookup import load_attribute
-from rlhpc.runtime.memory import total_memory
+from rlhpc.runtime.files import replace_durably
+from rlhpc.runtime.os_resources import total_memory
 from rlhpc.runtime.ownership import require_own_run_folder
-from rlhpc.runtime.storage import unwritten
+from rlhpc.runtime.plugins import load_attribute
 
 #: Candidates in the table and in tune.json.
 _SHOWN = 10

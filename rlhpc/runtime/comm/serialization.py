@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from rlhpc.runtime.device import landing_device
+from rlhpc.runtime.devices import landing_device
 
 Buffer = bytes | bytearray | memoryview
 _BY_REFERENCE = (type, FunctionType)

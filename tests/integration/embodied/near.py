@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from rlhpc.embodied.envs.gymnasium_env import GymnasiumVectorEnv
 from rlhpc.embodied.models.mlp import MLPPolicy
-from rlhpc.runtime.comm import devices
+from rlhpc.runtime.comm import device_memory as devices
 from tests.stand_in_device import StandIn
 
 #: How often a row shows the same: messages of few bytes do not take the lane.

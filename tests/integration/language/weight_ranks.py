@@ -13,7 +13,7 @@ import torch
 
 from rlhpc import Worker
 from rlhpc.runs.device import own_device
-from rlhpc.runtime.comm import devices
+from rlhpc.runtime.comm import device_memory as devices
 from rlhpc.runtime.context import current
 from rlhpc.weights import frozen_names, make_sync
 from rlhpc.weights.broadcast import BroadcastSync, GlooSync

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rlhpc import Channel, Worker
-from rlhpc.runtime.comm import devices
+from rlhpc.runtime.comm import device_memory as devices
 from rlhpc.runtime.context import current
 from tests.stand_in_device import StandIn
 

@@ -140,7 +140,7 @@ class Meeting(Worker):
         there."""
         from torch.distributed import ProcessGroupGloo
 
-        from rlhpc.runtime.comm import meshes
+        from rlhpc.runtime.comm import gloo_auth as meshes
 
         meshes.PROOF_S = patience
         create = ProcessGroupGloo.create_device

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rlhpc import Channel, ChannelError, DeadlineExceeded, QueueEmpty, QueueFull, Session, WorkerFailed
-from rlhpc.runtime.comm import unix
-from rlhpc.runtime.comm.segments import bytes_in_use
+from rlhpc.runtime.comm import unix_sockets as unix
+from rlhpc.runtime.comm.shared_memory import bytes_in_use
 from rlhpc.runtime.registry import Keys
 
 

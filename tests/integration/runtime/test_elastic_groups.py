@@ -17,15 +17,16 @@ import zmq
 from roles_for_tests import Probe
 
 from rlhpc import Channel, Cluster
-from rlhpc.runtime import joining, leases
+from rlhpc.runtime import failure_detection as leases
+from rlhpc.runtime import joining
 from rlhpc.runtime.cluster_config import ClusterConfig
-from rlhpc.runtime.comm.sockets import Peers
+from rlhpc.runtime.comm.zmq_sockets import Peers
 from rlhpc.runtime.errors import ConfigError, RlhpcError, WorkerFailed
-from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.joining import Door, Leaving, NotYet, Refused, stay, wish_of
 from rlhpc.runtime.placement import NodePlacementStrategy
 from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.session import Session
+from rlhpc.runtime.worker_group import WorkerGroup
 from tests.users import BOB, needs_root, run_as
 
 pytestmark = pytest.mark.long(together=True)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from rlhpc import Session, WorkerFailed
-from rlhpc.runtime import leases as leases_module
-from rlhpc.runtime.process import HEARTBEAT_S
+from rlhpc.runtime import failure_detection as leases_module
+from rlhpc.runtime.worker_process import HEARTBEAT_S
 
 SUSPECT_S = 1.5 * HEARTBEAT_S
 LOG = leases_module.__name__

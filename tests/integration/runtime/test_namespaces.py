@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from rlhpc.runtime.comm.segments import remove_idle_of_the_dead
 from rlhpc.runtime.comm.service import Service
+from rlhpc.runtime.comm.shared_memory import remove_idle_of_the_dead
 from rlhpc.runtime.host import has_ended, host_id, process_id
 from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.scratch import Scratch
@@ -22,7 +22,7 @@ pytestmark = needs_root
 PREPARE = """
 import json, os, sys
 from rlhpc.runtime.comm.service import Service
-from rlhpc.runtime.comm.sockets import choose
+from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.host import has_ended, host_id, process_id
 from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.scratch import Scratch
@@ -39,8 +39,8 @@ print(json.dumps([host_id(), choose(endpoint), reply, total,
 service.stop()
 """
 WRITE = """
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.segments import discard, remove_idle_of_the_dead
+from rlhpc.runtime.comm.shared_memory import SegmentPool
+from rlhpc.runtime.comm.shared_memory import discard, remove_idle_of_the_dead
 pool = SegmentPool(scratch)
 paths = [pool.write([bytes(100_000)])[0] for _ in range(3)]
 for path in paths:

@@ -18,12 +18,12 @@ from rlhpc import Cluster
 from rlhpc.runtime import registry
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import StorageError, WorkerFailed
-from rlhpc.runtime.group import WorkerGroup
-from rlhpc.runtime.leases import _lost
+from rlhpc.runtime.failure_detection import _lost
+from rlhpc.runtime.launchers import local as forked
 from rlhpc.runtime.placement import NodePlacementStrategy
 from rlhpc.runtime.registry import LEFT
 from rlhpc.runtime.session import Session
-from rlhpc.runtime.starters import forked
+from rlhpc.runtime.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.long(together=True)
 

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from rlhpc import Channel, Session
-from rlhpc.runtime.comm.unix import encode
+from rlhpc.runtime.comm.unix_sockets import encode
 from rlhpc.runtime.registry import Keys
 
 

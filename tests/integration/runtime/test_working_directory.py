@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.runtime.import_paths import import_paths, run_module
+from rlhpc.runtime.imports import import_paths, run_module
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 

@@ -14,7 +14,7 @@ import torch
 from rlhpc.checkpoint import async_writer as beside
 from rlhpc.checkpoint.async_writer import Copies, Writes
 from rlhpc.checkpoint.state import load_state, load_tensors, save_state, save_tensors
-from rlhpc.runtime import memory
+from rlhpc.runtime import os_resources as memory
 from rlhpc.runtime.errors import CheckpointError
 
 LARGE = 5 << 20  # elements: 20 MB

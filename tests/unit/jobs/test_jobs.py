@@ -254,7 +254,7 @@ def test_a_running_job_keeps_its_claim(
 
 def test_workers_ignore_the_jobs_signals() -> None:
     code = (
-        "import os, signal; from rlhpc.runtime.process import ignore_job_signals; ignore_job_signals();"
+        "import os, signal; from rlhpc.runtime.worker_process import ignore_job_signals; ignore_job_signals();"
         "[os.kill(os.getpid(), s) for s in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)];"
         "print('alive', signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
     )

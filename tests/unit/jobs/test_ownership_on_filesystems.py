@@ -25,7 +25,7 @@ from rlhpc.jobs.lock import SubmitLock
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
 from rlhpc.jobs.sole import sole_driver
-from rlhpc.runtime import durable
+from rlhpc.runtime import files as durable
 from rlhpc.runtime.errors import DeadlineExceeded, UserError
 
 

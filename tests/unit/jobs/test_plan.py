@@ -16,10 +16,10 @@ from rlhpc.jobs.walltime import minutes_of
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.spec import spec_of
-from rlhpc.runtime.starters import Member
-from rlhpc.runtime.starters.commands import Step
-from rlhpc.runtime.starters.stepped import SteppedStarter
+from rlhpc.runtime.launchers import Member
+from rlhpc.runtime.launchers.srun import SteppedStarter
+from rlhpc.runtime.launchers.srun_commands import Step
+from rlhpc.runtime.worker_spec import spec_of
 
 GOLDEN = Path(__file__).parent / "golden"
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
@@ -115,7 +115,7 @@ def test_what_is_planned_is_what_starts(more: dict[str, Any], tmp_path: Path, mo
             pass
 
     started: list[Step] = []
-    monkeypatch.setattr("rlhpc.runtime.starters.stepped.JobStep", Recorded)
+    monkeypatch.setattr("rlhpc.runtime.launchers.srun.JobStep", Recorded)
     section = {**HET, **more}
     cluster = Cluster(section, environ=HET_JOB)
     nobody: Any = SimpleNamespace(exited=None)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rlhpc.runs.replicas import Nothing, Originals
-from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.worker import Worker
+from rlhpc.runtime.worker_group import WorkerGroup
 
 
 class Counter(Worker):

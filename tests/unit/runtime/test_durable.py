@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from rlhpc.jobs.claim import write_json
-from rlhpc.runtime.durable import follow_umask, replace_durably
+from rlhpc.runtime.disk_errors import advice, explained, full_among, log_stream, mount_of
 from rlhpc.runtime.errors import RegistryError, StorageError, WorkerFailed
+from rlhpc.runtime.files import follow_umask, replace_durably
 from rlhpc.runtime.registry import write_atomic
-from rlhpc.runtime.storage import advice, explained, full_among, log_stream, mount_of
 from tests.users import needs_root
 
 Writer = Callable[[Path, bytes], None]
@@ -158,7 +158,7 @@ def test_files_follow_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
 
 LOG = """
 import os, sys
-from rlhpc.runtime.storage import log_stream
+from rlhpc.runtime.disk_errors import log_stream
 sys.stdout, sys.stderr = log_stream(1), log_stream(2)
 for _ in range(1000):
     print("a line that finds no room", file=sys.stderr)

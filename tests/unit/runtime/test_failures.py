@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from rlhpc.runtime.errors import RlhpcError, StaleGeneration, StepFailed, WorkerFailed
-from rlhpc.runtime.failures import FailurePolicy, by_group
-from rlhpc.runtime.spec import WorkerSpec
+from rlhpc.runtime.failure_detection import FailurePolicy, by_group
+from rlhpc.runtime.worker_spec import WorkerSpec
 
 SPEC = WorkerSpec("", 0, 1, "n1", 0, 0, 1, (), "r", "t", b"", "o", "e")
 

@@ -17,7 +17,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.host import host_id
 from rlhpc.runtime.joining import Door, Refused
 from rlhpc.runtime.registry import CURRENT, MEMBERS, Keys, Registry
-from rlhpc.runtime.spec import WorkerSpec
+from rlhpc.runtime.worker_spec import WorkerSpec
 
 SPEC = WorkerSpec(
     "rollout", 3, 4, "n1", 3, 0, 1, (0, 1), "/r", "t", bytes(range(256)), "/o", "/e", {"A": "b"}, ["/p"], "/", 2, True,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.runtime import lookup
+from rlhpc.runtime import plugins as lookup
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry, required
+from rlhpc.runtime.plugins import Registry, required
 
 
 def registry() -> Registry:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhpc.runtime.log_tails import tail
+from rlhpc.runtime.text import tail
 
 FAULT = """Fatal Python error: Segmentation fault
 

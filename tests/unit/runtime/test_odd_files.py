@@ -15,7 +15,7 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.status import newest_generation, print_logs, render_status
 from rlhpc.metrics.logger import read_last_metrics, read_metrics
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plain import open_file, read_file, read_yaml_file
+from rlhpc.runtime.files import open_file, read_file, read_yaml_file
 from rlhpc.runtime.registry import Registry
 from rlhpc.runtime.repository import git_state
 

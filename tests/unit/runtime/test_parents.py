@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.runtime.parents import start_bound_to_parent
+from rlhpc.runtime.os_resources import start_bound_to_parent
 
 PARENT = """
 import signal, sys, time
-from rlhpc.runtime.parents import start_bound_to_parent
+from rlhpc.runtime.os_resources import start_bound_to_parent
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})
 process = start_bound_to_parent(["bash", "-c", 'grep SigBlk /proc/self/status; exec sleep 60'], stdout=sys.stdout)
 print(process.pid, flush=True)

@@ -6,8 +6,8 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from rlhpc.runtime.ranks import Ranks
-from rlhpc.runtime.starters import Member
+from rlhpc.runtime.launchers import Member
+from rlhpc.runtime.membership import Ranks
 
 
 def test_who_is_starting_is_waited_for_before_anything_is_decided() -> None:

@@ -10,11 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from rlhpc.runtime import watch
+from rlhpc.runtime import registry as watch
 from rlhpc.runtime.context import Context
 from rlhpc.runtime.errors import RendezvousTimeout, RlhpcError, StaleGeneration
-from rlhpc.runtime.registry import Keys, Registry
-from rlhpc.runtime.watch import RegistryWatch
+from rlhpc.runtime.registry import Keys, Registry, RegistryWatch
 
 KEYS = Keys(b"public", b"secret")
 

@@ -378,7 +378,7 @@ def test_two_locks_of_one_process_are_one(roots: tuple[Path, Path]) -> None:
 
 TERMINATED = """
 import ctypes, os, signal, sys
-from rlhpc.runtime.process import before_sigterm
+from rlhpc.runtime.worker_process import before_sigterm
 before_sigterm(lambda: print("left", flush=True))
 child = os.fork()
 if child == 0:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from rlhpc.runtime import tcp_listener
-from rlhpc.runtime.descriptors import readable
+from rlhpc.runtime.os_resources import readable
 from rlhpc.runtime.tcp_listener import TcpListener
 from tests.eventually import wait_until
 from tests.users import BOB, needs_root

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.runtime.device import accelerator
+from rlhpc.runtime.devices import accelerator
 from rlhpc.training import adam
 from rlhpc.training.adam import AdamOptions, FlatAdam
 from tests.accelerators import ON_CPU

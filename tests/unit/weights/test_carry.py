@@ -10,12 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhpc.runtime import device
-from rlhpc.runtime.comm.landing import Landing
-from rlhpc.runtime.comm.mappings import Mappings
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.segments import bytes_in_use
-from rlhpc.runtime.device import SideCopies, host_memory, lock_pages
+from rlhpc.runtime import devices as device
+from rlhpc.runtime.comm.remote_fetch import Landing
+from rlhpc.runtime.comm.shared_memory import Mappings, SegmentPool, bytes_in_use
+from rlhpc.runtime.devices import SideCopies, host_memory, lock_pages
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.weights.carry import Carrier
 from rlhpc.weights.publish import Publisher

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from rlhpc.runtime.comm.pool import SegmentPool
+from rlhpc.runtime.comm.shared_memory import SegmentPool
 from rlhpc.weights import proof, publish
 from rlhpc.weights.cost import COST, Cost
 from rlhpc.weights.proof import Proof

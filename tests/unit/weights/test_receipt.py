@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.runtime.comm.pool import SegmentPool
+from rlhpc.runtime.comm.shared_memory import SegmentPool
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.weights import target
 from rlhpc.weights.elements import Elements, put

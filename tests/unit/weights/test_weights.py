@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.runtime.comm.mappings import Mappings
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.segments import bytes_in_use, discard, map_private
+from rlhpc.runtime.comm.shared_memory import Mappings, SegmentPool, bytes_in_use, discard, map_private
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.weights.carry import Carrier

@@ -11,9 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rlhpc.runtime.comm.mappings import Mappings
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.segments import SegmentGone
+from rlhpc.runtime.comm.shared_memory import Mappings, SegmentGone, SegmentPool
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.weights.carry import Carrier

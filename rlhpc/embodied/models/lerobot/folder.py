@@ -19,8 +19,7 @@ from gymnasium import spaces
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.files import expand_home, read_json
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import ModelConfig

@@ -14,9 +14,8 @@ from rlhpc.embodied.elsewhere import importable, needs_lerobot
 from rlhpc.embodied.models.lerobot.folder import Described
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plain import read_json
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.files import expand_home, read_json
+from rlhpc.runtime.text import first_line
 
 _OPS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from rlhpc.embodied.config import EmbodiedActorConfig, ModelConfig
 from rlhpc.embodied.models.registry import policy_dtype, policy_section
 from rlhpc.embodied.update import blueprint
-from rlhpc.runtime import device
+from rlhpc.runtime import devices as device
 
 
 def actor(model_type: str, backend: str, rank: int, dtype: str = "auto") -> Any:

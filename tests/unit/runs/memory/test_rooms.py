@@ -12,7 +12,7 @@ from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.account import GIB
 from rlhpc.runs.memory.plan import memory_plan
 from rlhpc.runs.memory.rooms import host_room, parse_bytes
-from rlhpc.runtime import memory
+from rlhpc.runtime import os_resources as memory
 from rlhpc.runtime.cluster import Cluster
 
 MATH = str(Path(__file__).resolve().parents[4] / "configs" / "reasoning" / "math.yaml")

@@ -15,16 +15,13 @@ import numpy as np
 import pytest
 import zmq
 
-from rlhpc.runtime.comm import bulk
-from rlhpc.runtime.comm.bulk import MAGIC, MOST_TRANSFERS, BulkClient
-from rlhpc.runtime.comm.landing import Landing
-from rlhpc.runtime.comm.loans import LEND_LIMIT
-from rlhpc.runtime.comm.mappings import Mappings
-from rlhpc.runtime.comm.payload import Origin, Packed, unpack
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.segments import HEADER, bytes_in_use
-from rlhpc.runtime.comm.share import Share, once_for_all
-from rlhpc.runtime.comm.sockets import Peers
+from rlhpc.runtime.comm import bulk_transfer as bulk
+from rlhpc.runtime.comm.bulk_transfer import MAGIC, MOST_TRANSFERS, BulkClient
+from rlhpc.runtime.comm.payload import Origin, Packed, Share, once_for_all, unpack
+from rlhpc.runtime.comm.remote_fetch import Landing
+from rlhpc.runtime.comm.shared_memory import HEADER, Mappings, SegmentPool, bytes_in_use
+from rlhpc.runtime.comm.zero_copy import LEND_LIMIT
+from rlhpc.runtime.comm.zmq_sockets import Peers
 from rlhpc.runtime.errors import ChannelError, RlhpcError
 from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.scratch import Scratch

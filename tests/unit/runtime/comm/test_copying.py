@@ -8,8 +8,8 @@ import os
 import numpy as np
 import pytest
 
-from rlhpc.runtime.comm import copying
-from rlhpc.runtime.comm.copying import copy_into
+from rlhpc.runtime.comm import shared_memory as copying
+from rlhpc.runtime.comm.shared_memory import copy_into
 
 
 @pytest.mark.parametrize("cores", [1, 2, 64])

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.runtime.comm import devices
-from rlhpc.runtime.comm.crossings import Crossing
-from rlhpc.runtime.comm.device_mappings import DeviceMappings, Elsewhere
-from rlhpc.runtime.comm.device_pool import DevicePool
-from rlhpc.runtime.comm.segments import FREE, USED, WRITTEN, SegmentGone, discard
+from rlhpc.runtime.comm import device_memory as devices
+from rlhpc.runtime.comm.device_memory import Crossing, DeviceMappings, DevicePool, Elsewhere
+from rlhpc.runtime.comm.shared_memory import FREE, USED, WRITTEN, SegmentGone, discard
 from rlhpc.runtime.errors import ChannelError
 from rlhpc.runtime.host import has_ended, pid_namespace
 from rlhpc.runtime.scratch import Scratch
@@ -196,7 +194,7 @@ def test_what_a_killed_sender_left_is_gone(scratch, device, other):
     """Its event will never be recorded again: nobody may wait for it."""
     program = (
         "import pickle, sys, torch; from pathlib import Path; from tests.stand_in_device import StandIn\n"
-        "from rlhpc.runtime.comm import devices; from rlhpc.runtime.comm.device_pool import DevicePool\n"
+        "from rlhpc.runtime.comm import devices; from rlhpc.runtime.comm.device_memory import DevicePool\n"
         "class Place: shm = Path(sys.argv[1])\n"
         "device = StandIn(Place.shm); devices.use(device)\n"
         f"pool = DevicePool(Place, {ENDPOINT!r})\n"

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import zmq
 
-from rlhpc.runtime.comm import bulk, fetching, offers
-from rlhpc.runtime.comm.bulk import BulkServer
-from rlhpc.runtime.comm.fetching import Above, Fetching
-from rlhpc.runtime.comm.mappings import Mappings
-from rlhpc.runtime.comm.offers import Offers, Withdrawn
+from rlhpc.runtime.comm import bulk_transfer as bulk
+from rlhpc.runtime.comm import remote_fetch as fetching
+from rlhpc.runtime.comm import zero_copy as offers
+from rlhpc.runtime.comm.bulk_transfer import BulkServer
 from rlhpc.runtime.comm.payload import Origin
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.segments import HEADER
-from rlhpc.runtime.comm.sockets import Peers
+from rlhpc.runtime.comm.remote_fetch import Above, Fetching
+from rlhpc.runtime.comm.shared_memory import HEADER, Mappings, SegmentPool
+from rlhpc.runtime.comm.zero_copy import Offers, Withdrawn
+from rlhpc.runtime.comm.zmq_sockets import Peers
 from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.scratch import Scratch
 from tests.eventually import wait_until

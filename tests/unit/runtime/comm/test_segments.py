@@ -12,10 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.runtime.comm.mappings import Mappings
 from rlhpc.runtime.comm.payload import Origin, Packed, unpack
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.segments import HEADER, SegmentGone, bytes_in_use, capacity_of, discard, remove_idle_of_the_dead
+from rlhpc.runtime.comm.shared_memory import (
+    HEADER,
+    Mappings,
+    SegmentGone,
+    SegmentPool,
+    bytes_in_use,
+    capacity_of,
+    discard,
+    remove_idle_of_the_dead,
+)
 from rlhpc.runtime.scratch import Scratch
 
 ORIGIN = Origin("here", "ipc://nowhere")
@@ -139,8 +146,8 @@ def test_what_a_killed_process_left_idle_goes_and_what_is_needed_stays(scratch: 
     code = (
         "import os, numpy as np\n"
         "from rlhpc.runtime.comm.payload import Packed\n"
-        "from rlhpc.runtime.comm.pool import SegmentPool\n"
-        "from rlhpc.runtime.comm.segments import discard\n"
+        "from rlhpc.runtime.comm.shared_memory import SegmentPool\n"
+        "from rlhpc.runtime.comm.shared_memory import discard\n"
         "from rlhpc.runtime.scratch import Scratch\n"
         f"pool = SegmentPool(Scratch({scratch.token!r}))\n"
         "made = [Packed(np.zeros(1 << 20, np.uint8), pool, ('here', '')).segment for _ in range(2)]\n"

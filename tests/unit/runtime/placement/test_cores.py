@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from rlhpc import Cluster
-from rlhpc.runtime import cores, device, process
+from rlhpc.runtime import devices as device
+from rlhpc.runtime import os_resources as cores
+from rlhpc.runtime import worker_process as process
 from rlhpc.runtime.placement import Placement
-from rlhpc.runtime.spec import spec_of
+from rlhpc.runtime.worker_spec import spec_of
 from tests.accelerators import ON_CPU
 
 CARDS = ("0000:1b:00.0", "0001:e3:00.0")
@@ -25,7 +27,7 @@ CARDS = ("0000:1b:00.0", "0001:e3:00.0")
 PROGRAM = """
 import json, os, subprocess, sys
 from pathlib import Path
-from rlhpc.runtime.cores import stay_near
+from rlhpc.runtime.os_resources import stay_near
 said = stay_near(sys.argv[2].split(","), int(sys.argv[3]), Path(sys.argv[1]))
 child = subprocess.check_output([sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"], text=True)
 print(json.dumps({"said": said, "mine": sorted(os.sched_getaffinity(0)), "childs": json.loads(child)}))

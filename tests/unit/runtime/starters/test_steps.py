@@ -26,10 +26,9 @@ from rlhpc.runtime.errors import (
     StepFailed,
     WorkerFailed,
 )
-from rlhpc.runtime.spec import WorkerSpec
-from rlhpc.runtime.starters.commands import killing_step, step_environment
-from rlhpc.runtime.starters.stepped import task_status
-from rlhpc.runtime.task import own_devices
+from rlhpc.runtime.launchers.srun import task_status
+from rlhpc.runtime.launchers.srun_commands import killing_step, step_environment
+from rlhpc.runtime.worker_spec import WorkerSpec, own_devices
 
 
 def test_the_steps_environment() -> None:

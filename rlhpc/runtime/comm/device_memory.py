@@ -1,0 +1,609 @@
+"""What the lane for tensors on an accelerator asks of one: memory and events that another process of the host can open.
+
+`cuda` has the implementation. Nothing here wakes a driver: until something else in this process has, it has no device.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+import itertools
+import logging
+import math
+import mmap
+import os
+import pickle
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from rlhpc.runtime.comm import device_memory as crossings
+from rlhpc.runtime.comm.shared_memory import (
+    ALIGN,
+    FREE,
+    HEADER,
+    MAX_TRACKED,
+    WRITTEN,
+    SegmentGone,
+    await_readers,
+    begin_use,
+    capacity_of,
+    free_ended,
+    map_segment,
+    unlink,
+)
+from rlhpc.runtime.errors import ChannelError
+from rlhpc.runtime.host import has_ended, process_id
+from rlhpc.runtime.scratch import Scratch
+
+
+class DeviceEvent(Protocol):
+    """A point in the order of what a device was asked to do."""
+
+    @property
+    def handle(self) -> bytes:
+        """What another process opens it by."""
+
+    def record(self) -> None:
+        """Makes this the point after all that this process has asked of the device so far."""
+
+    def wait(self) -> None:
+        """What this process asks of the device from now on comes after that point, whoever recorded it. The host goes on."""
+
+    def done(self) -> bool:
+        """Whether the device has come to that point."""
+
+
+class Device(Protocol):
+    """An accelerator as this process sees it. What it is asked to do it does in that order, and later.
+
+    Attributes:
+        address: Which one of the host's it is, whatever its number is in this process.
+        budget: Bytes that messages on their way may take of it, for each process that sends.
+        reads: Addresses of those whose memory can be opened here: its own, and its peers'.
+    """
+
+    address: str
+    budget: int
+    reads: tuple[str, ...]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in its memory."""
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """Memory that can be exported, uint8."""
+
+    def export(self, memory: torch.Tensor) -> bytes:
+        """What another process opens such memory by.
+
+        Raises:
+            RuntimeError: The device cannot share it.
+        """
+
+    def open(self, handle: bytes) -> torch.Tensor:
+        """Another process's memory, uint8; it is closed when nothing refers to it.
+
+        Raises:
+            RuntimeError: It cannot be opened here.
+        """
+
+    def empty(self, size: int) -> torch.Tensor:
+        """Memory for this process alone, uint8."""
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Asks for a copy between two pieces of its memory."""
+
+    def to_host(self, memory: torch.Tensor) -> torch.Tensor:
+        """A copy on the host, which is made when this returns."""
+
+    def event(self) -> DeviceEvent:
+        """A new event."""
+
+    def open_event(self, handle: bytes) -> DeviceEvent:
+        """Another process's event.
+
+        Raises:
+            RuntimeError: It cannot be opened here.
+        """
+
+
+_own: Device | None = None
+
+
+def use(device: Device | None) -> None:
+    """Makes a device this process's own; for kinds that torch does not call `cuda`."""
+    global _own
+    _own = device
+
+
+def own() -> Device | None:
+    """The device that this process computes on; None until it has begun to."""
+    global _own
+    if _own is None:
+        module: Any = sys.modules.get("torch.cuda")
+        if module is not None and module.is_initialized():
+            _own = CudaDevice()
+    return _own
+
+
+def address() -> str:
+    """Which accelerator of this host the process computes on; empty for none."""
+    device = own()
+    return "" if device is None else device.address
+
+
+#: Most readers of a message.
+MOST = MAX_TRACKED
+
+
+class Part(NamedTuple):
+    """A tensor: where it begins, and its form."""
+
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Crossing(NamedTuple):
+    """Tensors in a buffer of their sender's.
+
+    Attributes:
+        endpoint: The sender's service.
+        path: The buffer's lease, by which it is known.
+        address: The accelerator.
+        memory: What the buffer is opened by.
+        event: What the event is opened by that says that the tensors are written.
+        size: Bytes.
+        parts: The tensors.
+    """
+
+    endpoint: dict[str, str]
+    path: str
+    address: str
+    memory: bytes
+    event: bytes
+    size: int
+    parts: list[Part]
+
+
+def layout(tensors: list[tuple[str, tuple[int, ...], int]]) -> tuple[list[Part], int]:
+    """Where tensors (dtype, shape, bytes of an element) go in a buffer, and the size of them all."""
+    parts, offset = [], 0
+    for dtype, shape, itemsize in tensors:
+        nbytes = math.prod(shape) * itemsize
+        parts.append(Part(offset, dtype, shape, nbytes))
+        offset += nbytes + -nbytes % ALIGN
+    return parts, offset
+
+
+def make_lease(path: str) -> mmap.mmap:
+    """A new lease."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, HEADER)
+        return mmap.mmap(fd, HEADER)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def lend(lease: mmap.mmap, readers: int) -> None:
+    """Says that readers are to come; called by the sender of a free buffer."""
+    await_readers(lease, readers)
+
+
+def begin(lease: mmap.mmap, reader: int) -> bool:
+    """Says that a reader has come; False if it is awaited no longer."""
+    if lease[reader : reader + 1] == FREE:
+        return False
+    begin_use(lease, reader)
+    return True
+
+
+def end(lease: mmap.mmap, reader: int) -> None:
+    """Says that a reader is done."""
+    lease[reader : reader + 1] = FREE
+
+
+def is_free(lease: mmap.mmap, readers: int) -> bool:
+    """Whether nobody needs a buffer; called by its sender. What readers that have died had in use is freed."""
+    if lease[:readers] == FREE * readers:
+        return True
+    free_ended(lease, readers)
+    return bool(lease[:readers] == FREE * readers)
+
+
+#: Of the device's memory, for messages on their way.
+_SHARE = 32
+#: In place of the file with the counter; see above.
+_NO_FILE, _NO_EVENT = b"/rlhpc-leases", b""
+
+
+class CudaEvent:
+    """An event of this process, or one of another's."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    @property
+    def handle(self) -> bytes:
+        """See `DeviceEvent.handle`."""
+        handle: bytes = self._event.ipc_handle()
+        return handle
+
+    def record(self) -> None:
+        """See `DeviceEvent.record`: on the thread's current stream."""
+        self._event.record()
+
+    def wait(self) -> None:
+        """See `DeviceEvent.wait`: the thread's current stream waits."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def done(self) -> bool:
+        """See `DeviceEvent.done`."""
+        return bool(self._event.query())
+
+
+def _address(number: int) -> str:
+    """Of the device of a number in this process."""
+    about: Any = torch.cuda.get_device_properties(number)
+    where = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}"
+    # Parts of one card differ in the second. Leases tell processes by their ids, which differ between namespaces.
+    return f"{where} {about.uuid} {os.readlink('/proc/self/ns/pid')}"
+
+
+class CudaDevice:
+    """The device that is current when this is made; see `devices.Device`."""
+
+    def __init__(self) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self.budget = int(torch.cuda.get_device_properties(self._device).total_memory) // _SHARE
+        own = self._device.index
+        self.address = _address(own)
+        # Torch opens memory in the address space of this device, and has the driver make the other its peer. It is asked of
+        # those alone that this process sees.
+        peers = [one for one in range(torch.cuda.device_count()) if one != own]
+        self.reads = (self.address, *(_address(o) for o in peers if torch.cuda.can_device_access_peer(own, o)))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """See `Device.holds`."""
+        return tensor.device == self._device
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """See `Device.allocate`."""
+        return self.empty(size)
+
+    def export(self, memory: torch.Tensor) -> bytes:
+        """See `Device.export`."""
+        found: Any = memory.untyped_storage()._share_cuda_()
+        _, handle, size, offset, counter, number, *_ = found
+        torch.UntypedStorage._release_ipc_counter_cuda(counter, number)
+        return pickle.dumps((handle, size, offset))
+
+    def open(self, handle: bytes) -> torch.Tensor:
+        """See `Device.open`. The number of the device is this process's own."""
+        storage: Any = torch.UntypedStorage._new_shared_cuda(
+            self._device.index, *pickle.loads(handle), _NO_FILE, 0, _NO_EVENT, False
+        )
+        with torch.inference_mode(False):
+            return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+
+    def empty(self, size: int) -> torch.Tensor:
+        """See `Device.empty`: of a kind that may be written in and outside inference mode."""
+        with torch.inference_mode(False):
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Device.copy`: on the thread's current stream."""
+        into.copy_(source, non_blocking=True)
+
+    def to_host(self, memory: torch.Tensor) -> torch.Tensor:
+        """See `Device.to_host`."""
+        return memory.cpu()
+
+    def event(self) -> CudaEvent:
+        """See `Device.event`."""
+        return CudaEvent(torch.cuda.Event(enable_timing=False, interprocess=True))
+
+    def open_event(self, handle: bytes) -> CudaEvent:
+        """See `Device.open_event`."""
+        return CudaEvent(torch.cuda.Event.from_ipc_handle(self._device, handle))
+
+
+#: How long copies that the accelerator was asked for may take.
+_PATIENCE_S = 30.0
+_LOOK_S = 0.0005
+_PROCESS = re.compile(r"-(\d+\.\d+)-\d+$")
+
+
+class Elsewhere(Exception):
+    """This process cannot read the buffer: its accelerator is no peer, or, where something is said, cannot open it."""
+
+
+class _Opened:
+    def __init__(self, device: Device, lease: mmap.mmap, memory: Any, written: DeviceEvent) -> None:
+        self.lease, self.memory, self.written, self.read = lease, memory, written, device.event()
+
+
+#: Memory and event of a buffer that is this process's own.
+Local = Callable[[str], tuple[Any, DeviceEvent] | None]
+
+
+class DeviceMappings:
+    """The buffers of other processes that this one has opened. Any thread may call any method.
+
+    Args:
+        local: See `DevicePool.local`.
+
+    Attributes:
+        reading: Buffers that are still copied from.
+    """
+
+    def __init__(self, local: Local = lambda path: None) -> None:
+        self._local = local
+        self._lock = threading.Lock()
+        self._opened: dict[str, _Opened] = {}
+        self.reading: list[tuple[_Opened, int]] = []
+
+    def take(self, crossing: Crossing, reader: int) -> list[Any]:
+        """The tensors of a message, on this process's accelerator; they are its own.
+
+        Raises:
+            Elsewhere: The buffer cannot be read here.
+            SegmentGone: Its sender has ended, or has forgotten the message.
+        """
+        import torch
+
+        device = own()
+        if device is None or crossing.address not in device.reads:
+            raise Elsewhere
+        self.settle()
+        with self._lock:
+            opened = self._open(device, crossing)
+            if not crossings.begin(opened.lease, reader):
+                raise SegmentGone(crossing.path)
+            try:
+                arrived = device.empty(crossing.size)
+                opened.written.wait()
+                device.copy(arrived, opened.memory[: crossing.size])
+                opened.read.record()
+            except BaseException:  # of a device that is full, say
+                crossings.end(opened.lease, reader)
+                raise
+            self.reading.append((opened, reader))
+        return [
+            arrived[part.offset : part.offset + part.nbytes].view(getattr(torch, part.dtype)).reshape(part.shape)
+            for part in crossing.parts
+        ]
+
+    def _open(self, device: Device, crossing: Crossing) -> _Opened:
+        sender = _PROCESS.search(crossing.path)
+        # An event of a process that has ended must not be waited for.
+        if sender is not None and has_ended(sender[1]):
+            raise SegmentGone(crossing.path)
+        if crossing.path in self._opened:
+            return self._opened[crossing.path]
+        self._sweep()
+        lease = map_segment(crossing.path, mmap.MAP_SHARED)
+        found = self._local(crossing.path)
+        if found is None:
+            try:
+                found = device.open(crossing.memory), device.open_event(crossing.event)
+            except RuntimeError as error:
+                raise Elsewhere(str(error) or type(error).__name__) from None
+        opened = self._opened[crossing.path] = _Opened(device, lease, *found)
+        return opened
+
+    def settle(self) -> None:
+        """Gives back the buffers that have been copied by now."""
+        with self._lock:
+            still = []
+            for opened, reader in self.reading:
+                if opened.read.done():
+                    crossings.end(opened.lease, reader)
+                else:
+                    still.append((opened, reader))
+            self.reading = still
+
+    def park(self) -> None:
+        """Closes everything, once what was to be copied has been."""
+        until = time.monotonic() + _PATIENCE_S
+        while self.reading and time.monotonic() < until:
+            self.settle()
+            time.sleep(_LOOK_S if self.reading else 0)
+        with self._lock:
+            self._opened.clear()
+
+    def _sweep(self) -> None:
+        """Closes buffers that their senders have given up."""
+        busy = {id(opened) for opened, _ in self.reading}
+        self._opened = {
+            path: opened for path, opened in self._opened.items() if id(opened) in busy or os.path.exists(path)
+        }
+
+
+log = logging.getLogger(__name__)
+
+#: Buffers of a process; beyond them messages take the host's road.
+_MOST = 64
+_counter = itertools.count()
+
+
+class _Buffer:
+    """A buffer as its sender knows it."""
+
+    def __init__(self, device: Device, path: str, memory: Any, exported: bytes, event: DeviceEvent) -> None:
+        self.device, self.path, self.memory, self.exported, self.event = device, path, memory, exported, event
+        self.lease: mmap.mmap = crossings.make_lease(path)
+        self.readers = self.size = 0
+        self.holders: Sequence[str] = ()
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that fit."""
+        return int(self.memory.numel())
+
+    def free(self) -> bool:
+        return crossings.is_free(self.lease, self.readers)
+
+
+class DevicePool:
+    """The buffers that this process writes. Any thread may call any method.
+
+    Args:
+        scratch: The session's folders on this host.
+        endpoint: This process's service.
+
+    Attributes:
+        crossed: Messages whose tensors stayed on the accelerator.
+    """
+
+    def __init__(self, scratch: Scratch, endpoint: dict[str, str]) -> None:
+        self._scratch, self._endpoint = scratch, endpoint
+        self._lock = threading.Lock()
+        self._buffers: dict[str, _Buffer] = {}
+        self._shut = False
+        self.crossed = 0
+
+    @property
+    def bytes(self) -> int:
+        """Device memory that the buffers take."""
+        return sum(buffer.capacity for buffer in list(self._buffers.values()))
+
+    def reaches(self, host: str, address: str) -> bool:
+        """Whether a process of that host that computes on that accelerator can be sent tensors by it."""
+        device = None if self._shut or not address or host != self._endpoint["host"] else own()
+        return device is not None and device.address == address
+
+    def write(self, tensors: Sequence[Any], readers: int = 1, holders: Sequence[str] = ()) -> Crossing | None:
+        """Asks the accelerator to copy tensors of its own into a buffer, and lends that to readers, numbered from 0.
+
+        Returns:
+            None where there is no room: all buffers are lent, or the budget is spent.
+        """
+        device = own()
+        if device is None or readers > crossings.MOST:
+            return None
+        parts, size = crossings.layout([(_name(one.dtype), tuple(one.shape), one.element_size()) for one in tensors])
+        with self._lock:
+            buffer = self._take(device, max(size, 1))
+            if buffer is None:
+                return None
+            for part, tensor in zip(parts, tensors, strict=True):
+                if part.nbytes:
+                    into = buffer.memory[part.offset : part.offset + part.nbytes]
+                    device.copy(into.view(tensor.dtype).reshape(part.shape), tensor.detach())
+            buffer.event.record()
+            buffer.readers, buffer.size, buffer.holders = readers, size, holders
+            crossings.lend(buffer.lease, readers)
+            self.crossed += 1
+        handle = buffer.event.handle
+        return Crossing(self._endpoint, buffer.path, device.address, buffer.exported, handle, size, parts)
+
+    def awaited(self, path: str) -> list[bool]:
+        """Which readers of a buffer have not come yet; empty for one that is not here."""
+        buffer = self._buffers.get(path)
+        return [] if buffer is None else [state == WRITTEN[0] for state in buffer.lease[: buffer.readers]]
+
+    def local(self, path: str) -> tuple[Any, DeviceEvent] | None:
+        """Memory and event of a buffer of this process: it cannot open what it exported itself."""
+        buffer = self._buffers.get(path)
+        return None if buffer is None else (buffer.memory, buffer.event)
+
+    def to_host(self, path: str, reader: int, why: str) -> Any:
+        """A copy on the host for a reader that cannot read the buffer, uint8; the buffer is not lent to it any more.
+
+        Args:
+            path: The buffer.
+            reader: Number of the reader.
+            why: What keeps it from opening the buffer; empty if it is on another accelerator. No message after this one
+                is sent to anybody this way.
+
+        Raises:
+            ChannelError: The message was forgotten.
+        """
+        with self._lock:
+            buffer = self._buffers.get(path)
+            if buffer is None or buffer.lease[reader : reader + 1] == FREE:
+                raise ChannelError("a message was forgotten before its reader came")
+            buffer.event.wait()
+            copied = buffer.device.to_host(buffer.memory[: buffer.size])
+            crossings.end(buffer.lease, reader)
+        if why:
+            self._give_up(f"another process cannot open it ({why})")
+        return copied
+
+    def forget_process(self, process: str) -> None:
+        """Ends the buffers that were lent to a process that has ended (`host.process_key`) and to no other."""
+        with self._lock:
+            for buffer in list(self._buffers.values()):
+                slots = [slot for slot, holder in enumerate(buffer.holders) if holder == process]
+                for slot in slots:
+                    crossings.end(buffer.lease, slot)
+                if slots and buffer.free():
+                    self._drop(buffer)
+
+    def park(self) -> int:
+        """Gives device memory back; returns how much is still lent, and stays."""
+        with self._lock:
+            for buffer in list(self._buffers.values()):
+                if buffer.free():
+                    self._drop(buffer)
+        return self.bytes
+
+    def forget(self) -> None:
+        """Ends all buffers, also those whose readers have not come; for when what was sent counts no longer."""
+        with self._lock:
+            for buffer in list(self._buffers.values()):
+                self._drop(buffer)
+
+    # -- finding one ----------------------------------------------------------------------------------------------
+
+    def _take(self, device: Device, size: int) -> _Buffer | None:
+        free = [buffer for buffer in self._buffers.values() if buffer.free()]
+        fitting = [buffer for buffer in free if size <= buffer.capacity <= 2 * size]
+        if fitting:
+            return min(fitting, key=lambda buffer: buffer.capacity)
+        capacity = capacity_of(size)
+        while free and (len(self._buffers) >= _MOST or self.bytes + capacity > device.budget):
+            self._drop(free.pop(0))
+        if len(self._buffers) >= _MOST or self.bytes + capacity > device.budget:
+            return None
+        return self._make(device, capacity)
+
+    def _make(self, device: Device, capacity: int) -> _Buffer | None:
+        try:
+            memory, event = device.allocate(capacity), device.event()
+        except RuntimeError:  # its memory is full
+            return None
+        try:
+            exported = device.export(memory)
+        except RuntimeError as error:
+            self._give_up(str(error))
+            return None
+        path = str(self._scratch.shm / f"lease-{process_id()}-{next(_counter)}")
+        buffer = self._buffers[path] = _Buffer(device, path, memory, exported, event)
+        return buffer
+
+    def _drop(self, buffer: _Buffer) -> None:
+        del self._buffers[buffer.path]
+        unlink(buffer.path)
+
+    def _give_up(self, why: str) -> None:
+        if not self._shut:
+            self._shut = True
+            log.warning("tensors cannot stay on the accelerator on their way, and are copied through the host: %s", why)
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
