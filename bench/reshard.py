@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from bench.machine import spread, write
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
 from rlhpc.checkpoint.tensor_slice import Box, cut
-from rlhpc.training.regions import boxes
+from rlhpc.training.shard_layout import boxes
 from rlhpc.weights import Update, make_sync
 from rlhpc.weights.reshard import Shard as Part
 from rlhpc.weights.reshard import ShardSync

@@ -20,7 +20,7 @@ from bench.machine import goal, spread, write
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
 from rlhpc.runtime.context import current
 from rlhpc.weights import make_sync
-from rlhpc.weights.target import apply
+from rlhpc.weights.receiver import apply
 from rlhpc.weights.transport import WeightSender
 
 HOSTS = (1, 2, 4, 8)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from bench.machine import RESULTS
 from bench.weights import BYTES
-from rlhpc.weights.publish import PART_BYTES
+from rlhpc.weights.sender import PART_BYTES
 
 #: GB/s, and how many engines a node has.
 ASSUMED = {"device to host, pages locked": 25.0, "host to device, for each engine": 6.0, "engines on a node": 8}

@@ -26,7 +26,7 @@ import torch
 from bench.machine import spread, write
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
 from rlhpc.weights import make_sync
-from rlhpc.weights.target import apply
+from rlhpc.weights.receiver import apply
 
 TENSORS, BYTES = 290, 500_000_000
 COPY = "memory copy"

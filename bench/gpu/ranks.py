@@ -18,7 +18,7 @@ from rlhpc.language.tokens.trainer import TokenTrainer
 from rlhpc.runs.device import own_device
 from rlhpc.runtime.devices import empty_cache
 from rlhpc.weights import make_sync
-from rlhpc.weights.target import apply
+from rlhpc.weights.receiver import apply
 
 #: Large enough that a backend which does not train is apart from one that does.
 LR = 1e-4

@@ -206,7 +206,7 @@ def trained_weights(checkpoint: Path, backend: str) -> Iterable[tuple[str, torch
     if backend == "fsdp":
         return _sharded(checkpoint / "shards")
     if backend == "deepspeed":
-        from rlhpc.training.zero_files import full_parameters
+        from rlhpc.training.deepspeed_checkpoint import full_parameters
 
         return full_parameters(checkpoint / "deepspeed" / "state")
     raise CheckpointError(
@@ -303,7 +303,7 @@ def _export_adapted(
 def _sharded(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-    from rlhpc.training.dcp import load_sharded
+    from rlhpc.training.distributed_checkpoint import load_sharded
 
     prefix = "model."
     try:

@@ -280,7 +280,7 @@ def check_reward_model(cfg: RewardRunConfig) -> None:
         )
     if cfg.actor.training_backend.lower() == "deepspeed":
         from rlhpc.language.tokens.model import compute_dtype
-        from rlhpc.training.zero_config import deepspeed_config
+        from rlhpc.training.deepspeed_config import deepspeed_config
 
         deepspeed_config(cfg.actor, compute_dtype(model, "cpu"))
     if cfg.runner.val_check_interval > 0:

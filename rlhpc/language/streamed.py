@@ -15,7 +15,7 @@ from rlhpc.runtime.errors import CheckpointError
 if TYPE_CHECKING:
     from rlhpc.checkpoint.tensor_slice import Box
     from rlhpc.language.model_config import PretrainedConfig
-    from rlhpc.training.export import Layout
+    from rlhpc.training.safetensors_writer import Layout
 
 _PREFIX = "model."
 Written = Iterator[tuple[str, "Box", torch.Tensor]]
@@ -47,9 +47,9 @@ def stream_shards(
         CheckpointError: A file is damaged, or is of another model.
     """
     from rlhpc.checkpoint.tensor_slice import whole
-    from rlhpc.training.dcp import saved_boxes
-    from rlhpc.training.names import checkpoint_parts
-    from rlhpc.training.regions import within
+    from rlhpc.training.distributed_checkpoint import saved_boxes
+    from rlhpc.training.parameter_names import checkpoint_parts
+    from rlhpc.training.shard_layout import within
 
     skeleton = load(model, dtype=dtype, empty=True)
     layout, shapes = _layout(skeleton, dtype)
@@ -85,8 +85,8 @@ def stream_folder(
     """
     from rlhpc.checkpoint.tensor_slice import whole
     from rlhpc.language.tokens.model import model_file
-    from rlhpc.training.filling import missing
-    from rlhpc.training.slices import Slices
+    from rlhpc.training.safetensors_reader import Slices
+    from rlhpc.training.safetensors_writer import missing
 
     slices = Slices.of(partial(model_file, str(model.model_path)))
     skeleton = load(model, dtype=dtype, empty=True)
@@ -105,9 +105,8 @@ def stream_folder(
 
 def _layout(skeleton: Any, dtype: torch.dtype) -> tuple[Layout, dict[str, tuple[int, ...]]]:
     """Where its tensors go, and their shapes by the module's own names."""
-    from rlhpc.training.export import Layout
-    from rlhpc.training.pieces import names_and_shapes
-    from rlhpc.training.regions import held
+    from rlhpc.training.safetensors_writer import Layout
+    from rlhpc.training.shard_layout import held, names_and_shapes
 
     tensors = names_and_shapes(skeleton).items()
     layout = Layout({name: (shape, dtype if kind.is_floating_point else kind) for name, (shape, kind) in tensors})
@@ -142,9 +141,9 @@ def untrained_weights(
         ConfigError: The base model is not there.
     """
     from rlhpc.language.tokens.model import model_file
-    from rlhpc.training.names import checkpoint_parts
-    from rlhpc.training.regions import held
-    from rlhpc.training.slices import Slices
+    from rlhpc.training.parameter_names import checkpoint_parts
+    from rlhpc.training.safetensors_reader import Slices
+    from rlhpc.training.shard_layout import held
 
     parameters = {name for name, _ in skeleton.named_parameters()}
     lacking = {name: tuple(tensor.shape) for name, tensor in held(skeleton) if name not in trained}

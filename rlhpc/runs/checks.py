@@ -25,7 +25,7 @@ from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.files import expand_home, unwritable
 from rlhpc.runtime.plugins import Registry, meant
 from rlhpc.runtime.text import shown
-from rlhpc.weights.strategy import DELTAS, STRATEGIES
+from rlhpc.weights.base import DELTAS, STRATEGIES
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "runner.on_nonfinite": ("stop", "skip"),

@@ -16,7 +16,7 @@ from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.training.mesh import Mesh
-    from rlhpc.training.slices import Slices
+    from rlhpc.training.safetensors_reader import Slices
 
 #: Returns the whole of a tensor of which a rank may hold a part; all ranks call it for the same tensors, in one order.
 Full = Callable[[torch.Tensor], torch.Tensor]

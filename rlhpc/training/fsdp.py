@@ -28,19 +28,18 @@ from rlhpc.checkpoint.tensor_slice import cut
 from rlhpc.runtime.devices import collective_backends, empty_cache
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import write_durably
-from rlhpc.training.contract import Batch as Given
-from rlhpc.training.contract import Blueprint, Found, Named, Ranks
-from rlhpc.training.dcp import load_sharded, save_sharded
-from rlhpc.training.filling import fill, missing
+from rlhpc.training.backend import Batch as Given
+from rlhpc.training.backend import Blueprint, Found, Named, Ranks
+from rlhpc.training.distributed_checkpoint import load_sharded, save_sharded
 from rlhpc.training.mesh import Mesh, shared_by
-from rlhpc.training.parking import ParkingBackend, tensors_in, tensors_of
-from rlhpc.training.pieces import pieces
-from rlhpc.training.plans import make_buffers
-from rlhpc.training.regions import Region, boxes
-from rlhpc.training.slices import Slices
+from rlhpc.training.offload import ParkingBackend, tensors_in, tensors_of
+from rlhpc.training.safetensors_reader import Slices
+from rlhpc.training.safetensors_writer import fill, missing
+from rlhpc.training.shard_layout import Region, boxes, pieces
+from rlhpc.training.tensor_parallel import make_buffers
 
 if TYPE_CHECKING:
-    from rlhpc.training.contract import ActorSection
+    from rlhpc.training.backend import ActorSection
 
 log = logging.getLogger(__name__)
 

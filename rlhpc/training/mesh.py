@@ -15,7 +15,7 @@ What others build upon:
         .fsdp, .tensor, .context            → sub-meshes; `tensor` and `context` are None where the size is 1
         .expert, .expert_fsdp               → of the second mesh; None without
         .copies(tensor)                     → (which copy this rank has, how many there are) of a parameter's shards
-    regions(module, mesh)                   → rlhpc.training.regions: boxes in checkpoint tensors
+    regions(module, mesh)                   → rlhpc.training.shard_layout: boxes in checkpoint tensors
 """
 
 from __future__ import annotations

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.runtime.plugins import Registry
 
 if TYPE_CHECKING:
-    from rlhpc.training.contract import ActorSection, Blueprint, Ranks, TrainingBackend
+    from rlhpc.training.backend import ActorSection, Blueprint, Ranks, TrainingBackend
 
 #: Registry of classes `(blueprint, actor, worker) -> TrainingBackend`.
 BACKENDS: Registry[Any] = Registry(
     "training backend", "actor.training_backend", "rlhpc.training_backends",
     {
-        "local": "rlhpc.training.replicated:ReplicatedBackend",
+        "local": "rlhpc.training.data_parallel:ReplicatedBackend",
         "fsdp": "rlhpc.training.fsdp:FsdpBackend",
-        "deepspeed": "rlhpc.training.zero:DeepSpeedBackend",
+        "deepspeed": "rlhpc.training.deepspeed:DeepSpeedBackend",
     },
 )  # fmt: skip
 

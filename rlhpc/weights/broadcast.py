@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import TYPE_CHECKING
 
-from rlhpc.weights import roads
-from rlhpc.weights.publish import PART_BYTES
-from rlhpc.weights.strategy import NamedTensors, Update
+from rlhpc.weights import transport_select as roads
+from rlhpc.weights.base import NamedTensors, Update
+from rlhpc.weights.sender import PART_BYTES
 from rlhpc.weights.transport import WeightReceiver, WeightSender
 
 if TYPE_CHECKING:

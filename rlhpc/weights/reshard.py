@@ -32,16 +32,14 @@ from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.weights.group import Who
-from rlhpc.weights.proof import Proof
-from rlhpc.weights.publish import PART_BYTES
-from rlhpc.weights.roads import AUTO, GLOO, HOST, NCCL, SEVERAL, End, Receiving, choose, said
-from rlhpc.weights.rounds import Line
-from rlhpc.weights.routes import Held, Piece, Routes
-from rlhpc.weights.strategy import NamedTensors, NamedUpdates, Update
-from rlhpc.weights.tables import Header, Tables, Wanted
-from rlhpc.weights.together import Together, give, take
+from rlhpc.weights.base import NamedTensors, NamedUpdates, Update
+from rlhpc.weights.process_group import Who
+from rlhpc.weights.reshard_collective import Header, Tables, Together, Wanted, give, take
+from rlhpc.weights.sender import PART_BYTES
+from rlhpc.weights.transfer_plan import Held, Line, Piece, Routes
 from rlhpc.weights.transport import WeightReceiver, WeightSender
+from rlhpc.weights.transport_select import AUTO, GLOO, HOST, NCCL, SEVERAL, End, Receiving, choose, said
+from rlhpc.weights.verification import Proof
 
 if TYPE_CHECKING:
     from rlhpc.runtime.worker import Worker

@@ -17,16 +17,77 @@ from rlhpc.runtime.comm.shared_memory import HEADER, SegmentGone, SegmentPool, d
 from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.registry import MEMBERS
-from rlhpc.weights.ahead import Ahead
-from rlhpc.weights.group import GroupLost
-from rlhpc.weights.publish import PART_BYTES, Announcement, Part, Publisher
-from rlhpc.weights.roads import AUTO, Bucket, Receiving, Sending
-from rlhpc.weights.strategy import NamedTensors, Update
-from rlhpc.weights.subscribe import Piece, Subscriber, entries_of
-from rlhpc.weights.window import PARTS, Window
+from rlhpc.weights.base import NamedTensors, Update
+from rlhpc.weights.process_group import GroupLost
+from rlhpc.weights.receiver import Piece, Subscriber, entries_of
+from rlhpc.weights.sender import PART_BYTES, PARTS, Announcement, Part, Publisher, Window
+from rlhpc.weights.transport_select import AUTO, Bucket, Receiving, Sending
 
 if TYPE_CHECKING:
     from rlhpc.runtime.worker import Worker
+import queue
+import threading
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class GivenUp(Exception):
+    """Nobody takes what is being waited for."""
+
+
+class Ahead:
+    """Runs an iterator in a thread, a bounded number of items before whoever takes them. One iterator at a time.
+
+    Args:
+        depth: Items that are made, or being made, beyond the one in use.
+        after: Called in the thread when it ends.
+    """
+
+    def __init__(self, depth: int = 1, after: Callable[[], None] = lambda: None) -> None:
+        self._depth, self._after = depth, after
+        self._stopping = threading.Event()
+
+    def check(self) -> None:
+        """To be called by an iterator that waits.
+
+        Raises:
+            GivenUp: Whoever took the items has stopped; the thread is awaited.
+        """
+        if self._stopping.is_set():
+            raise GivenUp
+
+    def __call__(self, items: Iterator[T]) -> Iterator[T]:
+        """The items, or what was raised instead of the next one. Closing it ends the thread, after the item in the making."""
+        self._stopping.clear()
+        slots, made = threading.Semaphore(self._depth + 1), queue.SimpleQueue[tuple[Any, BaseException | None]]()
+
+        def run() -> None:
+            try:
+                while slots.acquire():
+                    self.check()
+                    made.put((next(items), None))
+            except BaseException as error:
+                made.put((None, error))
+            finally:
+                self._after()
+
+        thread = threading.Thread(target=run, name="rlhpc-ahead", daemon=True)
+        thread.start()
+        try:
+            while True:
+                item, error = made.get()
+                if isinstance(error, StopIteration):
+                    return
+                if error is not None:
+                    raise error
+                yield item
+                del item  # its memory may be wanted for the next but one
+                slots.release()
+        finally:
+            self._stopping.set()
+            slots.release()
+            thread.join()
 
 
 #: To how many hosts a host passes a part on.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhpc.embodied.models.mlp import ACTIVATIONS
-from rlhpc.training.flat import Reduce
+from rlhpc.training.flat_parameters import Reduce
 
 #: As CrossQ's authors have them: fraction of the running statistics that a batch replaces, what is added to variances, batches
 #: that are normalised by their own statistics alone, bounds of the correction.

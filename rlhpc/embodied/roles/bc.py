@@ -31,7 +31,7 @@ from rlhpc.embodied.update.conditioning import KEY, label, value_model
 from rlhpc.embodied.update.minibatches import local_minibatches, passes, permutation
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.training.contract import Metrics
+from rlhpc.training.backend import Metrics
 
 Batch = dict[str, Any]
 

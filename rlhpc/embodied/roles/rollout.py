@@ -28,7 +28,7 @@ from rlhpc.runs.device import own_device, seed_process, settle, to_tensors
 from rlhpc.runtime.context import current
 from rlhpc.runtime.devices import empty_cache
 from rlhpc.weights import make_sync
-from rlhpc.weights.target import apply
+from rlhpc.weights.receiver import apply
 
 FILE = "rollout-{rank}.pt"
 #: All slots of a stage.

@@ -29,7 +29,7 @@ from rlhpc.embodied.update.off_policy import TransitionBatch
 from rlhpc.embodied.update.registry import algorithm_for
 from rlhpc.runs.device import settle
 from rlhpc.runtime.context import current
-from rlhpc.training.contract import Named
+from rlhpc.training.backend import Named
 
 
 def _demos(cfg: SacConfig, observation_space: Any, action_space: Any) -> Any:

@@ -22,7 +22,7 @@ from rlhpc.embodied.update.blueprint import PolicyBlueprint
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.files import write_durably
-from rlhpc.training.contract import Named, TrainingBackend
+from rlhpc.training.backend import Named, TrainingBackend
 from rlhpc.training.registry import make_backend
 from rlhpc.weights import WeightSync, make_sync
 

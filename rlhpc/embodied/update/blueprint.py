@@ -15,8 +15,8 @@ from rlhpc.embodied.models.registry import MODELS, policy_dtype
 from rlhpc.runs.device import limit_threads
 from rlhpc.runtime.devices import computes_bfloat16
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.training.contract import Blueprint, Full, Named
-from rlhpc.training.zero_config import deepspeed_config
+from rlhpc.training.backend import Blueprint, Full, Named
+from rlhpc.training.deepspeed_config import deepspeed_config
 from rlhpc.weights import frozen_names
 
 if TYPE_CHECKING:

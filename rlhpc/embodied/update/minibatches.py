@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rlhpc.training.flat import Reduce
+from rlhpc.training.flat_parameters import Reduce
 
 
 def permutation(total: int, *entropy: int) -> torch.Tensor:

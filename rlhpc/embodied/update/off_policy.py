@@ -22,10 +22,9 @@ from rlhpc.algorithms.nonfinite import Skips, listed, nonfinite, tensors_of
 from rlhpc.checkpoint.state import load_state, save_state
 from rlhpc.embodied.models.actor_critic import ActorCritic, flatten
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.training.adam import AdamOptions
-from rlhpc.training.contract import Named
-from rlhpc.training.flat import FlatModule, Reduce
-from rlhpc.training.replicated import OPTIMIZER
+from rlhpc.training.backend import Named
+from rlhpc.training.data_parallel import OPTIMIZER
+from rlhpc.training.flat_parameters import AdamOptions, FlatModule, Reduce
 from rlhpc.weights import frozen_names
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from rlhpc.embodied.update.arriving import Arriving
 from rlhpc.embodied.update.blueprint import passed
 from rlhpc.embodied.update.minibatches import local_minibatches, passes, permutation, permutation_by_part
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.training.contract import Metrics, TrainingBackend
-from rlhpc.training.flat import Reduce
+from rlhpc.training.backend import Metrics, TrainingBackend
+from rlhpc.training.flat_parameters import Reduce
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import PpoAlgorithmConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhpc.embodied.models.actor_critic import SACPolicy
 from rlhpc.embodied.update.off_policy import OffPolicyUpdate, TransitionBatch
-from rlhpc.training.adam import AdamOptions, FlatAdam
+from rlhpc.training.flat_parameters import AdamOptions, FlatAdam
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import SacAlgorithmConfig, SacOptimConfig

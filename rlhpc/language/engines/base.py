@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from rlhpc.checkpoint.tensor_slice import Box
     from rlhpc.language.data.pictures import Seen
-    from rlhpc.weights.elements import Elements
+    from rlhpc.weights.delta import Elements
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class TakesParts(Protocol):
         self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor | Elements]], *, complete: bool
     ) -> None:
         """See `RolloutBackend.update_weights`. Where `complete` is false, what does not come stays as it is; a tensor may come
-        as its changed `Elements` (`rlhpc.weights.elements.put`)."""
+        as its changed `Elements` (`rlhpc.weights.delta.put`)."""
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from rlhpc.language.config import LanguageConfig
-    from rlhpc.weights.elements import Elements
+    from rlhpc.weights.delta import Elements
 
 T = TypeVar("T", bound="torch.Tensor | Elements")
 

@@ -24,7 +24,7 @@ from rlhpc.language.tokens.pictures import tell_places
 from rlhpc.language.tokens.routing import Routing, routing_of
 from rlhpc.runtime.devices import empty_cache, moved
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.weights.elements import Elements, put
+from rlhpc.weights.delta import Elements, put
 
 if TYPE_CHECKING:
     from rlhpc.language.config import LanguageConfig

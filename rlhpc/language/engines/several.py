@@ -12,7 +12,7 @@ from rlhpc.language.engines.engine import UpdateFailed
 if TYPE_CHECKING:
     import torch
 
-    from rlhpc.weights.elements import Elements
+    from rlhpc.weights.delta import Elements
 
 
 class SeveralPolicies:

@@ -26,7 +26,7 @@ from rlhpc.language.engines.vllm_receipt import reload_counted, require_all_load
 from rlhpc.language.hugging_face import transformers
 from rlhpc.language.tokens.model import auto_class
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.weights.cost import COST
+from rlhpc.weights.verification import COST
 
 if TYPE_CHECKING:
     from rlhpc.language.config import LanguageConfig

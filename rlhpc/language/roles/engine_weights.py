@@ -21,8 +21,8 @@ from rlhpc.runs.device import own_device
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
 from rlhpc.weights import make_sync, sends_shards
-from rlhpc.weights.proof import Proof
 from rlhpc.weights.reshard import SendsShards
+from rlhpc.weights.verification import Proof
 
 #: Pause in seconds where another rank has heard of weights, and this one has not yet.
 _IDLE_S = 0.002

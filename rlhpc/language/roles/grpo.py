@@ -48,7 +48,7 @@ from rlhpc.runs.device import own_device
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.devices import device_name, empty_cache
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
-from rlhpc.weights.cost import COST
+from rlhpc.weights.verification import COST
 
 
 class GrpoActor(LanguageActor[GrpoConfig]):

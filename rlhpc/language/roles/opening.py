@@ -22,7 +22,7 @@ from rlhpc.language.preference_scores import most_tokens
 from rlhpc.language.tokens.model import compute_dtype
 from rlhpc.runs.folder import note
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.training.zero_config import deepspeed_config
+from rlhpc.training.deepspeed_config import deepspeed_config
 
 
 def open_prompts(cfg: LanguageConfig, *, checked: bool = False) -> tuple[Any, PromptTokenizer, FittingPrompts]:

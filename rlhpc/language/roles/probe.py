@@ -20,8 +20,7 @@ from rlhpc.language.engines.base import Request, SamplingParams, ScoresTexts
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.rounding import rounded_otherwise
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.weights.cost import COST
-from rlhpc.weights.proof import WeightsDiffer
+from rlhpc.weights.verification import COST, WeightsDiffer
 
 if TYPE_CHECKING:
     from rlhpc.language.engines.base import RolloutBackend

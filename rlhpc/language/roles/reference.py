@@ -16,8 +16,8 @@ from rlhpc.language.scoring.groups import REFERENCE
 from rlhpc.language.scoring.logprobs import LogProbs
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights import make_sync
-from rlhpc.weights.elements import Elements
-from rlhpc.weights.proof import Proof
+from rlhpc.weights.delta import Elements
+from rlhpc.weights.verification import Proof
 
 
 class ReferenceWorker(ScoringWorker, SavingWorker):

@@ -46,7 +46,7 @@ from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.devices import device_name
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
-from rlhpc.weights.cost import COST
+from rlhpc.weights.verification import COST
 
 #: Pause in seconds when neither engine nor judges had anything.
 _IDLE_S = 0.002

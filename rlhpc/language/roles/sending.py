@@ -13,7 +13,7 @@ from rlhpc.language.roles.probe import Probe
 from rlhpc.language.roles.prompts import VERSIONS, PromptMap
 from rlhpc.language.scoring.groups import REFERENCE
 from rlhpc.runtime.worker import Worker
-from rlhpc.training.contract import Named
+from rlhpc.training.backend import Named
 from rlhpc.weights import WeightSync, make_sync, sends_shards
 from rlhpc.weights.reshard import SendsShards
 

@@ -233,7 +233,7 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
             same_vocabulary(cfg, known[name].model, known[name].model_section)
     if CRITIC in ranks and cfg.critic.training_backend.lower() == "deepspeed":
         from rlhpc.language.tokens.model import compute_dtype
-        from rlhpc.training.zero_config import deepspeed_config
+        from rlhpc.training.deepspeed_config import deepspeed_config
 
         deepspeed_config(cfg.critic, compute_dtype(cfg.critic.model, "cpu", "critic.model"))
     if TEACHER in ranks or distils(cfg):

@@ -20,10 +20,10 @@ from rlhpc.language.tokens.scalar import HEAD, VALUE_HEAD, add_value_head, is_cl
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import fsync_folder, write_durably
 from rlhpc.training import lora
-from rlhpc.training.contract import Blueprint, Full, Named
+from rlhpc.training.backend import Blueprint, Full, Named
 from rlhpc.training.lora import linear_base
-from rlhpc.training.plans import divide, expert_modules
-from rlhpc.training.slices import Slices
+from rlhpc.training.safetensors_reader import Slices
+from rlhpc.training.tensor_parallel import divide, expert_modules
 
 if TYPE_CHECKING:
     from rlhpc.language.config import LanguageActorConfig, TrainedLanguageConfig

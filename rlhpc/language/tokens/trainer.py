@@ -25,10 +25,10 @@ from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import write_durably
 from rlhpc.training import lora
-from rlhpc.training.contract import Metrics, Named, Ranks
-from rlhpc.training.export import Layout
-from rlhpc.training.pieces import names_and_shapes, pieces
+from rlhpc.training.backend import Metrics, Named, Ranks
 from rlhpc.training.registry import make_backend
+from rlhpc.training.safetensors_writer import Layout
+from rlhpc.training.shard_layout import names_and_shapes, pieces
 from rlhpc.weights.reshard import Shard
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from rlhpc.language.engines import RolloutBackend, make_rollout
 from rlhpc.language.engines.engine import UpdateFailed
 from rlhpc.language.engines.lockstep import Follower, Leader, Told
 from rlhpc.language.engines.vllm_launched import cores_are_apart
-from rlhpc.weights.routes import Held, route
+from rlhpc.weights.transfer_plan import Held, route
 from tests.accelerators import OTHERS_ON_CARD
 from tests.extras import need_extra
 from tests.forked import Rank

@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from rlhpc import Worker
 from rlhpc.checkpoint.tensor_slice import Box, cut
 from rlhpc.runs.device import own_device
-from rlhpc.training.regions import boxes
-from rlhpc.weights import make_sync, reshard, together, transport
+from rlhpc.training.shard_layout import boxes
+from rlhpc.weights import make_sync, reshard, transport
+from rlhpc.weights import reshard_collective as together
 from rlhpc.weights.reshard import Shard as Part
 from rlhpc.weights.reshard import ShardSync
-from rlhpc.weights.roads import GLOO
-from rlhpc.weights.window import Window
+from rlhpc.weights.sender import Window
+from rlhpc.weights.transport_select import GLOO
 
 EXPERTS = 4
 #: Tensors of a model's files. The embedding, and norms, never change.

@@ -249,7 +249,7 @@ def test_files_that_deepspeed_did_not_write_are_not_unpickled(saved: Saved, tmp_
     checkpoint, _ = saved(1, "deepspeed", **{"deepspeed.zero_stage": 2})
     victim = checkpoint / "deepspeed" / "state" / "mp_rank_00_model_states.pt"
     torch.save({"param_shapes": Evil(tmp_path / "ran")}, victim)
-    from rlhpc.training.zero_files import full_parameters
+    from rlhpc.training.deepspeed_checkpoint import full_parameters
 
     with pytest.raises(CheckpointError, match=r"not a file that DeepSpeed wrote; loading it would call posix\.mkdir"):
         dict(full_parameters(victim.parent))

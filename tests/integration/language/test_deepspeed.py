@@ -27,7 +27,7 @@ from rlhpc import Session
 from rlhpc.language.tokens.model import compute_dtype
 from rlhpc.language.tokens.scores import token_scores
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.training.zero_config import deepspeed_config
+from rlhpc.training.deepspeed_config import deepspeed_config
 from tests.accelerators import OTHERS_ON_CARD, loose, same
 
 STAGES = (1, 2, 3)

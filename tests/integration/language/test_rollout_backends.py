@@ -32,7 +32,7 @@ from rlhpc.language.scoring.registry import make_scorer
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.cutting import cut_up, values_of
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.weights.proof import WeightsDiffer
+from rlhpc.weights.verification import WeightsDiffer
 from tests.accelerators import loose
 from tests.extras import need_extra
 

@@ -17,7 +17,7 @@ from rlhpc.runtime.comm import device_memory as devices
 from rlhpc.runtime.context import current
 from rlhpc.weights import frozen_names, make_sync
 from rlhpc.weights.broadcast import BroadcastSync, GlooSync
-from rlhpc.weights.target import apply
+from rlhpc.weights.receiver import apply
 from tests.stand_in_device import StandIn
 
 #: The trainer's accelerator.

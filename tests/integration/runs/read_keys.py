@@ -135,7 +135,7 @@ def beside_runs(config: str, overrides: list[str]) -> None:
     if "deepspeed" in cfg.actor:
         import torch
 
-        from rlhpc.training.zero_config import deepspeed_config
+        from rlhpc.training.deepspeed_config import deepspeed_config
 
         for section in ("actor", "critic"):
             if section in cfg:

@@ -17,8 +17,8 @@ from rlhpc.language.tokens.head import linear_head
 from rlhpc.language.tokens.rows import RowReader
 from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.language.tokens.trainer import TokenTrainer
-from rlhpc.training import export
-from rlhpc.training.names import checkpoint_parts, plain
+from rlhpc.training import safetensors_writer as export
+from rlhpc.training.parameter_names import checkpoint_parts, plain
 from tests.forked import Rank
 
 TEMPERATURE, ENTROPY_COEF, LR, STEPS, VOCABULARY = 0.8, 0.05, 1e-2, 3, 64
@@ -135,7 +135,7 @@ def accumulated(rank: Rank, model: str, own: bool) -> float:
     from transformers import AutoModelForCausalLM
 
     from rlhpc.config.parallel import Sizes
-    from rlhpc.training import plans
+    from rlhpc.training import tensor_parallel as plans
     from rlhpc.training.mesh import Mesh
 
     mesh = Mesh(Sizes(tensor=rank.world_size), rank.rank, "cpu")

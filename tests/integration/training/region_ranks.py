@@ -15,7 +15,7 @@ from rlhpc.checkpoint.tensor_slice import cut
 from rlhpc.config.parallel import Sizes
 from rlhpc.config.sections import ParallelConfig
 from rlhpc.training.mesh import Mesh
-from rlhpc.training.regions import boxes, regions
+from rlhpc.training.shard_layout import boxes, regions
 from tests.forked import Rank
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mesh_models import save_models
 
 from rlhpc.checkpoint.tensor_slice import between, cut
-from rlhpc.training.export import Layout
+from rlhpc.training.safetensors_writer import Layout
 from tests.forked import forked
 
 pytestmark = pytest.mark.long(together=True)

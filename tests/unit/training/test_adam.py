@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlhpc.runtime.devices import accelerator
-from rlhpc.training import adam
-from rlhpc.training.adam import AdamOptions, FlatAdam
+from rlhpc.training import flat_parameters as adam
+from rlhpc.training.flat_parameters import AdamOptions, FlatAdam
 from tests.accelerators import ON_CPU
 
 SIZE = 1003

@@ -14,7 +14,7 @@ from rlhpc.config.typed import untouched
 from rlhpc.embodied.config import PpoConfig
 from rlhpc.embodied.roles.trainer import Trainer
 from rlhpc.training import ReplicatedBackend
-from rlhpc.training.flat import FlatModule
+from rlhpc.training.flat_parameters import FlatModule
 from tests.extras import need_extra
 
 HERE = Path(__file__).parent / "checkpoints"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlhpc.weights.ahead import Ahead
+from rlhpc.weights.transport import Ahead
 from tests.eventually import wait_until
 
 

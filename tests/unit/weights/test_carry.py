@@ -15,8 +15,7 @@ from rlhpc.runtime.comm.remote_fetch import Landing
 from rlhpc.runtime.comm.shared_memory import Mappings, SegmentPool, bytes_in_use
 from rlhpc.runtime.devices import SideCopies, host_memory, lock_pages
 from rlhpc.runtime.scratch import Scratch
-from rlhpc.weights.carry import Carrier
-from rlhpc.weights.publish import Publisher
+from rlhpc.weights.sender import Carrier, Publisher
 from tests.late_copies import LateCopies
 
 

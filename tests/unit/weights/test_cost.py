@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from rlhpc.runtime.comm.shared_memory import SegmentPool
-from rlhpc.weights import proof, publish
-from rlhpc.weights.cost import COST, Cost
-from rlhpc.weights.proof import Proof
-from rlhpc.weights.publish import Publisher
-from rlhpc.weights.receipt import Receipt
-from rlhpc.weights.strategy import Update
+from rlhpc.weights import sender as publish
+from rlhpc.weights import verification as proof
+from rlhpc.weights.base import Receipt, Update
+from rlhpc.weights.sender import Publisher
+from rlhpc.weights.verification import COST, Cost, Proof
 
 from .test_receipt import pool, scratch  # noqa: F401 (fixtures)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.weights.roads import AUTO, GLOO, HOST, IPC, NCCL, SEVERAL, End, choose
+from rlhpc.weights.transport_select import AUTO, GLOO, HOST, IPC, NCCL, SEVERAL, End, choose
 
 
 def end(host: str = "a", card: str = "0", nccl: bool = True, peers: str = "") -> End:

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from rlhpc.checkpoint.tensor_slice import Box, whole
-from rlhpc.weights.proof import WeightsDiffer
-from rlhpc.weights.rounds import Load, loads
-from rlhpc.weights.routes import Held, route
-from rlhpc.weights.together import opened, packed
+from rlhpc.weights.reshard_collective import opened, packed
+from rlhpc.weights.transfer_plan import Held, Load, loads, route
+from rlhpc.weights.verification import WeightsDiffer
 
 SHAPES = {"a": (6, 5), "b": (40, 3), "c": (), "d": (7,)}
 DTYPES = {"a": "float32", "b": "bfloat16", "c": "int64", "d": "float64"}

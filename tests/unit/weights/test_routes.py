@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlhpc.checkpoint.tensor_slice import Box, box_of, cut, uncovered, whole
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.weights.routes import Held, route
+from rlhpc.weights.transfer_plan import Held, route
 
 
 @st.composite

@@ -12,12 +12,10 @@ import torch
 from rlhpc.runtime.comm.shared_memory import Mappings, SegmentPool, bytes_in_use, discard, map_private
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.scratch import Scratch
-from rlhpc.weights.carry import Carrier
-from rlhpc.weights.elements import Elements
-from rlhpc.weights.publish import Announcement, Part, Publisher
-from rlhpc.weights.strategy import Update, frozen_names
-from rlhpc.weights.subscribe import Subscriber
-from rlhpc.weights.target import Target
+from rlhpc.weights.base import Update, frozen_names
+from rlhpc.weights.delta import Elements
+from rlhpc.weights.receiver import Subscriber, Target
+from rlhpc.weights.sender import Announcement, Carrier, Part, Publisher
 from tests.late_copies import LateCopies
 
 

@@ -14,10 +14,8 @@ import torch
 from rlhpc.runtime.comm.shared_memory import Mappings, SegmentGone, SegmentPool
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.scratch import Scratch
-from rlhpc.weights.carry import Carrier
-from rlhpc.weights.publish import Announcement, Publisher
-from rlhpc.weights.subscribe import Subscriber
-from rlhpc.weights.window import PARTS, Window
+from rlhpc.weights.receiver import Subscriber
+from rlhpc.weights.sender import PARTS, Announcement, Carrier, Publisher, Window
 from tests.eventually import wait_until
 from tests.late_copies import LateCopies
 

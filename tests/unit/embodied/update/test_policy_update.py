@@ -12,8 +12,7 @@ from torch import nn
 from rlhpc.embodied.update.minibatches import local_minibatches, permutation, permutation_by_part
 from rlhpc.embodied.update.ppo import PolicyUpdate
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.training.adam import AdamOptions
-from rlhpc.training.flat import FlatModule
+from rlhpc.training.flat_parameters import AdamOptions, FlatModule
 from tests.replicas import replicated
 
 TOTAL, BATCH = 48, 16

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlhpc.language.engines.base import Completion
 from rlhpc.language.roles.probe import Probe, Prober, check_probe, draw, long_text, probe_text
 from rlhpc.language.tokens.scores import token_scores
-from rlhpc.weights.proof import WeightsDiffer
+from rlhpc.weights.verification import WeightsDiffer
 from tests.extras import need_extra
 
 need_extra("llm")

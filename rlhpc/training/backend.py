@@ -22,14 +22,14 @@ from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import write_durably
 from rlhpc.runtime.text import first_line
-from rlhpc.training.adam import AdamOptions
 from rlhpc.training.blueprint import Blueprint, Full, Named, transformer_layers
+from rlhpc.training.flat_parameters import AdamOptions
 from rlhpc.training.perturbation import Perturbation
 
 if TYPE_CHECKING:
     from rlhpc.config.sections import DeepspeedConfig, FsdpConfig, OptimConfig, ParallelConfig
     from rlhpc.training.mesh import Mesh
-    from rlhpc.training.regions import Region
+    from rlhpc.training.shard_layout import Region
 
 __all__ = ["ActorSection", "Blueprint", "Full", "Named", "Ranks", "TrainingBackend", "transformer_layers"]
 

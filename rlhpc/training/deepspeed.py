@@ -22,15 +22,65 @@ from rlhpc.runtime.devices import collective_backends, moved
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import fsync_folder, write_durably
 from rlhpc.runtime.plugins import required
-from rlhpc.training.contract import Batch, Blueprint, Metrics, Named, Ranks
-from rlhpc.training.parking import ParkingBackend, tensors_in, tensors_of
-from rlhpc.training.zero_config import KEY, deepspeed_config
-from rlhpc.training.zero_files import files_of, require_harmless
-from rlhpc.training.zero_partition import partitioned
-from rlhpc.training.zero_universal import as_universal
+from rlhpc.training.backend import Batch, Blueprint, Metrics, Named, Ranks
+from rlhpc.training.deepspeed_checkpoint import as_universal, files_of, require_harmless
+from rlhpc.training.deepspeed_config import KEY, deepspeed_config
+from rlhpc.training.offload import ParkingBackend, tensors_in, tensors_of
 
 if TYPE_CHECKING:
-    from rlhpc.training.contract import ActorSection
+    from rlhpc.training.backend import ActorSection
+import torch.distributed as dist
+
+
+@torch.no_grad()
+def partitioned(
+    build: Callable[..., nn.Module], deepspeed: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """Rank 0 reads the weights, which are broadcast and partitioned one parameter at a time. All ranks call it.
+
+    Args:
+        build: Builds the model on the host or, with `empty=True`, on the meta device.
+        deepspeed: The package, initialized.
+        config: DeepSpeed's configuration.
+        dtype: Dtype of the parameters.
+        device: Device of this rank.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    module = build(empty=rank != 0)
+    convert = _converter(deepspeed, config)
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((owner, name))
+    for parameter in list(module.parameters()):
+        if parameter.is_meta:
+            found = places[id(parameter)]
+            parameter = nn.Parameter(
+                torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=parameter.requires_grad
+            )
+            for owner, name in found:
+                setattr(owner, name, parameter)
+        else:
+            parameter.data = parameter.data.to(dtype)
+        convert([parameter])
+    for name, buffer in list(module.named_buffers()):
+        value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+        if ranks > 1:
+            value = value.contiguous()
+            dist.broadcast(value, 0)
+        owner_name, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner_name), attribute, value)
+    return module
+
+
+def _converter(deepspeed: Any, config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
+    """The function that turns plain parameters into ZeRO-3's; DeepSpeed offers it only on a parameter it has converted."""
+    first = nn.Linear(1, 1, bias=False)
+    deepspeed.zero.Init(module=first, config_dict_or_path=config)
+    converted: Any = first.weight
+    convert: Callable[[list[nn.Parameter]], None] = converted.convert_to_zero_parameters
+    return convert
+
 
 #: Below a checkpoint's folder: the folder and tag of DeepSpeed's own files, and the file in which rlhpc describes them.
 FOLDER, TAG, LAYOUT = "deepspeed", "state", "deepspeed.json"

@@ -26,7 +26,7 @@ from rlhpc.runtime.comm.payload import Origin
 from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.registry import WEIGHTS
-from rlhpc.weights.group import Group, GroupLost, Who
+from rlhpc.weights.process_group import Group, GroupLost, Who
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import meant
 
 if TYPE_CHECKING:
-    from rlhpc.training.contract import ActorSection
+    from rlhpc.training.backend import ActorSection
 
 KEY = "actor.deepspeed.config"
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rlhpc.runtime.devices import empty_cache, host_memory, synchronize
-from rlhpc.training.contract import TrainingBackend
+from rlhpc.training.backend import TrainingBackend
 
 _ALIGN = 64
 

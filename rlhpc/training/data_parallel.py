@@ -15,12 +15,12 @@ from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.devices import moved
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training import lora
-from rlhpc.training.contract import Blueprint, Named, Ranks
-from rlhpc.training.flat import FlatModule
-from rlhpc.training.parking import ParkingBackend, tensors_of
+from rlhpc.training.backend import Blueprint, Named, Ranks
+from rlhpc.training.flat_parameters import FlatModule
+from rlhpc.training.offload import ParkingBackend, tensors_of
 
 if TYPE_CHECKING:
-    from rlhpc.training.contract import ActorSection
+    from rlhpc.training.backend import ActorSection
 
 OPTIMIZER = "optimizer.pt"
 

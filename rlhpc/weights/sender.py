@@ -15,22 +15,163 @@ from __future__ import annotations
 import ctypes
 import functools
 import pickle
+import time
 import uuid
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from rlhpc.runtime.comm.device_memory import Crossing
-from rlhpc.runtime.comm.shared_memory import HEADER, SegmentPool
-from rlhpc.weights.carry import Carrier
-from rlhpc.weights.cost import COST
-from rlhpc.weights.elements import Elements, Shadow
-from rlhpc.weights.receipt import Receipt, digests
-from rlhpc.weights.roads import Cargo, Carries
-from rlhpc.weights.strategy import DELTAS, NamedTensors
-from rlhpc.weights.window import Window
+from rlhpc.runtime.comm.shared_memory import ALIGN, HEADER, Segment, SegmentPool, spans_of
+from rlhpc.runtime.devices import SideCopies, locked
+from rlhpc.runtime.errors import DeadlineExceeded
+from rlhpc.weights.base import DELTAS, NamedTensors, Receipt, digests
+from rlhpc.weights.delta import Elements, Shadow
+from rlhpc.weights.transport_select import Cargo, Carries
+from rlhpc.weights.verification import COST
+
+#: Where to and where from: flat, uint8, of one size.
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Copies(Protocol):
+    """Copies into host memory beside whatever else is done."""
+
+    def begin(self, pairs: Pairs) -> Callable[[], None]:
+        """Begins to copy; what it returns waits until all has been copied. Until then nobody changes the sources."""
+
+
+class Carrier:
+    """Writes parts from tensors that are not on the CPU.
+
+    Args:
+        pool: Of this process.
+        copies: What copies.
+    """
+
+    def __init__(self, pool: SegmentPool, copies: Copies) -> None:
+        self._pool, self._copies = pool, copies
+
+    @classmethod
+    def of(cls, pool: SegmentPool, device: str) -> Carrier:
+        """For tensors of a kind of device."""
+        return cls(pool, SideCopies(device))
+
+    def begin(
+        self, tensors: Sequence[torch.Tensor], table: bytes, readers: int, *, keep: bool
+    ) -> tuple[str, tuple[int, int], Callable[[], None]]:
+        """Begins to write a segment, as `SegmentPool.write` would.
+
+        Args:
+            tensors: Contiguous.
+            table: What comes behind them.
+            readers: How many will read it.
+            keep: See `SegmentPool.write`.
+
+        Returns:
+            Path of the segment, (offset, size) of the table, and what waits until all is there.
+        """
+        spans = spans_of([*(tensor.nbytes for tensor in tensors), len(table)])
+        segment = self._pool.reserve(sum(size + -size % ALIGN for _, size in spans), readers, keep=keep)
+        memory = _locked(segment)
+        start, size = spans[-1]
+        segment.memory[start : start + size] = table
+        flat = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+        places = [memory[start : start + size] for start, size in spans[:-1]]
+        return segment.path, spans[-1], self._copies.begin(list(zip(places, flat, strict=True)))
+
+
+def _locked(segment: Segment) -> torch.Tensor:
+    """A segment's memory, its pages locked for as long as the pool has it: it goes from part to part."""
+    if segment.locked is None:
+        segment.locked = locked(segment.memory)
+    found: torch.Tensor = segment.locked
+    return found
+
+
+#: Parts that a reader who has begun need not have come for: one on its way, and one that is written meanwhile. With fewer, a
+#: sender would wait for readers to come for what it has not announced yet.
+PARTS = 2
+_SHORTEST_S, _LONGEST_S = 0.0005, 0.02
+
+
+class Holds(Protocol):
+    """Where parts are."""
+
+    def awaited(self, path: str) -> list[bool]:
+        """Which readers of a part have not come yet; empty once none is to come."""
+
+
+class Window:
+    """The parts of a version that somebody has yet to come for.
+
+    Args:
+        pool: Holds the parts.
+        readers: Names of the readers, by number.
+        check: Called while waiting; raises when the run has failed.
+        there: Whether a reader is still the one that the version was announced to.
+        deadline: Seconds after which a wait gives up.
+        parts: How many parts may be there for a reader that has begun.
+    """
+
+    def __init__(
+        self,
+        pool: Holds,
+        readers: Sequence[str],
+        *,
+        check: Callable[[], None] = lambda: None,
+        there: Callable[[int], bool] = lambda reader: True,
+        deadline: float = 1800.0,
+        parts: int = PARTS,
+    ) -> None:
+        self._pool, self._readers, self._parts = pool, list(readers), parts
+        self._check, self._there, self._deadline = check, there, deadline
+        self._open: list[str] = []
+        self._begun: set[int] = set()
+
+    def wrote(self, path: str) -> None:
+        """Counts a part that was written for all readers."""
+        if path in self._open:  # all had come for what was there before
+            self._open.remove(path)
+            self._begun.update(range(len(self._readers)))
+        self._open.append(path)
+
+    def wait(self) -> None:
+        """Returns when there is room for another part.
+
+        Raises:
+            DeadlineExceeded: There was none for too long; names those who did not come.
+        """
+        started, pause = time.monotonic(), _SHORTEST_S
+        while late := self._late():
+            self._check()
+            gone = {reader for reader in late if not self._there(reader)}
+            if gone:
+                self._begun -= gone
+                continue
+            if time.monotonic() - started > self._deadline:
+                names = ", ".join(self._readers[reader] for reader in sorted(late))
+                raise DeadlineExceeded(f"waited {self._deadline:.0f} s for {names} to take in a part of the weights")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_S)
+
+    def begun(self) -> bool:
+        """Whether all have begun, and go on to the version's end."""
+        self._late()
+        return len(self._begun) == len(self._readers)
+
+    def _late(self) -> set[int]:
+        """Those who have begun and have yet to come for as many parts as may be there."""
+        awaited = {path: self._pool.awaited(path) for path in self._open}
+        self._open = [path for path in self._open if any(awaited[path])]
+        for states in awaited.values():
+            came = (reader for reader in range(len(self._readers)) if not (states and states[reader]))
+            self._begun.update(came)
+        counts = [sum(awaited[path][reader] for path in self._open) for reader in range(len(self._readers))]
+        return {reader for reader in self._begun if counts[reader] >= self._parts}
+
 
 #: Bytes of a part: large enough to make its fixed costs negligible, small enough for two of them to be no burden.
 PART_BYTES = 256 << 20

@@ -14,12 +14,20 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from rlhpc.checkpoint.tensor_slice import Box
+from rlhpc.checkpoint.tensor_slice import Box, cut
 from rlhpc.jobs.paths import MODEL
+from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import fsync_folder, write_durably
+from rlhpc.training.mesh import Mesh
+from rlhpc.training.parameter_names import checkpoint_parts
+from rlhpc.training.safetensors_reader import Slices
+from rlhpc.training.shard_layout import boxes, held, named_tensor, regions
+from rlhpc.training.tensor_parallel import model_in
 
 #: Bytes of tensors in a file, unless one is larger: transformers' own limit.
 MOST = 5 * 10**9
@@ -180,3 +188,49 @@ def _rows(first: int, values: torch.Tensor, stride: int) -> Iterator[tuple[int, 
     step = max(1, CHUNK // max(1, values[:1].numel() * values.element_size())) if len(values) else 1
     for start in range(0, len(values), step):
         yield first + start * stride, values[start : start + step].reshape(-1)
+
+
+@torch.no_grad()
+def fill(module: nn.Module, mesh: Mesh, slices: Slices, made: Iterable[tuple[str, torch.Tensor]], where: str) -> None:
+    """Gives a divided module its weights: of each tensor the rank reads its boxes.
+
+    Args:
+        module: Its memory holds anything.
+        mesh: How it is divided.
+        slices: The files.
+        made: What is not in the files, by the module's own names, one at a time: whole tensors, the same on every rank.
+        where: What messages call the files.
+
+    Raises:
+        ConfigError: A tensor has another shape in the files.
+    """
+    done = set[str]()
+    for name, whole in made:
+        done.add(name)
+        target = named_tensor(module, name)
+        local: Any = target.to_local() if hasattr(target, "to_local") else target
+        for box, here in boxes(target):
+            cut(local.detach(), here).copy_(cut(whole, box))
+    checked = set[str]()
+    with slices:
+        for region in regions(module, mesh, adapters=True):
+            if region.parameter in done:
+                continue
+            if region.name not in checked:
+                checked.add(region.name)
+                if (there := slices.shape(region.name)) != region.shape:
+                    raise ConfigError(
+                        f"{where}: {region.name} is {list(there)} there, and {list(region.shape)} in the model"
+                    )
+            region.of(module).copy_(slices.read(region.name, region.box))
+
+
+def missing(module: nn.Module, slices: Slices, made: Iterator[str]) -> list[str]:
+    """Names of a module's tensors that are neither in the files nor made."""
+    own = set(made)
+    model = model_in(module)
+    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+        return ["weight that is not quantized"]
+    shapes = {name: tuple(tensor.shape) for name, tensor in held(module) if name not in own}
+    parts = checkpoint_parts(module, shapes)
+    return [part.name for name in shapes for part in parts[name] if part.name not in slices.files]

@@ -19,7 +19,7 @@ from torch import nn
 
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.lora import ADAPTER, adapted_layers
-from rlhpc.training.names import plain
+from rlhpc.training.parameter_names import plain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -29,7 +29,7 @@ from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.files import fsync_folder
 
 if TYPE_CHECKING:
-    from rlhpc.training.contract import Ranks
+    from rlhpc.training.backend import Ranks
 
 #: A rank's file, by its number from 1: PyTorch's own name.
 _SHARD = "shard-{number:05d}-model-00001-of-00001.safetensors"
