@@ -21,9 +21,9 @@ from typing import Any
 from bench.machine import spread, write
 from rlhpc.config import config_to_yaml
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import kind_of
+from rlhpc.runs.task_type import kind_of
+from rlhpc.runs.tuning.calibrate import ShortRuns
 from rlhpc.runs.tuning.costs import Costs
-from rlhpc.runs.tuning.measure import ShortRuns
 from rlhpc.runs.tuning.search import Found, search
 from rlhpc.runs.tuning.tune import NOT_IN_SHORT_RUNS, Asked, is_allowed, space_of, tune, workload_of
 

@@ -13,7 +13,7 @@ from typing import Any
 import rlhpc
 from rlhpc.config.reference import render
 from rlhpc.config.sweep import SWEEP, SweepConfig
-from rlhpc.runs.kinds import all_kinds
+from rlhpc.runs.task_type import all_kinds
 from rlhpc.runtime.exit_codes import report_errors
 
 _CLI_HEAD = """# Command line

@@ -27,7 +27,7 @@ def _import(args: argparse.Namespace) -> int:
     from rlhpc.config.merge import parse_override
     from rlhpc.config.schema import typed_value
     from rlhpc.config.yaml_files import Scalar
-    from rlhpc.runs.kinds import find_kind
+    from rlhpc.runs.task_type import find_kind
 
     path = expand_home(args.file)
     output = check_file("--output", expand_home(args.output)) if args.output else None

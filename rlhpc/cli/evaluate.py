@@ -84,7 +84,7 @@ def _trusts(args: argparse.Namespace, checkpoint: Path | None) -> bool:
 
 def _eval(args: argparse.Namespace) -> int:
     from rlhpc.runs.configuration import load_config
-    from rlhpc.runs.kinds import kind_of
+    from rlhpc.runs.task_type import kind_of
 
     if args.episodes is not None and args.episodes < 1:
         raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
@@ -122,7 +122,7 @@ def _eval_model(args: argparse.Namespace, config: Path, suite: str) -> int:
     """A model as it is, without a checkpoint."""
     from rlhpc.config.typed import select
     from rlhpc.runs.configuration import load_config
-    from rlhpc.runs.kinds import kind_of
+    from rlhpc.runs.task_type import kind_of
 
     words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
     cfg = load_config(config, words, training=False)
@@ -135,8 +135,7 @@ def _eval_model(args: argparse.Namespace, config: Path, suite: str) -> int:
 
 def _play(args: argparse.Namespace) -> int:
     from rlhpc.runs.configuration import load_config
-    from rlhpc.runs.kind_parts import PlayOptions
-    from rlhpc.runs.kinds import kind_of
+    from rlhpc.runs.task_type import PlayOptions, kind_of
 
     if args.run is not None and "=" in args.run and not Path(args.run).exists():
         args.run, args.overrides = None, [args.run, *args.overrides]
@@ -210,7 +209,7 @@ def _record(args: argparse.Namespace) -> int:
 def _pairs(args: argparse.Namespace) -> int:
     """Answers of a language model, judged, as data for a reward model."""
     from rlhpc.runs.configuration import load_config
-    from rlhpc.runs.kinds import kind_of
+    from rlhpc.runs.task_type import kind_of
 
     if args.samples < 2:
         raise ConfigError(f"--samples is {args.samples}; it must be at least 2: a pair needs two responses")
@@ -238,7 +237,7 @@ def _pairs(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from rlhpc.runs.kinds import Exporting, kind_of_checkpoint
+    from rlhpc.runs.task_type import Exporting, kind_of_checkpoint
 
     checkpoint = checkpoint_of(args, args.overrides)
     output = check_folder("--output", Path(args.output)) if args.output else None

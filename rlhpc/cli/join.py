@@ -28,7 +28,7 @@ _REASONS: dict[int, str] = {
 
 
 def _join(args: argparse.Namespace) -> int:
-    from rlhpc.jobs.ending import Ending
+    from rlhpc.jobs.state import Ending
     from rlhpc.runtime.allocation import granted_cpus, visible_accelerators
     from rlhpc.runtime.joining import Leaving, stay, wish_of
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlhpc.cli.follow import Follower, Track, WorkflowLog
     from rlhpc.cli.sweep import SweepFollower
     from rlhpc.config.sections import RunConfig
-    from rlhpc.runs.sweeps import Sweep
+    from rlhpc.runs.sweep import Sweep
 
 _EXAMPLES = (
     "rlhpc run configs/quickstart.yaml",
@@ -120,8 +120,8 @@ def same_command(args: argparse.Namespace) -> str:
 def _run(args: argparse.Namespace) -> int:
     from rlhpc.config import find_config, total_steps
     from rlhpc.runs.configuration import load_config
-    from rlhpc.runs.kinds import kind_of
-    from rlhpc.runs.sweeps import load_sweep
+    from rlhpc.runs.sweep import load_sweep
+    from rlhpc.runs.task_type import kind_of
 
     if (sweep := load_sweep(args.config, args.overrides, site=args.site)) is not None:
         return _run_sweep(args, sweep)
@@ -132,7 +132,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return subprocess.run(command, check=False).returncode
     from rlhpc.cli.follow import Follower, Track, WorkflowLog
-    from rlhpc.runs.conditions import warn_of_unused
+    from rlhpc.runs.conditional_keys import warn_of_unused
     from rlhpc.runs.memory.plan import refuse_overfull
 
     refuse_overfull(cfg, args.config, "slurm" if "slurm" in Path(args.profile).name else "local")
@@ -166,7 +166,7 @@ def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
     from rlhpc.cli.follow import Track, WorkflowLog
     from rlhpc.cli.sweep import SweepFollower, ending_of
     from rlhpc.config import total_steps
-    from rlhpc.runs.sweeps import check_begun
+    from rlhpc.runs.sweep import check_begun
 
     refuse_braces(args.config, sweep.paths.root)
     check_begun(sweep, resume_with=args.resume_with)
@@ -391,7 +391,7 @@ def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> No
 
 def _end_local(paths: RunPaths, grace_s: float = _SAVE_S) -> list[str]:
     """Ends the run's driver where it is a process of this machine; a job of the cluster goes on."""
-    from rlhpc.jobs.claim import SegmentFiles, read_json_file
+    from rlhpc.jobs.segment import SegmentFiles, read_json_file
     from rlhpc.jobs.submit import cancel
 
     records = [read_json_file(SegmentFiles(paths, segment).record) or {} for segment in paths.submitted()]

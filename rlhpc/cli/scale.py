@@ -15,9 +15,8 @@ _AUTO = "auto"
 
 
 def _scale(args: argparse.Namespace) -> int:
-    from rlhpc.jobs.attendance import stays
-    from rlhpc.jobs.claim import read_json_file, write_json
-    from rlhpc.jobs.elastic.record import HelperRecord
+    from rlhpc.jobs.elastic.records import HelperRecord, stays
+    from rlhpc.jobs.segment import read_json_file, write_json
 
     paths = run_paths(args.run)
     bounds = _bounds(paths)

@@ -105,7 +105,7 @@ def _compare(args: argparse.Namespace) -> int:
     named: list[tuple[str | None, RunPaths]] = []
     for word in args.runs:
         if word in sweeps:
-            from rlhpc.runs.sweeps import read_sweep
+            from rlhpc.runs.sweep import read_sweep
 
             record = read_sweep(sweeps[word])
             prefix = f"{record.get('name', word)}: " if len(args.runs) > 1 else ""  # others may vary the same keys

@@ -16,7 +16,7 @@ from rlhpc.runtime.files import expand_home
 
 if TYPE_CHECKING:
     from rlhpc.jobs.plan import Plan
-    from rlhpc.runs.sweeps import Sweep, SweepRun
+    from rlhpc.runs.sweep import Sweep, SweepRun
 
 #: Seconds between two looks at how far the runs are.
 _SELDOM_S = 2.0
@@ -32,7 +32,7 @@ def sweep_paths(text: str, overrides: Sequence[str] = ()) -> SweepPaths | None:
         return paths
     if not location.is_file():
         return None
-    from rlhpc.runs.sweeps import load_sweep
+    from rlhpc.runs.sweep import load_sweep
 
     sweep = load_sweep(location, overrides)
     if sweep is not None and not sweep.paths.is_there:
@@ -47,7 +47,7 @@ def render_sweep(sweep: SweepPaths) -> str:
     from rlhpc.jobs.state import find_runs
     from rlhpc.jobs.status import render_runs
     from rlhpc.runs.headlines import run_headlines
-    from rlhpc.runs.sweeps import read_sweep
+    from rlhpc.runs.sweep import read_sweep
 
     names = [str(run["name"]) for run in read_sweep(sweep)["runs"]]
     there = {paths.root.name for paths in find_runs(sweep.root, depth=1)}
@@ -127,7 +127,7 @@ def render_plan_of(sweep: Sweep, launcher: str) -> str:
 
 
 def _jobs_of(run: SweepRun) -> dict[str, int]:
-    from rlhpc.runs.kinds import kind_of
+    from rlhpc.runs.task_type import kind_of
 
     cfg, kind = run.cfg, kind_of(run.cfg)
     before = kind.preparation(cfg)
@@ -142,7 +142,7 @@ def _jobs_of(run: SweepRun) -> dict[str, int]:
 
 def _cost(sweep: Sweep, plans: Sequence[Plan]) -> str:
     """Node hours and GPU hours of the training jobs, if each takes its whole walltime."""
-    from rlhpc.jobs.walltime import minutes_of
+    from rlhpc.jobs.slurm import minutes_of
 
     nodes = accelerators = 0.0
     for run, plan in zip(sweep.runs, plans, strict=True):
@@ -174,7 +174,7 @@ class SweepFollower:
 
     def __init__(self, log: WorkflowLog, sweep: Sweep, stream: TextIO | None = None) -> None:
         from rlhpc.config import total_steps
-        from rlhpc.runs.sweeps import rule_prefixes
+        from rlhpc.runs.sweep import rule_prefixes
 
         self._log, self._sweep, self._out = log, sweep, stream or sys.stderr
         self._live = self._out.isatty()

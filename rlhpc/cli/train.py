@@ -49,7 +49,7 @@ def _plan(args: argparse.Namespace) -> int:
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.memory.plan import refuse_overfull
     from rlhpc.runs.preflight import FILES_ALONE, Need
-    from rlhpc.runs.sweeps import load_sweep, sft_export, sft_of
+    from rlhpc.runs.sweep import load_sweep, sft_export, sft_of
 
     sweep = load_sweep(args.config, args.overrides, site=args.site)
     if args.when and sweep is not None:
@@ -81,9 +81,8 @@ def _plan(args: argparse.Namespace) -> int:
 def _print_plan(args: argparse.Namespace, cfg: RunConfig, skipped: Sequence[Check]) -> Plan:
     """Prints what a run would start, its memory, and the checks that were left out; returns the plan."""
     from rlhpc.jobs.plan import build_plan, render_plan
-    from rlhpc.runs.conditions import find_unused
-    from rlhpc.runs.memory.plan import memory_plan
-    from rlhpc.runs.memory.text import render_memory
+    from rlhpc.runs.conditional_keys import find_unused
+    from rlhpc.runs.memory.plan import memory_plan, render_memory
 
     plan = build_plan(cfg, launcher=args.launcher)
     print(render_plan(plan))
@@ -108,9 +107,8 @@ def _print_skipped(checks: Sequence[Check]) -> None:
 
 
 def _when(args: argparse.Namespace) -> int:
+    from rlhpc.runs.start_estimate import outlook, render
     from rlhpc.runs.tuning.tune import Asked
-    from rlhpc.runs.when import outlook
-    from rlhpc.runs.when_text import render
 
     words = [word.strip() for word in (args.nodes or "").split(",") if word.strip()]
     if wrong := [word for word in words if not word.isdigit() or int(word) < 1]:
@@ -166,16 +164,16 @@ def tell(answer: dict[str, object], *, answers: bool) -> None:
 
 def _submit(args: argparse.Namespace) -> int:
     from rlhpc.config import find_site
-    from rlhpc.jobs.claim import SegmentFiles
-    from rlhpc.jobs.handover import Wait, hand_over
     from rlhpc.jobs.plan import build_plan
     from rlhpc.jobs.probes import ProcessId
+    from rlhpc.jobs.segment import SegmentFiles
     from rlhpc.jobs.submit import choose_executor, driver_command, submit_segment
+    from rlhpc.jobs.wait_client import Wait, hand_over
     from rlhpc.jobs.waiter import Waiter
     from rlhpc.runs.checks import check_planned
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.memory.plan import refuse_overfull
-    from rlhpc.runs.same_run import SubmittedConfig, check_same_run, make_longer
+    from rlhpc.runs.run_identity import SubmittedConfig, check_same_run, make_longer
 
     cfg = load_config(args.config, args.overrides, site=args.site)
     if not 0 <= args.segment < cfg.runner.segments:

@@ -30,8 +30,7 @@ def _tune(args: argparse.Namespace) -> int:
     from rlhpc.cli.run import ending_early
     from rlhpc.jobs.paths import RunPaths
     from rlhpc.runs.configuration import load_config
-    from rlhpc.runs.tuning.table import render
-    from rlhpc.runs.tuning.tune import Asked, tune
+    from rlhpc.runs.tuning.tune import Asked, render, tune
 
     begun = time.monotonic()
 

@@ -1,11 +1,11 @@
-"""`python -m rlhpc.cli.wait`: what a waiting shell becomes when its watcher is gone (`rlhpc.jobs.handover`)."""
+"""`python -m rlhpc.cli.wait`: what a waiting shell becomes when its watcher is gone (`rlhpc.jobs.wait_client`)."""
 
 from __future__ import annotations
 
 import sys
 
 from rlhpc.cli.train import tell
-from rlhpc.jobs.handover import Wait, hand_over
+from rlhpc.jobs.wait_client import Wait, hand_over
 from rlhpc.jobs.waiter import WaitInterrupted, goes_on, say
 from rlhpc.runtime.exit_codes import report_errors
 from rlhpc.runtime.standard_streams import standard_streams

@@ -8,7 +8,7 @@ from typing import Any
 from rlhpc.config.conditional_keys import Condition
 from rlhpc.embodied.checks import MODELS
 from rlhpc.embodied.update.registry import ALGORITHMS
-from rlhpc.runs.conditions import CLIPPED, COMMON, estimator_conditions, trainer_conditions
+from rlhpc.runs.conditional_keys import CLIPPED, COMMON, estimator_conditions, trainer_conditions
 
 #: Policies on a pretrained model.
 _PRETRAINED = ("vla", "pi0", "openvla", "lerobot")

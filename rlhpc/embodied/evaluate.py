@@ -25,7 +25,7 @@ from rlhpc.embodied.play import evaluate_policy
 from rlhpc.embodied.recording import record
 from rlhpc.jobs.paths import CONFIG, MODEL
 from rlhpc.metrics import ProgressBar
-from rlhpc.runs.folder import note
+from rlhpc.runs.run_folder import note
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import expand_home, read_json, read_yaml, replace_durably
 from rlhpc.runtime.trust import Trust, without_variables

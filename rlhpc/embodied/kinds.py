@@ -18,10 +18,9 @@ from rlhpc.embodied.roles.parts import divisible, most_sharing
 from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.metrics.provenance import describe_result
 from rlhpc.runs.checks import check_estimators
-from rlhpc.runs.kind_parts import PlayOptions
-from rlhpc.runs.kinds import Exporting, Headline, Kind, Parts, Preparation, Rows, early_end
+from rlhpc.runs.config_changes import differing, saved_values
 from rlhpc.runs.preflight import Check
-from rlhpc.runs.saved import differing, saved_values
+from rlhpc.runs.task_type import Exporting, Headline, Kind, Parts, PlayOptions, Preparation, Rows, early_end
 from rlhpc.runtime.errors import ConfigError
 
 _CHOICES = {

@@ -17,7 +17,7 @@ from rlhpc.embodied.models.registry import check_folder
 from rlhpc.embodied.real_time import real_time
 from rlhpc.embodied.roles.env import check_env
 from rlhpc.embodied.update.blueprint import check_backend, without_weights
-from rlhpc.runs.hub import model_resource
+from rlhpc.runs.model_names import model_resource
 from rlhpc.runs.preflight import FILES, Check, Need, Resource, path_resource, strongest
 
 #: Environments that are a robot, or the way to one.

@@ -15,7 +15,7 @@ from rlhpc.metrics.curves import hollow_points
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, card, duration, figures, missing, table
 from rlhpc.metrics.provenance import evaluations_by_suite, judged_results, judging_suite, of_suite
-from rlhpc.runs.kinds import Parts
+from rlhpc.runs.task_type import Parts
 from rlhpc.runtime.files import read_yaml
 from rlhpc.runtime.text import in_parentheses, interval_text
 

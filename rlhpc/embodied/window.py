@@ -17,8 +17,8 @@ from rlhpc.embodied.evaluate import load_policy
 from rlhpc.embodied.film import Film
 from rlhpc.embodied.play import Watch, evaluate_policy
 from rlhpc.embodied.video import pyav
-from rlhpc.runs.folder import note
-from rlhpc.runs.kind_parts import PlayOptions
+from rlhpc.runs.run_folder import note
+from rlhpc.runs.task_type import PlayOptions
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.trust import Trust

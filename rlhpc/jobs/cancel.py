@@ -7,13 +7,13 @@ import pwd
 import signal
 import time
 
-from rlhpc.jobs.claim import Claim, SegmentFiles, read_json_file
-from rlhpc.jobs.elastic.record import end_helpers
-from rlhpc.jobs.lock import SubmitLock
+from rlhpc.jobs.elastic.records import end_helpers
+from rlhpc.jobs.job_record import JobRecord, end_process, find_job, job_words, probe_for, segment_job_name
 from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.jobs.probes import JobState
-from rlhpc.jobs.record import JobRecord, end_process, find_job, job_words, probe_for, segment_job_name
+from rlhpc.jobs.segment import Claim, SegmentFiles, read_json_file
 from rlhpc.jobs.slurm import is_job_named, scancel
+from rlhpc.jobs.submit_lock import SubmitLock
 from rlhpc.runtime.errors import RlhpcError, UserError
 
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rlhpc.jobs.attempts import Attempts
-from rlhpc.jobs.claim import RENEW_S, Claim, SegmentFiles, read_json_file, write_json
 from rlhpc.jobs.paths import RunPaths, step_name
 from rlhpc.jobs.probes import ProcessId, SlurmProbe
+from rlhpc.jobs.segment import RENEW_S, Attempts, Claim, SegmentFiles, read_json_file, write_json
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS
 from rlhpc.jobs.slurm import end_steps, requeue_without
 from rlhpc.runtime.files import open_file

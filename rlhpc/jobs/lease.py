@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.claim import LEASE_S, RENEW_S, read_json_file, renewed_within
 from rlhpc.jobs.probes import ProcessId
+from rlhpc.jobs.segment import LEASE_S, RENEW_S, read_json_file, renewed_within
 from rlhpc.runtime.files import create_exclusively
 
 log = logging.getLogger(__name__)

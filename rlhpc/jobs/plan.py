@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhpc.config.sections import JobConfig, RunConfig
-from rlhpc.jobs.elastic.plan import HelperPlan, helper_plans
-from rlhpc.jobs.walltime import minutes_of
+from rlhpc.jobs.elastic.helper_plan import HelperPlan, helper_plans
+from rlhpc.jobs.slurm import minutes_of
 from rlhpc.runtime.allocation import gpus_in
 from rlhpc.runtime.cluster import WITHOUT_ACCELERATORS, Cluster, read_key
 from rlhpc.runtime.cluster_config import Given, Key

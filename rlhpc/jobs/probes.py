@@ -17,7 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.room import NotNow
+from rlhpc.jobs.submit_backoff import NotNow
 from rlhpc.runtime.host import process_space
 from rlhpc.runtime.slurm import TIMEOUT_S, Answer, ask
 

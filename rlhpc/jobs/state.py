@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.attempts import Attempts
 from rlhpc.jobs.cancel import user_name
-from rlhpc.jobs.claim import Claim, SegmentFiles, read_json_file
 from rlhpc.jobs.driver_job import error_line
+from rlhpc.jobs.job_record import JobRecord, job_words
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobReport, JobState, SlurmProbe
-from rlhpc.jobs.record import JobRecord, job_words
+from rlhpc.jobs.segment import Attempts, Claim, SegmentFiles, read_json_file
 from rlhpc.runtime.host import node_name
 
 #: States of a driver that ended by itself.
@@ -293,3 +292,35 @@ def number_of(values: dict[str, Any], key: str) -> float | None:
     """The number under a key of a JSON object; None if there is none."""
     value = values.get(key)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+#: How often Slurm may be asked, and how often in a row the answer must be the same: between the end of one attempt and the
+#: start of the next, a run may look dead for a moment.
+_LOOK_S, _TIMES = 10.0, 2
+_OVER = ("finished", "failed", "cancelled", "dead")
+
+
+class Ending:
+    """Callable: whether nobody will take the run up again by itself.
+
+    Args:
+        paths: The run.
+        look_s: Least seconds between two looks at more than its status.
+    """
+
+    def __init__(self, paths: RunPaths, look_s: float = _LOOK_S) -> None:
+        self._paths, self._look_s = paths, look_s
+        self._looked, self._times = -look_s, 0
+
+    def __call__(self) -> bool:
+        if (read_json_file(self._paths.driver_state) or {}).get("state") == "finished":
+            return True
+        if time.monotonic() - self._looked >= self._look_s:
+            self._looked = time.monotonic()
+            self._times = self._times + 1 if self._is_over() else 0
+        return self._times >= _TIMES
+
+    def _is_over(self) -> bool:
+        [(facts, found)] = states([self._paths])
+        # One that was stopped at a terminal is taken up by a person, perhaps; one that was submitted, by its job.
+        return found.state in _OVER or (found.state == "stopped" and facts.record is None)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlhpc.jobs.claim import read_json_file
-from rlhpc.jobs.elastic.shown import helper_lines
-from rlhpc.jobs.log_starts import ALL, LAST, lines_of_start
+from rlhpc.jobs.attempt_logs import ALL, LAST, lines_of_start
+from rlhpc.jobs.elastic.records import HelperRecord, stays
 from rlhpc.jobs.paths import RunPaths, segment_name, step_name
+from rlhpc.jobs.segment import read_json_file
 from rlhpc.jobs.state import FINAL, OVER, Facts, RunState, duration, find_runs, number_of, run_state, states
 from rlhpc.runtime.errors import UserError
 from rlhpc.runtime.files import is_count, open_file, read_file
@@ -19,6 +19,40 @@ from rlhpc.runtime.host import host_id
 from rlhpc.runtime.registry import CURRENT, LEFT, MEMBERS, ROBOTS
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.runtime.text import one_line
+
+#: Ranks that have left of which a line is shown.
+_SHOWN = 12
+
+
+def helper_lines(paths: RunPaths, *, over: bool) -> list[str]:
+    """A table of who has joined, and a line for the jobs in the queue; nothing where nobody ever has."""
+    record, found, now = HelperRecord.read(paths), stays(paths), time.time()
+    queued = [] if over else [job for job in record.live() if job.started is None]
+    lines = []
+    if queued:
+        reasons = ", ".join(dict.fromkeys(job.reason for job in queued if job.reason)) or "submitted"
+        lines.append(f"helpers      {len(queued)} job{'s' if len(queued) > 1 else ''} in the queue: {reasons}")
+    if not found:
+        return lines
+    there, gone = [stay for stay in found if stay.left is None], [stay for stay in found if stay.left is not None]
+    hours = sum(stay.hours(now) for stay in found)
+    lines.append(f"joined       {len(found)} ranks in all, {len(there)} there now, {hours:.2f} hours")
+    lines += ["", f"{'joined':<16} {'node':<16} {'job':>10}  {'came':<11}  {'left':<11}  {'hours':>6}  why"]
+    for stay in [*gone[-_SHOWN:], *there]:
+        came, left = _clock(stay.joined), "" if stay.left is None else _clock(stay.left)
+        why = stay.why or ("works" if stay.works else "loads")
+        lines.append(
+            f"{f'{stay.group}-{stay.rank}':<16} {stay.node:<16} {stay.job or '-':>10}  {came:<11}  {left:<11}  "
+            f"{stay.hours(now):>6.2f}  {why}"
+        )
+    if len(gone) > _SHOWN:
+        lines.append(f"… and {len(gone) - _SHOWN} that left before; {paths.attendance.name} has all")
+    return lines
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%d.%m %H:%M", time.localtime(at))
+
 
 #: Headline numbers of runs as columns: title → a text for each run.
 Headlines = Callable[[Sequence[RunPaths]], Mapping[str, Sequence[str]]]

@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhpc.jobs.cancel import cancel
-from rlhpc.jobs.claim import Claim, SegmentFiles, read_json_file
 from rlhpc.jobs.driver_job import DriverJob
-from rlhpc.jobs.executor import NO_LIMIT_MIN, make_slurm_executor
-from rlhpc.jobs.local import make_local_executor
-from rlhpc.jobs.lock import SubmitLock
+from rlhpc.jobs.executors import NO_LIMIT_MIN, make_local_executor, make_slurm_executor
+from rlhpc.jobs.job_record import JobRecord, end_process, find_job, job_words, owner_of, segment_job_name, was_cancelled
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
-from rlhpc.jobs.record import JobRecord, end_process, find_job, job_words, owner_of, segment_job_name, was_cancelled
-from rlhpc.jobs.room import NotNow, Patience, not_now, room_words
+from rlhpc.jobs.segment import Claim, SegmentFiles, read_json_file
 from rlhpc.jobs.slurm import nothing_queued
+from rlhpc.jobs.submit_backoff import NotNow, Patience, not_now, room_words
+from rlhpc.jobs.submit_lock import SubmitLock
 from rlhpc.jobs.waiter import (
     DriverFailed,
     DriverRejected,

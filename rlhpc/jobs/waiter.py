@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlhpc.jobs.claim import LEASE_S, Claim, SegmentFiles, look_again, read_json_file
 from rlhpc.jobs.driver_job import first_failure
+from rlhpc.jobs.job_record import JobRecord, job_words, owner_of, probe_for, segment_job_name
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, ProcessId, SlurmProbe
-from rlhpc.jobs.record import JobRecord, job_words, owner_of, probe_for, segment_job_name
-from rlhpc.jobs.shared import SharedProbe
+from rlhpc.jobs.segment import LEASE_S, Claim, SegmentFiles, look_again, read_json_file
+from rlhpc.jobs.shared_probe import SharedProbe
 from rlhpc.jobs.slurm import hasten
 from rlhpc.jobs.status import progress_line
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError, SubmitError

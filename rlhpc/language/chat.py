@@ -20,7 +20,7 @@ from rlhpc.language.engines.registry import make_engine
 from rlhpc.language.evaluate import model_folder
 from rlhpc.language.policies import folders_of
 from rlhpc.language.roles.prompts import seed_of
-from rlhpc.runs.folder import note
+from rlhpc.runs.run_folder import note
 from rlhpc.runtime.devices import accelerator
 from rlhpc.runtime.errors import ConfigError
 

@@ -10,7 +10,7 @@ from rlhpc.language.algorithm.registry import ALGORITHMS
 from rlhpc.language.data.registry import MADE_UP
 from rlhpc.language.scoring.groups import CRITIC, REFERENCE, TEACHER, distils, needs_values, placed, raters
 from rlhpc.language.scoring.judge_section import judges
-from rlhpc.runs.conditions import CLIPPED, COMMON, estimator_conditions, trainer_conditions
+from rlhpc.runs.conditional_keys import CLIPPED, COMMON, estimator_conditions, trainer_conditions
 
 
 def _built_in(rule: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -30,10 +30,9 @@ from rlhpc.language.scoring.groups import (
 )
 from rlhpc.language.suites import suite_named
 from rlhpc.runs.checks import check_estimators
-from rlhpc.runs.kind_parts import PlayOptions
-from rlhpc.runs.kinds import Exporting, Headline, Kind, Parts, Preparation, Rows
+from rlhpc.runs.config_changes import differing, saved_values
 from rlhpc.runs.preflight import Check, Need
-from rlhpc.runs.saved import differing, saved_values
+from rlhpc.runs.task_type import Exporting, Headline, Kind, Parts, PlayOptions, Preparation, Rows
 from rlhpc.runtime.errors import ConfigError, PlacementError
 
 #: The configuration of a run that trains a language model; and of one whose model answers.

@@ -26,7 +26,7 @@ from rlhpc.language.suites import suite_named
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.cutting import Parts, micro_batches
 from rlhpc.language.tokens.scalar import last_values, load_scalar_model, token_values
-from rlhpc.runs.folder import note
+from rlhpc.runs.run_folder import note
 from rlhpc.runtime.devices import accelerator
 from rlhpc.runtime.errors import ConfigError, NonFinite
 

@@ -18,7 +18,7 @@ from rlhpc.language.agents.registry import (
 from rlhpc.language.config import GrpoConfig, LanguageConfig, TrainedLanguageConfig
 from rlhpc.language.policies import ENVIRONMENT
 from rlhpc.language.scoring.groups import AGENT, CRITIC, group_roles, scoring_groups
-from rlhpc.runs.hub import model_resource
+from rlhpc.runs.model_names import model_resource
 from rlhpc.runs.preflight import FILES, Check, Need, Resource, path_resource, strongest
 
 

@@ -36,7 +36,7 @@ from rlhpc.metrics.provenance import (
     of_suite,
     with_pass_at,
 )
-from rlhpc.runs.kinds import Parts
+from rlhpc.runs.task_type import Parts
 from rlhpc.runtime.files import read_yaml
 from rlhpc.runtime.text import in_parentheses, interval_text
 

@@ -9,7 +9,7 @@ from rlhpc.config.typed import select
 from rlhpc.language.config import GrpoConfig, LanguageConfig, TrainedLanguageConfig, minibatch_size, responses_per_step
 from rlhpc.language.reward_config import RewardRunConfig
 from rlhpc.language.scoring.groups import AGENT, group_roles
-from rlhpc.runs.tuning.shape import placed
+from rlhpc.runs.tuning.shapes import placed
 from rlhpc.runs.tuning.workload import Knob, Phase, Workload
 from rlhpc.runtime.cluster import Cluster
 

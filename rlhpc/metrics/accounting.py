@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from rlhpc.jobs.claim import read_json_file
 from rlhpc.jobs.paths import RunPaths, segment_name
+from rlhpc.jobs.segment import read_json_file
 from rlhpc.metrics.accounting_page import joined_account
 from rlhpc.metrics.provenance import PlacedStart, Placement, placed_starts, read_provenance
 from rlhpc.runtime.allocation import expand_hostlist

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from rlhpc.jobs.attendance import stays
-from rlhpc.jobs.elastic.record import HelperRecord
+from rlhpc.jobs.elastic.records import HelperRecord, stays
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.page import Cell, duration, missing, size, table
 

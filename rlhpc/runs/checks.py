@@ -15,11 +15,11 @@ from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from rlhpc.config.constraints import LARGEST, RANGES, Fail, check_choice, check_ranges
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import mapping, plain, select
-from rlhpc.jobs.elastic.plan import check_elastic
+from rlhpc.jobs.elastic.helper_plan import check_elastic
 from rlhpc.jobs.paths import RunPaths, SweepPaths
-from rlhpc.runs.best import check_best
-from rlhpc.runs.kinds import Cfg, Kind, kind_of
+from rlhpc.runs.best_checkpoint import check_best
 from rlhpc.runs.preflight import FILES_ALONE, Check, Need, run_checks
+from rlhpc.runs.task_type import Cfg, Kind, kind_of
 from rlhpc.runtime.cluster import read_key
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.files import expand_home, unwritable

@@ -17,10 +17,10 @@ from rlhpc.metrics.charts import Line, line_chart
 from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.page import Cell, duration, figures, missing, page, section, table, time_unit, write_page
 from rlhpc.metrics.provenance import judging_suite, read_all_results, read_results
-from rlhpc.runs.changes import training_changes
+from rlhpc.runs.config_changes import training_changes
 from rlhpc.runs.headlines import NO_VALUE, Curve, Run, headline_columns, mean_text
-from rlhpc.runs.kinds import kind_of_run
-from rlhpc.runs.scores import Scored, goal_of, scores_at, scores_part
+from rlhpc.runs.seed_scores import Scored, goal_of, scores_at, scores_part
+from rlhpc.runs.task_type import kind_of_run
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import read_file, read_yaml
 

@@ -12,7 +12,7 @@ from rlhpc.config.merge import Layers
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import typed
 from rlhpc.runs.checks import validate
-from rlhpc.runs.kinds import find_kind, kind_of
+from rlhpc.runs.task_type import find_kind, kind_of
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.trust import Trust
 

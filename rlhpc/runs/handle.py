@@ -19,21 +19,21 @@ from rlhpc.config.files import ConfigSource, source_name
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sweep import override
 from rlhpc.config.yaml_files import plain_value
-from rlhpc.jobs.claim import SegmentFiles
 from rlhpc.jobs.driver_job import first_failure, size_of, start_driver
+from rlhpc.jobs.driver_lock import require_no_driver
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.segment import SegmentFiles
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS
-from rlhpc.jobs.sole import require_no_driver
 from rlhpc.jobs.submit import driver_command
 from rlhpc.jobs.waiter import DriverFailed, DriverRejected
 from rlhpc.metrics import ProgressBar, read_metrics
 from rlhpc.metrics.logger import read_last_metrics
 from rlhpc.runs.checks import check_planned
-from rlhpc.runs.conditions import warn_of_unused
+from rlhpc.runs.conditional_keys import warn_of_unused
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.folder import note, resolve_resume
 from rlhpc.runs.memory.plan import refuse_overfull
-from rlhpc.runs.same_run import write_config
+from rlhpc.runs.run_folder import note, resolve_resume
+from rlhpc.runs.run_identity import write_config
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, UserError
 from rlhpc.runtime.imports import python_path
 

@@ -22,8 +22,7 @@ from rlhpc.metrics.provenance import (
     read_all_results,
     read_results,
 )
-from rlhpc.runs.kind_parts import Headline
-from rlhpc.runs.kinds import kind_of_run
+from rlhpc.runs.task_type import Headline, kind_of_run
 from rlhpc.runtime.text import in_parentheses
 
 Curve = tuple[list[float], list[float]]

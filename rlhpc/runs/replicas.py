@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-from rlhpc.runs.folder import note
+from rlhpc.runs.run_folder import note
 from rlhpc.runtime.worker_group import WorkerGroup
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.manifest import read_manifest, verify
-from rlhpc.jobs.claim import read_json_file
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.segment import read_json_file
 from rlhpc.jobs.status import best_words
 from rlhpc.metrics.accounting import write_accounting
 from rlhpc.metrics.accounting_page import accounting_tables, joined_section
@@ -33,7 +33,7 @@ from rlhpc.metrics.page import (
 from rlhpc.metrics.phase_times import phase_columns
 from rlhpc.metrics.placement_grid import placement_grid
 from rlhpc.metrics.provenance import left_out, read_provenance
-from rlhpc.runs.kinds import kind_of_run
+from rlhpc.runs.task_type import kind_of_run
 from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.errors import CheckpointError, UserError
 from rlhpc.runtime.files import read_file

@@ -19,9 +19,9 @@ from rlhpc.metrics.provenance import read_results
 from rlhpc.metrics.statistics import interquartile_mean
 from rlhpc.runs.compare import curves_part, final_table
 from rlhpc.runs.headlines import Run
-from rlhpc.runs.kinds import kind_of_run
-from rlhpc.runs.scores import MOST_DRAWN, Scored, estimate_text, goal_of, metric_of, ranked, scores_at, scores_part
-from rlhpc.runs.sweeps import read_sweep
+from rlhpc.runs.seed_scores import MOST_DRAWN, Scored, estimate_text, goal_of, metric_of, ranked, scores_at, scores_part
+from rlhpc.runs.sweep import read_sweep
+from rlhpc.runs.task_type import kind_of_run
 
 _BAD = ("failed", "dead", "cancelled")
 

@@ -6,18 +6,17 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from rlhpc.jobs.granted import require_hosts, require_live_allocation
-from rlhpc.jobs.log_starts import mark_start
+from rlhpc.jobs.attempt_logs import mark_start
+from rlhpc.jobs.driver_lock import require_hosts, require_live_allocation, require_no_driver, sole_driver
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.signals import MAX_RESTARTS, StopRequest
-from rlhpc.jobs.sole import require_no_driver, sole_driver
-from rlhpc.runs.elastic import Elastic
-from rlhpc.runs.folder import RunFolder, fail_status, keep_traceback, note, read_segment_done
-from rlhpc.runs.kinds import Cfg, Kind, kind_of
+from rlhpc.runs.config_changes import check_resume
+from rlhpc.runs.elastic_driver import Elastic
 from rlhpc.runs.preflight import run_checks
-from rlhpc.runs.resuming import check_resume
+from rlhpc.runs.run_folder import RunFolder, fail_status, keep_traceback, note, read_segment_done
+from rlhpc.runs.run_identity import make_longer
 from rlhpc.runs.runner import Runner
-from rlhpc.runs.same_run import make_longer
+from rlhpc.runs.task_type import Cfg, Kind, kind_of
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import Stopped

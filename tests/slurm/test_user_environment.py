@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.jobs.doctor.slurm import SlurmFacts
+from rlhpc.jobs.doctor.slurm_facts import SlurmFacts
 from rlhpc.jobs.probes import SlurmProbe
 from rlhpc.jobs.signals import end_of_job
 from rlhpc.jobs.slurm import end_of, jobs_named, scancel, would_start

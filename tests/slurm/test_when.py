@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from rlhpc.jobs.slurm import allowance
+from rlhpc.runs.start_estimate import Answer, outlook, verdict
 from rlhpc.runs.tuning.tune import Asked
-from rlhpc.runs.when import Answer, outlook
-from rlhpc.runs.when_text import verdict
 
 from .cluster import SlurmCluster
 from .jobs import end_jobs

@@ -148,7 +148,7 @@ NAMING_CUDA = {
     "rlhpc/checkpoint/state.py": "checkpoints have its generators' states under this name",
     "rlhpc/embodied/envs/maniskill.py": "PhysX simulates on these alone",
     "rlhpc/embodied/envs/maniskill_tasks.py": "PhysX simulates on these alone",
-    "rlhpc/jobs/doctor/nodes.py": "a build of torch for none says so by the version of CUDA",
+    "rlhpc/jobs/doctor/node_checks.py": "a build of torch for none says so by the version of CUDA",
     "rlhpc/jobs/doctor/torch_probe.py": "tries NCCL and each card by itself",
     "rlhpc/runtime/comm/device_memory.py": "shares its memory and events between processes, which no other kind in torch does",
     "rlhpc/runtime/devices.py": "a build of torch for none says so by the version of CUDA",

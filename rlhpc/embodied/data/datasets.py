@@ -16,7 +16,7 @@ from rlhpc.embodied.data.minari import MinariWriter, minari_spaces
 from rlhpc.embodied.data.trajectories import SUFFIXES, TrajectoryWriter, metadata, read_trajectories
 from rlhpc.embodied.data.trajectory import Trajectory, shapes
 from rlhpc.embodied.data.writing import EpisodeWriter
-from rlhpc.runs.folder import note
+from rlhpc.runs.run_folder import note
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, find_files
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of, decode_text
-from rlhpc.runs.hub import is_hub_name
+from rlhpc.runs.model_names import is_hub_name
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, read_json
 from rlhpc.runtime.plugins import required

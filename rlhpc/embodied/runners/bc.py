@@ -7,7 +7,7 @@ from typing import Any
 from rlhpc.embodied.config import BcConfig
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
-from rlhpc.runs.folder import RunFolder
+from rlhpc.runs.run_folder import RunFolder
 from rlhpc.runs.runner import Runner
 from rlhpc.runtime.active_time import active_s
 

@@ -25,8 +25,8 @@ from rlhpc.embodied.intervention.base import require_single
 from rlhpc.embodied.kinds import BC
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.folder import note, total_steps
-from rlhpc.runs.kinds import kind_of
+from rlhpc.runs.run_folder import note, total_steps
+from rlhpc.runs.task_type import kind_of
 from rlhpc.runs.train import train
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import read_json

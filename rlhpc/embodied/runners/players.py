@@ -16,8 +16,8 @@ from rlhpc.embodied.roles.outcomes import in_order
 from rlhpc.embodied.roles.parts import Played, Turn, keys_of, shares
 from rlhpc.embodied.roles.slots import Acted, SlotMap, Source
 from rlhpc.embodied.runners.helped import Helped
-from rlhpc.runs.folder import note
 from rlhpc.runs.replicas import Nothing, Originals, Replicas
+from rlhpc.runs.run_folder import note
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded

@@ -25,7 +25,7 @@ from rlhpc.embodied.runners.players import Players
 from rlhpc.embodied.runners.rows import ended, joined, kept
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
-from rlhpc.runs.folder import RunFolder, note
+from rlhpc.runs.run_folder import RunFolder, note
 from rlhpc.runs.runner import Runner
 from rlhpc.runtime.active_time import active_s
 from rlhpc.runtime.worker_group import WorkerGroup

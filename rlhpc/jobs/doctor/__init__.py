@@ -9,11 +9,12 @@ import shutil
 from importlib import metadata
 from pathlib import Path
 
-from rlhpc.jobs.doctor import checks, here, nodes
-from rlhpc.jobs.doctor.jobs import Probed, look_here, plan_jobs, run_probes, wake_up_s
-from rlhpc.jobs.doctor.probe import space
-from rlhpc.jobs.doctor.report import Line, render, to_json, worst
-from rlhpc.jobs.doctor.slurm import Site, SlurmFacts
+from rlhpc.jobs.doctor import node_checks as here
+from rlhpc.jobs.doctor import node_checks as nodes
+from rlhpc.jobs.doctor import slurm_checks as checks
+from rlhpc.jobs.doctor.node_probe import space
+from rlhpc.jobs.doctor.probe_jobs import Probed, look_here, plan_jobs, run_probes, wake_up_s
+from rlhpc.jobs.doctor.slurm_facts import Line, Site, SlurmFacts, render, to_json, worst
 from rlhpc.runtime.allocation import visible_accelerators
 from rlhpc.runtime.cluster_config import Given
 from rlhpc.runtime.files import expand_home

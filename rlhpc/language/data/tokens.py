@@ -17,7 +17,7 @@ from rlhpc.language.data.images import digest_of
 from rlhpc.language.data.pictures import Looker, Seen, make_looker
 from rlhpc.language.data.prompts import Prompt, PromptDataset
 from rlhpc.language.hugging_face import render_chat, special_tokens, template_file, transformers, turn_end
-from rlhpc.runs.hub import has_tokenizer, is_hub_name
+from rlhpc.runs.model_names import has_tokenizer, is_hub_name
 from rlhpc.runtime.errors import ConfigError, StorageError
 from rlhpc.runtime.files import expand_home, read_json, replace_durably
 from rlhpc.runtime.host import state_folder

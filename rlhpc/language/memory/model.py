@@ -17,7 +17,7 @@ from typing import Any
 from rlhpc.language.data.builtin import PREFIX
 from rlhpc.language.data.tiny import SPECIAL, VOCABULARY
 from rlhpc.language.memory.known import known
-from rlhpc.runs.hub import cached_config
+from rlhpc.runs.model_names import cached_config
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.files import expand_home
 from rlhpc.training.targets import is_all_linear, is_target

@@ -20,7 +20,7 @@ from rlhpc.language.engines.ends import context_tokens, load_model_config
 from rlhpc.language.engines.vllm_experts import is_mixture, require_proven
 from rlhpc.language.preference_scores import most_tokens
 from rlhpc.language.tokens.model import compute_dtype
-from rlhpc.runs.folder import note
+from rlhpc.runs.run_folder import note
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.deepspeed_config import deepspeed_config
 

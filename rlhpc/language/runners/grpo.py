@@ -26,8 +26,8 @@ from rlhpc.language.runners.agreement import ROUNDS, Agreement
 from rlhpc.language.runners.others import Made, Others
 from rlhpc.language.scoring.groups import AGENT, CRITIC, REFERENCE, learning_groups
 from rlhpc.metrics import PhaseTimers
-from rlhpc.runs.folder import RunFolder, note
 from rlhpc.runs.replicas import Replicas
+from rlhpc.runs.run_folder import RunFolder, note
 from rlhpc.runs.runner import Runner
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.errors import NothingTrained

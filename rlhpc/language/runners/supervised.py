@@ -10,7 +10,7 @@ from rlhpc.language.config import SftConfig
 from rlhpc.language.reward_config import RewardRunConfig
 from rlhpc.language.roles.prompts import PromptMap
 from rlhpc.language.roles.validation import validation_metrics
-from rlhpc.runs.folder import RunFolder
+from rlhpc.runs.run_folder import RunFolder
 from rlhpc.runs.runner import Runner
 from rlhpc.runtime.active_time import active_s
 from rlhpc.runtime.rpc import Handle

@@ -2,21 +2,91 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import re
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlhpc.config.sections import RunConfig
+from rlhpc.config.typed import mapping
 from rlhpc.jobs.plan import Plan, build_plan
-from rlhpc.runs.kinds import kind_of
-from rlhpc.runs.memory.account import SPARE, Account, Ranks, gib
-from rlhpc.runs.memory.rooms import accelerator_room, host_room
-from rlhpc.runtime.cluster import Cluster
+from rlhpc.runs.memory.account import GIB, MIB, SPARE, Account, Ranks, Term, gib
+from rlhpc.runs.task_type import kind_of
+from rlhpc.runtime.cluster import Cluster, read_key
 from rlhpc.runtime.errors import ConfigError, PlacementError
+from rlhpc.runtime.os_resources import total_memory
 from rlhpc.runtime.placement import HybridComponentPlacement, Placement
 from rlhpc.runtime.plugins import load_attribute
+
+_UNITS = {"": 20, "K": 10, "M": 20, "G": 30, "T": 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_ASK_S = 10.0
+
+
+def parse_bytes(text: str) -> float | None:
+    """Bytes of what Slurm would write: `80G`, `512M`; a bare number is in MiB. None for what is no size, or 0 (all there
+    is)."""
+    found = _SIZE.fullmatch(text.strip())
+    return float(found[1]) * (1 << _UNITS[found[2].upper()]) or None if found else None
+
+
+def accelerator_room(cfg: RunConfig, cluster: Cluster, node: int) -> tuple[float | None, str]:
+    """Bytes of an accelerator of a node, and who says so.
+
+    Args:
+        cfg: The configuration.
+        cluster: The nodes.
+        node: Rank of the node.
+    """
+    for raw in read_key(cfg.cluster, "node_groups", ()):
+        label = str(read_key(raw, "label"))
+        own = read_key(raw, "accelerator_memory")
+        if own is not None and node in cluster.node_group(label).node_ranks:
+            return parse_bytes(str(own)), f"cluster.node_groups[{label}].accelerator_memory"
+    if (common := read_key(cfg.cluster, "accelerator_memory")) is not None:
+        return parse_bytes(str(common)), "cluster.accelerator_memory"
+    found = _found_here() if len(cluster.nodes) == 1 else None
+    return found, "nvidia-smi" if found else ""
+
+
+@functools.cache
+def _found_here() -> float | None:
+    """Bytes of the smallest accelerator of this machine, as its driver says; None without one."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    asked = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=_ASK_S, check=True).stdout
+        return min(float(line) * (1 << 20) for line in said.splitlines() if line.strip())
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def host_room(cfg: RunConfig, cluster: Cluster, node: int, *, here: bool) -> tuple[float | None, str]:
+    """Bytes of a node that the run may use, and who says so.
+
+    Args:
+        cfg: The configuration.
+        cluster: The nodes.
+        node: Rank of the node.
+        here: Whether the run starts on this machine, rather than in a job.
+    """
+    for raw in read_key(cfg.cluster, "node_groups", ()):
+        label = str(read_key(raw, "label"))
+        if read_key(raw, "mem") is not None and node in cluster.node_group(label).node_ranks:
+            return parse_bytes(str(mapping(raw)["mem"])), f"cluster.node_groups[{label}].mem"
+    if cfg.cluster.mem is not None and not here:
+        return parse_bytes(cfg.cluster.mem), "cluster.mem"
+    if here:
+        return float(total_memory()), "this machine"
+    return None, ""
+
 
 log = logging.getLogger(__name__)
 
@@ -316,3 +386,96 @@ def _overfull(plan: MemoryPlan, place: Place) -> str:
 def _fitting(account: Account, room: float | None) -> str:
     changes = account.changes(room) if room is not None and room > 0 else ()
     return "".join(f"\n      fits: {' '.join(c.overrides)} ({gib(c.nbytes)} a rank)" for c in changes)
+
+
+_NAME = 38
+
+
+def render_memory(plan: MemoryPlan, *, measure: bool = False) -> str:
+    """The accounts of all groups, and the places where they are.
+
+    Args:
+        plan: The accounts.
+        measure: Also has PyTorch follow a step of those who train.
+    """
+    if not plan.accounts:
+        return ""
+    lines = ["memory"]
+    for account in plan.accounts:
+        lines += _of_group(account, accelerated=plan.accelerated[account.group], room=plan.left[account.group])
+        if measure and account.measured is not None:
+            lines.append(f"    {account.measured()}")
+    lines += ["", *(f"  {_of_place(place)}" for place in plan.places)]
+    refused = plan.refusals()
+    if refused:
+        lines += ["", "does not fit; rlhpc submit, run and train refuse it (cluster.memory_check):"]
+        lines += [f"  {words}" for words in refused]
+    for doubt in plan.doubts():
+        lines += ["", "may not fit:", f"  {doubt}"]
+    if any(place.room is None and "accelerator" in place.name for place in plan.places):
+        lines += [
+            "",
+            "  nobody says how much memory an accelerator has: set cluster.accelerator_memory, such as 80G, best in the site "
+            "file",
+        ]
+    return "\n".join(lines)
+
+
+def _of_group(account: Account, *, accelerated: bool, room: float | None) -> list[str]:
+    if account.unknown:
+        return ["", f"  {account.group}: not known: {account.unknown}"]
+    lines = ["", f"  {account.group}: {account.about}" if account.about else f"  {account.group}"]
+    where = "on its accelerator" if accelerated else "of its node"
+    unit = GIB if max((moment.nbytes for moment in account.moments), default=0.0) >= GIB else MIB
+    where += ", GiB" if unit == GIB else ", MiB"
+    lines.append(
+        f"    {'a rank holds ' + where:<{_NAME}}" + "".join(f"  {m.name:>{_wide(m.name)}}" for m in account.moments)
+    )
+    for name in dict.fromkeys(term.name for moment in account.moments for term in moment.terms):
+        cells = []
+        for moment in account.moments:
+            found = [term.nbytes for term in moment.terms if term.name == name]
+            cells.append(f"  {_number(sum(found) / unit) if found else '':>{_wide(moment.name)}}")
+        lines.append(f"      {name:<{_NAME - 2}}" + "".join(cells))
+    lines.append(
+        f"    {'together':<{_NAME}}"
+        + "".join(f"  {_number(m.nbytes / unit):>{_wide(m.name)}}" for m in account.moments)
+    )
+    if (peak := account.peak) is not None:
+        lines.append(
+            f"    most: {peak.name}, {gib(peak.nbytes)}; largest term: {peak.largest.name}, {gib(peak.largest.nbytes)}"
+        )
+    for what, terms in (
+        ("host memory of a rank", account.host),
+        ("pinned host memory of a rank", account.pinned),
+        ("host memory of a rank, if there is room", account.spare),
+        ("/dev/shm of a node", account.shared),
+    ):
+        if terms:
+            lines.append(f"    {what}: {_listed(terms)}")
+    lines += [f"    {remark}" for remark in account.remarks]
+    if room is not None and room > 0:
+        lines += [f"    fits up to: {key}={value}" for key, value in account.most(room).items()]
+    return lines
+
+
+def _wide(name: str) -> int:
+    return max(7, len(name))
+
+
+def _number(size: float) -> str:
+    return f"{size:.2f}" if size < 10 else f"{size:.1f}"
+
+
+def _listed(terms: Sequence[Term]) -> str:
+    return ", ".join(f"{term.name} {gib(term.nbytes)}" for term in terms)
+
+
+def _of_place(place: Place) -> str:
+    always = [f"{name} {gib(n)}" for name, n in place.held.items() if name not in place.turns]
+    turns = [f"{name} {gib(n)}" for name, n in place.held.items() if name in place.turns]
+    held = " + ".join([*always, *([f"{' or '.join(turns)} (in turns)"] if len(turns) > 1 else turns)])
+    if place.room is None:
+        return f"{place.name}: {held} = {gib(place.nbytes)}"
+    verdict = "fits" if place.fits else "does not fit" if place.refused else "may not fit"
+    return f"{place.name}: {held} = {gib(place.nbytes)} of {gib(place.room)} ({place.said}): {verdict}"

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlhpc.runs.tuning.model import Model, Prediction
-from rlhpc.runs.tuning.shape import Candidate, Place, Pool
+from rlhpc.runs.tuning.queueing_model import Model, Prediction
+from rlhpc.runs.tuning.shapes import Candidate, Place, Pool
 
 #: Pools up to this size are searched at every offset and every number; larger ones at multiples and where others end.
 _SMALL = 8

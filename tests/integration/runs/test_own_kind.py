@@ -23,7 +23,7 @@ from rlhpc.config.constraints import COUNT
 from rlhpc.config.sections import RunConfig
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.charts import Line, line_chart
-from rlhpc.runs.kinds import Kind, Parts
+from rlhpc.runs.task_type import Kind, Parts
 from rlhpc.runs.runner import Runner
 
 

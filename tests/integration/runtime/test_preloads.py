@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rlhpc.runs.kinds import all_kinds
+from rlhpc.runs.task_type import all_kinds
 from rlhpc.runtime.launchers.local import PRELOAD
 from tests.extras import need_extra
 

@@ -462,7 +462,7 @@ def test_the_manifest_has_every_file_that_a_rank_wrote_whatever_the_listing_show
     import torch
 
     from rlhpc.checkpoint.async_writer import Copies, Writes, write_file
-    from rlhpc.runs.saving import merge_checksums
+    from rlhpc.runs.checkpointing import merge_checksums
 
     listed = Path.rglob
     large = torch.arange(1 << 19, dtype=torch.float32)

@@ -10,10 +10,10 @@ import pytest
 
 from rlhpc.cli import main
 from rlhpc.cli.arguments import require_driver
-from rlhpc.jobs.claim import SegmentFiles
+from rlhpc.jobs.job_record import JobRecord
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
-from rlhpc.jobs.record import JobRecord
+from rlhpc.jobs.segment import SegmentFiles
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.registry import MEMBERS, ROBOTS, Keys, Registry
 

@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhpc.config.schema import Schema
-from rlhpc.runs.kinds import find_kind
+from rlhpc.runs.task_type import find_kind
 
 PAGE = Path(__file__).parents[3] / "docs/reference/defaults.md"
 TRL = "TRL 1.16.0"

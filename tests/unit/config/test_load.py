@@ -21,7 +21,7 @@ from rlhpc.config.constraints import RANGES, null_numbers
 from rlhpc.config.merge import Layers
 from rlhpc.reference import render_config
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import Kind, all_kinds
+from rlhpc.runs.task_type import Kind, all_kinds
 from rlhpc.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -17,7 +17,7 @@ from rlhpc.config.constraints import RANGES as COMMON
 from rlhpc.config.constraints import Range
 from rlhpc.runs.checks import validate
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import Kind, all_kinds
+from rlhpc.runs.task_type import Kind, all_kinds
 from rlhpc.runtime.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

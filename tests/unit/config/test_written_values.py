@@ -24,8 +24,8 @@ from rlhpc.config.schema import PATHS, Schema
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import select
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import all_kinds, find_kind
-from rlhpc.runs.sweeps import load_sweep
+from rlhpc.runs.sweep import load_sweep
+from rlhpc.runs.task_type import all_kinds, find_kind
 from rlhpc.runtime.errors import ConfigError
 from tests.drawn import seed
 

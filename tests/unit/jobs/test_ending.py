@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rlhpc.jobs import ending
-from rlhpc.jobs.ending import Ending
+from rlhpc.jobs import state as ending
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.state import Ending
 
 
 @pytest.fixture

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from rlhpc.jobs import claim
+from rlhpc.jobs import segment as claim
 from rlhpc.jobs import submit as submit_module
 from rlhpc.jobs.cancel import cancel
-from rlhpc.jobs.claim import Claim, SegmentFiles
-from rlhpc.jobs.elastic.record import HelperJobRecord, HelperRecord
+from rlhpc.jobs.elastic.records import HelperJobRecord, HelperRecord
+from rlhpc.jobs.job_record import JobRecord, find_job, segment_job_name
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
-from rlhpc.jobs.record import JobRecord, find_job, segment_job_name
+from rlhpc.jobs.segment import Claim, SegmentFiles
 from rlhpc.jobs.slurm import hasten, scancel
-from rlhpc.runs.helpers import Helpers
+from rlhpc.runs.elastic_driver import Helpers
 from rlhpc.runtime.errors import RlhpcError, UserError
 from tests.unit.runs.test_helpers import helpers_of
 

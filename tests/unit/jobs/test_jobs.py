@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.jobs import claim as claims
-from rlhpc.jobs.claim import Claim, SegmentFiles
+from rlhpc.jobs import segment as claims
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, LocalProbe, ProcessId, SlurmProbe
+from rlhpc.jobs.segment import Claim, SegmentFiles
 from rlhpc.jobs.signals import EXIT_REQUEUE, StopRequest, end_of_job
 from rlhpc.runtime.host import process_space
 

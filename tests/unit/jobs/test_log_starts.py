@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.cli import main
-from rlhpc.jobs.log_starts import mark_start
+from rlhpc.jobs.attempt_logs import mark_start
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.status import print_logs
 

@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhpc.jobs.plan import Plan, build_plan, job_options, render_plan
-from rlhpc.jobs.walltime import minutes_of
+from rlhpc.jobs.slurm import minutes_of
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError, PlacementError

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.jobs.claim import SegmentFiles
+from rlhpc.jobs.job_record import JobRecord, reopen, segment_to_reopen, wait_for_end
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
-from rlhpc.jobs.record import JobRecord
-from rlhpc.jobs.reopen import reopen, segment_to_reopen, wait_for_end
+from rlhpc.jobs.segment import SegmentFiles
 from rlhpc.runtime.errors import ConfigError, SubmitError
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from rlhpc.checkpoint import CheckpointWriter
-from rlhpc.jobs.claim import SegmentFiles
+from rlhpc.jobs.job_record import JobRecord
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobReport, JobState
-from rlhpc.jobs.record import JobRecord
+from rlhpc.jobs.segment import SegmentFiles
 from rlhpc.jobs.waiter import Waiter
 
 TRACEBACK = "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'torch'\n"

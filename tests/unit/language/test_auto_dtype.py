@@ -14,7 +14,7 @@ from rlhpc.language.config import GrpoConfig
 from rlhpc.language.engines.engine import EngineOptions, engine_dtype
 from rlhpc.language.tokens import model as models
 from rlhpc.language.tokens.model import compute_dtype
-from rlhpc.runs.changes import training_changes
+from rlhpc.runs.config_changes import training_changes
 from rlhpc.runtime import devices as devices
 from tests.accelerators import ON_CPU
 

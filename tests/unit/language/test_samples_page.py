@@ -19,8 +19,8 @@ from rlhpc.language.samples_page import FILTER, read_samples, samples_path, spre
 from rlhpc.metrics import MetricLogger
 from rlhpc.metrics.phase_times import phase_columns
 from rlhpc.metrics.provenance import describe_result, read_results
-from rlhpc.runs.kinds import find_kind
 from rlhpc.runs.report import write_curves, write_report
+from rlhpc.runs.task_type import find_kind
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> & \x00\x1b[31m \u202eevil \ud800 end"
 CONFIG = """

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.jobs.elastic.record import HelperJobRecord, HelperRecord
+from rlhpc.jobs.elastic.records import HelperJobRecord, HelperRecord
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.accounting import (
     FIELDS,

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rlhpc.config import config_to_yaml
-from rlhpc.runs.changes import evaluation_fingerprint, require_same_run, training_changes, training_fingerprint
+from rlhpc.runs.config_changes import evaluation_fingerprint, require_same_run, training_changes, training_fingerprint
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError
 

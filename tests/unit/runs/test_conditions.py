@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.runs.conditions import find_unused
-from rlhpc.runs.kinds import all_kinds
+from rlhpc.runs.conditional_keys import find_unused
+from rlhpc.runs.task_type import all_kinds
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[3]

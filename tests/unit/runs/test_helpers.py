@@ -16,13 +16,14 @@ import psutil
 import pytest
 
 from rlhpc.jobs import slurm
-from rlhpc.jobs.elastic import record, submitting
-from rlhpc.jobs.elastic.plan import helper_plans
+from rlhpc.jobs.elastic import helper_job as submitting
+from rlhpc.jobs.elastic import records as record
+from rlhpc.jobs.elastic.helper_plan import helper_plans
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobReport, JobState
 from rlhpc.jobs.slurm import QueuedJob
-from rlhpc.runs import helpers as helpers_module
-from rlhpc.runs.helpers import Helpers
+from rlhpc.runs import elastic_driver as helpers_module
+from rlhpc.runs.elastic_driver import Helpers
 from rlhpc.runtime.errors import SubmitError
 from rlhpc.runtime.slurm import ask
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlhpc import load_config
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.runs.kinds import all_kinds, find_kind, kind_of, kind_of_run
+from rlhpc.runs.task_type import all_kinds, find_kind, kind_of, kind_of_run
 from rlhpc.runtime.errors import ConfigError
 from tests.extras import need_extra
 

@@ -11,7 +11,7 @@ import yaml
 from rlhpc import cli
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.sweeps import Sweep, check_begun, load_sweep, read_sweep, rule_prefixes, runs_of
+from rlhpc.runs.sweep import Sweep, check_begun, load_sweep, read_sweep, rule_prefixes, runs_of
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,9 +9,8 @@ import pytest
 
 from rlhpc.jobs.slurm import Allowance, Start, has_gpus
 from rlhpc.runs.configuration import load_config
+from rlhpc.runs.start_estimate import Answer, Outlook, Shape, _shapes, moment, render, verdict, walltimes
 from rlhpc.runs.tuning.tune import Asked
-from rlhpc.runs.when import Answer, Outlook, Shape, _shapes, walltimes
-from rlhpc.runs.when_text import moment, render, verdict
 from rlhpc.runtime.errors import ConfigError
 
 NOW = time.mktime((2026, 3, 2, 12, 0, 0, 0, 0, -1))  # a Monday

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.jobs.claim import write_json
+from rlhpc.jobs.segment import write_json
 from rlhpc.runtime.disk_errors import advice, explained, full_among, log_stream, mount_of
 from rlhpc.runtime.errors import RegistryError, StorageError, WorkerFailed
 from rlhpc.runtime.files import follow_umask, replace_durably

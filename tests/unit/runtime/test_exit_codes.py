@@ -13,7 +13,7 @@ from tests.extras import need_extra
 
 REPO = Path(__file__).parents[3]
 #: Helper programs, which only rlhpc starts, and whose text it reads.
-HELPERS = {"rlhpc/jobs/elastic/submitting.py", "rlhpc/language/agents/inside.py"}
+HELPERS = {"rlhpc/jobs/elastic/helper_job.py", "rlhpc/language/agents/inside.py"}
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.jobs.attendance import stays
-from rlhpc.jobs.claim import read_json_file
+from rlhpc.jobs.elastic.records import stays
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.segment import read_json_file
 from rlhpc.jobs.status import newest_generation, print_logs, render_status
 from rlhpc.metrics.logger import read_last_metrics, read_metrics
 from rlhpc.runtime.errors import ConfigError

@@ -16,7 +16,7 @@ from rlhpc.cli.foreign.output import written
 from rlhpc.cli.foreign.rules import Translation
 from rlhpc.config.schema import Schema
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import find_kind
+from rlhpc.runs.task_type import find_kind
 
 #: In RLinf's format, but of our own making: a piece for each group of a `defaults:` list, references, an environment variable.
 CUBE = {

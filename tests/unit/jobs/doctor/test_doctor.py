@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.jobs.doctor import Line, checks, examine, here, nodes, probe, render, to_json, torch_probe, worst
-from rlhpc.jobs.doctor.jobs import Probed, ProbeJob, plan_jobs, script_of, source_of, wake_up_s
-from rlhpc.jobs.doctor.slurm import (
+from rlhpc.jobs.doctor import Line, examine, render, to_json, torch_probe, worst
+from rlhpc.jobs.doctor import node_checks as here
+from rlhpc.jobs.doctor import node_checks as nodes
+from rlhpc.jobs.doctor import node_probe as probe
+from rlhpc.jobs.doctor import slurm_checks as checks
+from rlhpc.jobs.doctor.probe_jobs import Probed, ProbeJob, plan_jobs, script_of, source_of, wake_up_s
+from rlhpc.jobs.doctor.slurm_facts import (
     Answer,
     Group,
     Site,

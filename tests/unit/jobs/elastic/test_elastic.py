@@ -11,15 +11,13 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rlhpc.jobs.attendance import Attendance, stays
-from rlhpc.jobs.elastic.plan import helper_plans
-from rlhpc.jobs.elastic.record import HelperJobRecord, HelperRecord
-from rlhpc.jobs.elastic.rule import Bounds, Decision, Job, Rule, Seen
+from rlhpc.jobs.elastic.helper_plan import Bounds, Decision, Job, Rule, Seen, helper_plans
+from rlhpc.jobs.elastic.records import Attendance, HelperJobRecord, HelperRecord, stays
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.plan import build_plan, render_plan
 from rlhpc.jobs.slurm import free_of_job
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import find_kind
+from rlhpc.runs.task_type import find_kind
 from rlhpc.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[4]

@@ -10,8 +10,7 @@ from rlhpc.cli import main
 from rlhpc.jobs.plan import build_plan
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.account import GIB
-from rlhpc.runs.memory.plan import memory_plan
-from rlhpc.runs.memory.rooms import host_room, parse_bytes
+from rlhpc.runs.memory.plan import host_room, memory_plan, parse_bytes
 from rlhpc.runtime import os_resources as memory
 from rlhpc.runtime.cluster import Cluster
 

@@ -13,9 +13,9 @@ from rlhpc.jobs.plan import build_plan
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.plan import memory_plan
 from rlhpc.runs.tuning.costs import Costs, Curve
-from rlhpc.runs.tuning.model import Model
+from rlhpc.runs.tuning.queueing_model import Model
 from rlhpc.runs.tuning.search import Space, search
-from rlhpc.runs.tuning.shape import Candidate, Place, Pool, Shape
+from rlhpc.runs.tuning.shapes import Candidate, Place, Pool, Shape
 from rlhpc.runs.tuning.tune import Asked, is_allowed
 from rlhpc.runs.tuning.workload import Knob, Phase, Workload
 

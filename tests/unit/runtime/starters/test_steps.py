@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.jobs.attempts import Attempts
-from rlhpc.jobs.claim import SegmentFiles
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.segment import Attempts, SegmentFiles
 from rlhpc.jobs.slurm import component_ids
 from rlhpc.runtime import network
 from rlhpc.runtime.errors import (

@@ -1,0 +1,445 @@
+"""The checks of what the nodes reported. They ask nothing themselves."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhpc.jobs.doctor.probe_jobs import Probed, ProbeJob
+from rlhpc.jobs.doctor.slurm_facts import Line, Site, names, size
+from rlhpc.runtime.allocation import visible_accelerators
+from rlhpc.runtime.devices import VIRTUAL, why_unseen
+
+_LEAST_FILES = 4096
+_LEAST_SHM = 2**30
+_SLOW_MS = 2000.0
+_CLOCK_S = 5.0
+_FAST = re.compile(r"^(ib|hsn|opa|roce)\d")
+
+
+def started(jobs: Iterable[ProbeJob]) -> list[Line]:
+    """A probe job started in each partition, and all of its nodes spoke."""
+    lines = []
+    for job in jobs:
+        what = f"probe in {job.partition or '(default)'}"
+        asked = f"{job.nodes} nodes" + (f" with {job.gres}" if job.gres else "")
+        if job.error and job.error.startswith("sbatch:"):
+            lines.append(Line("fail", what, f"not accepted ({asked}): {job.error}", "correct the site file"))
+        elif job.error.startswith("did not start"):
+            lines.append(
+                Line("warn", what, f"{job.error}; it was cancelled, and its nodes were not looked at",
+                     "try again when the partition is less busy, or with a longer --start")
+            )  # fmt: skip
+        elif job.error:
+            lines.append(Line("fail", what, job.error, "a run's steps would fail alike"))
+        elif len(job.hello) < job.nodes:
+            lines.append(
+                Line("fail", what, f"{len(job.hello)} of {job.nodes} nodes answered ({names(job.hello)})",
+                     "look at the others with srun --nodelist=… hostname")
+            )  # fmt: skip
+        else:
+            lines.append(Line("pass", what, f"looked at {names(job.hello)}"))
+    return lines
+
+
+def shared_folder(probed: Probed) -> list[Line]:
+    """Every node sees what is written here, and this side sees what every node writes."""
+    what, folder = "shared folder", probed.folder
+    if probed.folder_error:
+        return [Line("fail", what, f"cannot write in {folder}: {probed.folder_error}", "name another with --folder")]
+    hellos = probed.hellos
+    if not hellos:
+        return []
+    problems: dict[str, list[str]] = {}
+    latencies = {}
+    for job in probed.jobs:
+        for node, said in job.hello.items():
+            canary, second = said["canary"], job.peers.get(node, {}).get("second", {})
+            seen = job.seen.get(node, {})
+            if "error" in canary:
+                why = "have another folder of that name" if canary["parent"] else "have no such folder"
+            elif "write_error" in canary:
+                why = f"cannot write there ({canary['write_error']})"
+            elif "error" in seen:
+                why = "write files there that are not seen here"
+            elif "error" in second:
+                why = "do not see a file that was written after they had looked for it"
+            else:
+                latencies[node] = max(canary["ms"], seen.get("ms", 0.0), second.get("ms", 0.0))
+                continue
+            problems.setdefault(why, []).append(node)
+    lines = [
+        Line("fail", what, f"{folder} is not shared: {names(nodes)} {why}",
+             "put runs (runner.run_dir) on a filesystem that all nodes and this one share")
+        for why, nodes in problems.items()
+    ]  # fmt: skip
+    if latencies:
+        slowest = max(latencies, key=lambda node: latencies[node])
+        found = f"{folder}: seen alike from {names(latencies)}, within {math.ceil(latencies[slowest])} ms ({slowest})"
+        if latencies[slowest] > _SLOW_MS:
+            lines.append(
+                Line("warn", what, found, "slow: ask for acdirmax/lookupcache settings, or use another filesystem")
+            )
+        else:
+            lines.append(Line("pass", what, found))
+    return lines
+
+
+def interface(probed: Probed, site: Site) -> list[Line]:
+    """The interface by which the nodes reach one another: the site's, on every node, or the one that they use by default."""
+    what, hellos = "interface", probed.hellos
+    if not hellos:
+        return []
+    if site.interface:
+        lacking = [node for node, said in hellos.items() if site.interface not in said["interfaces"]]
+        if lacking:
+            there = sorted({name for node in lacking for name in hellos[node]["interfaces"]})
+            return [
+                Line("fail", what, f"{site.interface} has no address on {names(lacking)}; there are: {', '.join(there)}",
+                     "correct interface in the site file")
+            ]  # fmt: skip
+        return [Line("pass", what, f"{site.interface}, on every node looked at")]
+    used: dict[str, set[str]] = {}
+    for node, said in probed.peers.items():
+        for other, found in said["reach"].items():
+            if other != node and found.get("interface"):
+                used.setdefault(found["interface"], set()).add(node)
+    if not used:
+        return []
+    text = "; ".join(f"{name}: {names(nodes)}" for name, nodes in sorted(used.items()))
+    fast = set.intersection(*({n for n in said["interfaces"] if _FAST.match(n)} for said in hellos.values())) - set(
+        used
+    )
+    if fast:
+        return [
+            Line("warn", what, f"the route goes by {text}; every node has {', '.join(sorted(fast))}, too",
+                 f"if that is the faster network, set interface: {min(fast)} in the site file")
+        ]  # fmt: skip
+    if any(name.startswith(("lo", "docker", "virbr")) for name in used) and len(hellos) > 1:
+        return [Line("warn", what, f"the route goes by {text}", "set interface in the site file")]
+    return [Line("pass", what, f"by the route between nodes: {text}")]
+
+
+def ports(probed: Probed) -> list[Line]:
+    """Nodes reach one another on ports that the kernel picks, both ways."""
+    peers = probed.peers
+    pairs = {
+        (node, other): found for node, said in peers.items() for other, found in said["reach"].items() if other != node
+    }
+    if not pairs:
+        if probed.hellos:
+            return [
+                Line(
+                    "warn", "ports", "only one node was looked at, so no connection was tried", "use --nodes 2 or more"
+                )
+            ]
+        return []
+    closed = {pair: found["error"] for pair, found in pairs.items() if "error" in found}
+    if closed:
+        (one, other), why = next(iter(closed.items()))
+        return [
+            Line("fail", "ports", f"{len(closed)} of {len(pairs)} connections between nodes fail: {one} → {other}: {why}",
+                 "open TCP between compute nodes (net.ipv4.ip_local_port_range), or name the interface they share")
+        ]  # fmt: skip
+    slowest = max(found["ms"] for found in pairs.values())
+    return [Line("pass", "ports", f"{names(peers)} reach one another both ways, within {math.ceil(slowest)} ms")]
+
+
+def gpu_masks(probed: Probed, environ: Mapping[str, str]) -> list[Line]:
+    """Each node's mask names as many GPUs as the job asked for."""
+    problems: dict[str, list[str]] = {}
+    right: list[str] = []
+    unmasked: list[str] = []
+    stale = environ.get("CUDA_VISIBLE_DEVICES")
+    for job in probed.jobs:
+        for node, said in job.hello.items():
+            mask = said["mask"]
+            count = len(visible_accelerators({"CUDA_VISIBLE_DEVICES": mask})) if mask is not None else None
+            if job.gpus and count is None:
+                unmasked.append(node)
+            elif (count or 0) == job.gpus:
+                right.append(node)
+            else:
+                text = f"CUDA_VISIBLE_DEVICES={mask} names {count}, the job asked for {job.gpus}"
+                problems.setdefault(text + (" (it is this shell's)" if mask == stale else ""), []).append(node)
+    do = "unset CUDA_VISIBLE_DEVICES before submitting" if stale is not None else (
+        "something sets it on the node: look in ~/.bashrc, modules and the task prolog"
+    )  # fmt: skip
+    lines = [Line("fail", "GPU mask", f"stale on {names(nodes)}: {text}", do) for text, nodes in problems.items()]
+    if unmasked:
+        lines.append(
+            Line("warn", "GPU mask", f"none on {names(unmasked)}, though a GPU was asked for",
+                 "ask for whole nodes (sbatch: [--exclusive]), or for File= in gres.conf")
+        )  # fmt: skip
+    if right and not problems:
+        lines.append(Line("pass", "GPU mask", f"as asked for on {names(right)}"))
+    return lines
+
+
+def gpus_in_torch(probed: Probed, environ: Mapping[str, str]) -> list[Line]:
+    """Torch, in the Python that trains, can use the GPUs that each node was granted."""
+    what = "GPUs in torch"
+    asked = {
+        node: job for job in probed.jobs if job.gpus for node, said in job.hello.items() if said["packages"]["torch"]
+    }
+    if not asked:
+        return []
+    if environ.get(VIRTUAL):
+        return [
+            Line("warn", what, f"not looked at on {names(asked)}: {VIRTUAL} says that GPUs are only a number here",
+                 f"unset {VIRTUAL} unless they are")
+        ]  # fmt: skip
+    problems: dict[tuple[str, str], list[str]] = {}
+    right: dict[str, list[str]] = {}
+    for node, job in asked.items():
+        said = job.torch.get(node, {"hung_s": 0.0})
+        if trouble := _trouble(said, job.gpus, job.hello[node]["mask"]):
+            problems.setdefault(trouble, []).append(node)
+        else:
+            text = f"torch {said['torch']} computes on the {job.gpus} granted"
+            text += f", and sums over {said['seen']} of them by NCCL" if said.get("nccl") else ""
+            right.setdefault(text, []).append(node)
+    return [
+        *(Line("fail", what, f"{names(nodes)}: {found}", do) for (found, do), nodes in problems.items()),
+        *(Line("pass", what, f"{text} ({names(nodes)})") for text, nodes in right.items()),
+    ]
+
+
+def _trouble(said: Mapping[str, Any], granted: int, mask: str | None) -> tuple[str, str] | None:
+    """What is wrong according to torch's report on a node, and what to do about it."""
+    look = "look at that node with nvidia-smi and dmesg"
+    if "torch" not in said:
+        stage, look = "importing torch", "run python -c 'import torch' there"
+    elif "seen" not in said:
+        stage = "counting GPUs"
+    elif said["seen"] < granted:
+        why, do = why_unseen(said["seen"], said["cuda"], said["hip"], mask, said.get("driver", ""))
+        driver = f"the driver takes CUDA up to {said['driver']}" if said.get("driver") else "there is no libcuda.so.1"
+        words = f" ({said['warning']})" if said["warning"] else ""
+        return f"granted {granted}, torch sees {said['seen']}: torch {said['torch']} {why}{words}; {driver}", do
+    elif "computes" not in said:
+        stage = "computing on a GPU"
+        look += "; where the build has no kernel for it, take another: RLHPC_TORCH=cu126 bash envs/setup.sh"
+    elif said.get("nccl") is False:
+        return (
+            "NCCL's all-reduce gave a wrong sum",
+            "try NCCL_P2P_DISABLE=1; if that mends it, see PCIe ACS and the IOMMU",
+        )
+    elif said.get("error") or said.get("code") != 0:
+        stage, look = "NCCL's all-reduce", "try NCCL_DEBUG=INFO, and NCCL_P2P_DISABLE=1 (PCIe ACS, the IOMMU)"
+    else:
+        return None
+    if said.get("error"):
+        return f"{stage} failed: {said['error']}", look
+    if "hung_s" in said:
+        return f"{stage} did not end" + (f" within {said['hung_s']:.0f} s" if said["hung_s"] else " in time"), look
+    return f"{stage} ended with exit code {said['code']}: {said.get('words', '')}", look
+
+
+def _grouped(hellos: Mapping[str, Any], judge: Callable[[Mapping[str, Any]], str | None]) -> dict[str, list[str]]:
+    problems: dict[str, list[str]] = {}
+    for node, said in hellos.items():
+        if why := judge(said):
+            problems.setdefault(why, []).append(node)
+    return problems
+
+
+def python(probed: Probed, executable: str = sys.executable) -> list[Line]:
+    """The nodes have the same Python as this host, with the packages."""
+
+    def judge(said: Mapping[str, Any]) -> str | None:
+        if tuple(said["python"][:2]) != sys.version_info[:2]:
+            return f"have Python {'.'.join(map(str, said['python']))} ({said['executable']}), here it is {executable}"
+        missing = [name for name, there in said["packages"].items() if not there]
+        return f"have no {', '.join(missing)} in {said['executable']}" if missing else None
+
+    return _lines(
+        probed, "Python", judge, "fail", "install rlhpc on a filesystem of all nodes",
+        f"{'.'.join(map(str, sys.version_info[:3]))} with its packages",
+    )  # fmt: skip
+
+
+def shared_memory(probed: Probed) -> list[Line]:
+    def judge(said: Mapping[str, Any]) -> str | None:
+        space = said["space"]["/dev/shm"]
+        if "error" in space or not space["writable"]:
+            return "cannot use /dev/shm"
+        return f"have {size(space['free'])} left in /dev/shm" if space["free"] < _LEAST_SHM else None
+
+    free = [said["space"]["/dev/shm"].get("free", 0) for said in probed.hellos.values()]
+    return _lines(
+        probed, "/dev/shm", judge, "warn", "data between ranks goes to files instead; set cluster.scratch to a fast disk",
+        f"{size(min(free, default=0))} or more free",
+    )  # fmt: skip
+
+
+def node_disks(probed: Probed, site: Site) -> list[Line]:
+    def judge(said: Mapping[str, Any]) -> str | None:
+        for name in ("/tmp", "scratch"):
+            space = said["space"].get(name)
+            where = site.scratch if name == "scratch" else name
+            if space and ("error" in space or not space["writable"]):
+                return f"cannot write in {where} ({space.get('error', 'not writable')})"
+            if space and space["free"] < 2**30:
+                return f"have {size(space['free'])} left in {where}"
+        return None
+
+    passed = f"room in /tmp{f' and {site.scratch}' if site.scratch else ''}"
+    return _lines(
+        probed, "node-local disk", judge, "fail", "correct scratch in the site file, or have it cleaned", passed
+    )
+
+
+def simulators(probed: Probed) -> list[Line]:
+    """Vulkan works: checked on the nodes where a GPU was asked for or, if there are none, on all."""
+    hellos = {node: said for job in probed.jobs if job.gpus for node, said in job.hello.items()} or probed.hellos
+
+    def judge(said: Mapping[str, Any]) -> str | None:
+        if not said["vulkan"]["loader"]:
+            return "have no libvulkan.so.1"
+        return None if said["vulkan"]["drivers"] else "have no Vulkan driver (icd.d)"
+
+    drivers = sorted({name for said in hellos.values() for name in said["vulkan"]["drivers"]})
+    return _lines(
+        probed, "Vulkan", judge, "warn", "simulators that render need it: install libvulkan1 and the GPU's driver with it",
+        ", ".join(drivers), hellos,
+    )  # fmt: skip
+
+
+def clocks(probed: Probed) -> list[Line]:
+    offsets = {node: off for job in probed.jobs for node, off in job.offsets.items()}
+    if not offsets:
+        return []
+    wrong = {node: by for node, (by, sure) in offsets.items() if abs(by) - sure > _CLOCK_S}
+    if wrong:
+        node = max(wrong, key=lambda name: abs(wrong[name]))
+        return [
+            Line("warn", "clocks", f"of {names(wrong)} differ from this one's, by up to {abs(wrong[node]):.0f} s ({node})",
+                 "ask for NTP on all nodes; a requeued job may be refused by a node whose clock is behind")
+        ]  # fmt: skip
+    sure = max(abs(by) + half for by, half in offsets.values())
+    return [Line("pass", "clocks", f"within {max(sure, 0.1):.1f} s of this one's")]
+
+
+def limits(probed: Probed) -> list[Line]:
+    def judge(said: Mapping[str, Any]) -> str | None:
+        found = said["limits"]
+        if 0 <= found["nofile"] < _LEAST_FILES:
+            return f"allow {found['nofile']} open files (ulimit -n)"
+        if 0 <= found["nproc"] < _LEAST_FILES:
+            return f"allow {found['nproc']} processes and threads (ulimit -u)"
+        if 0 <= found["memlock"] < 2**30 and any(_FAST.match(name) for name in said["interfaces"]):
+            return f"allow {size(found['memlock'])} of locked memory (ulimit -l), too little for InfiniBand"
+        return None
+
+    passed = "enough open files, processes and locked memory"
+    return _lines(
+        probed, "limits", judge, "warn", "raise it in setup of the site file, or ask the administrators", passed
+    )
+
+
+def _lines(
+    probed: Probed,
+    what: str,
+    judge: Callable[[Mapping[str, Any]], str | None],
+    level: Any,
+    do: str,
+    passed: str,
+    hellos: Mapping[str, Any] | None = None,
+) -> list[Line]:
+    """A line for each kind of problem that some nodes have, or one line saying that all nodes passed."""
+    hellos = probed.hellos if hellos is None else hellos
+    problems = _grouped(hellos, judge)
+    lines = [Line(level, what, f"{names(nodes)} {why}", do) for why, nodes in problems.items()]
+    return lines or ([Line("pass", what, passed)] if hellos else [])
+
+
+_LEAST_SPACE = 5 * 2**30
+_LEAST_INODES = 20_000
+
+
+def environment(environ: Mapping[str, str]) -> list[Line]:
+    """Variables of this shell that a job would inherit and should not."""
+    lines = []
+    mask = environ.get("CUDA_VISIBLE_DEVICES")
+    if mask is not None and "SLURM_JOB_ID" not in environ:
+        lines.append(
+            Line("warn", "this shell's GPU mask", f"CUDA_VISIBLE_DEVICES={mask!r} goes along with every job",
+                 "unset CUDA_VISIBLE_DEVICES (look in ~/.bashrc) before submitting")
+        )  # fmt: skip
+    stray = sorted(name for name in environ if name.startswith(("SBATCH_", "SALLOC_")))
+    if stray:
+        lines.append(
+            Line("warn", "this shell's options", f"set: {', '.join(stray)}; they win over what a run asks for",
+                 f"unset {' '.join(stray)}")
+        )  # fmt: skip
+    return lines
+
+
+def packages(versions: Mapping[str, str | None], conf: str | None) -> list[Line]:
+    """Versions of what submits; `conf` is the path of slurm.conf where it is not the usual one."""
+    lines = []
+    least = {"snakemake": (9,), "submitit": (1, 5), "snakemake-executor-plugin-slurm": (2,)}
+    for name, text in versions.items():
+        found = tuple(int(part) for part in re.findall(r"\d+", text or "")[:3])
+        wanted = ".".join(map(str, least.get(name, ())))
+        if text is None and name.startswith("snakemake-executor"):
+            lines.append(
+                Line("warn", name, "not installed", "pip install 'rlhpc[slurm]' (only profiles/slurm needs it)")
+            )
+        elif text is None:
+            lines.append(Line("fail", name, "not installed", f"pip install {name}"))
+        elif found < least.get(name, ()):
+            lines.append(Line("fail", name, f"{text}; {wanted} or later is needed", f"pip install -U {name}"))
+        elif name.endswith("jobstep") and found == (0, 6, 1) and conf:
+            lines.append(
+                Line("warn", name, f"{text} loses SLURM_CONF in its jobs, and here it is {conf}",
+                     f"pip install {name}==0.6.0, or have the file at /etc/slurm/slurm.conf")
+            )  # fmt: skip
+        else:
+            lines.append(Line("pass", name, text))
+    return lines
+
+
+def disk(what: str, path: str, found: Mapping[str, Any]) -> Line:
+    """Room and inodes of a filesystem, as `probe.space` gives them."""
+    if "error" in found:
+        return Line("fail", what, f"{path}: {found['error']}", "make the folder, or name another")
+    text = f"{path}: {size(found['free'])} of {size(found['total'])} free"
+    if found["inodes"]:
+        text += f", {found['inodes_free']} of {found['inodes']} inodes"
+    if not found["writable"]:
+        return Line("fail", what, f"{path} is not writable", "name a folder of your own")
+    if found["free"] < _LEAST_SPACE or (found["inodes"] and found["inodes_free"] < _LEAST_INODES):
+        return Line("warn", what, text, "make room, or use another folder: a run that cannot save stops")
+    return Line("pass", what, text)
+
+
+def quotas(text: str) -> list[Line]:
+    """`quota -wp` (with raw times): used and limits of blocks and of files."""
+    lines = []
+    for row in text.splitlines():
+        words = [word.rstrip("*") for word in row.split()]
+        if len(words) < 9 or not all(word.isdigit() for word in words[1:]):
+            continue
+        for what, unit, (used, soft, hard) in (("space", 1024, words[1:4]), ("inodes", 1, words[5:8])):
+            limit = int(soft) or int(hard)
+            if not limit:
+                continue
+            share = (
+                f"{100 * int(used) / limit:.0f} % of {size(limit * unit) if unit > 1 else limit} {what} on {words[0]}"
+            )
+            if int(used) > 0.9 * limit:
+                lines.append(Line("warn", "quota", share, "make room: caches in $HOME are often the cause"))
+            else:
+                lines.append(Line("pass", "quota", share))
+    return lines
+
+
+def nearest_folder(path: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    return next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))

@@ -1,0 +1,332 @@
+"""What a job of helpers asks Slurm for, and what must hold of `cluster.elastic`. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from rlhpc.config.constraints import Fail
+from rlhpc.jobs.slurm import minutes_of
+from rlhpc.runtime.allocation import gpus_in
+from rlhpc.runtime.cluster import read_key
+from rlhpc.runtime.cluster_config import Given, Key
+
+#: Share of a step's time in which the actor waits for rollouts: above the first there are too few ranks, and below the second
+#: one less would not be missed.
+WAITS, IDLES = 0.25, 0.05
+#: Pause after a job that ended before any rank of it had joined; it doubles with each in a row, up to the second.
+_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 3600.0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the configuration allows.
+
+    Attributes:
+        least, most: Ranks.
+        per_job: Ranks of a job.
+        hours_per_job: Hours of the budget that a job takes if it runs to its walltime.
+        budget: Hours; None for no limit.
+        react_s: Seconds for which something must have been so before the number changes.
+    """
+
+    least: int
+    most: int
+    per_job: int
+    hours_per_job: float
+    budget: float | None = None
+    react_s: float = 60.0
+
+    @property
+    def least_jobs(self) -> int:
+        """Jobs that bring at least `least` ranks."""
+        return math.ceil(self.least / self.per_job)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has not ended.
+
+    Attributes:
+        id: Slurm's.
+        state: `leaving` once it was told to.
+        ranks: Of it that have joined and not left.
+        hours: Hours of the budget that it has taken.
+    """
+
+    id: str
+    state: Literal["queued", "running", "leaving"]
+    ranks: int = 0
+    hours: float = 0.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What there is at one moment.
+
+    Attributes:
+        now: Seconds of any clock.
+        jobs: Those that have not ended, oldest first.
+        waited: Share of the last steps' time in which the actor waited for rollouts; None while that is not known.
+        asked: Ranks that somebody has asked for; None leaves it to the rule.
+        spent: Hours of the budget that jobs have taken that have ended.
+        useful: Ranks for which there is something to do.
+        vain: Jobs in a row that ended before any rank of them had joined, or after an error of one, up to now.
+        vain_since: When the last of these was seen to have ended.
+    """
+
+    now: float
+    jobs: Sequence[Job] = ()
+    waited: float | None = None
+    asked: int | None = None
+    spent: float = 0.0
+    useful: int = 2**31
+    vain: int = 0
+    vain_since: float = 0.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is to be done.
+
+    Attributes:
+        submit: Jobs to submit.
+        only_soon: Only if they would start soon.
+        leave: Jobs to take out of the queue, or to have leave, by id.
+        target: Ranks that there are to be.
+        why: In words.
+    """
+
+    submit: int = 0
+    only_soon: bool = False
+    leave: tuple[str, ...] = ()
+    target: int = 0
+    why: str = ""
+
+
+class Rule:
+    """Decides from one moment to the next. It counts in jobs: where limits, useful ranks or an asked number are no multiple of
+    a job's ranks, it takes the next lower number of jobs, and for the least the next higher one.
+
+    Where nobody has asked for a number, there are more jobs when the actor has waited for rollouts for a while and all jobs
+    that are to be there are at work: as many again as there are, from one job on. There is one job less than there are when
+    the actor has hardly waited for a while, whatever else is still awaited. Jobs in the queue go before jobs that run, and
+    young ones before old ones.
+
+    Args:
+        bounds: What is allowed.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self._target: int | None = None  # in jobs
+        self._since: float | None = None
+        self._trend = 0
+
+    def decide(self, seen: Seen) -> Decision:
+        """What to do now."""
+        bounds, live = self.bounds, [job for job in seen.jobs if job.state != "leaving"]
+        if self._target is None:  # a driver that came back begins with what is there
+            self._target = self._jobs_for(len(live) * bounds.per_job)
+        used = seen.spent + sum(job.hours for job in seen.jobs)
+        if bounds.budget is not None and used >= bounds.budget:
+            return Decision(
+                leave=tuple(job.id for job in live), why=f"the budget of {bounds.budget:g} hours is used up"
+            )
+        if seen.asked is not None:
+            self._target, self._since, why = self._jobs_for(seen.asked), None, f"{seen.asked} were asked for"
+        else:
+            why = self._follow(seen, live)
+        ranks = self._target * bounds.per_job
+        if (surplus := len(live) - self._target) > 0:
+            order = sorted(range(len(live)), key=lambda at: (live[at].state != "queued", -at))
+            return Decision(leave=tuple(live[at].id for at in order[:surplus]), target=ranks, why=why)
+        missing = min(-surplus, self._affordable(seen))
+        if missing <= 0 or self._pauses(seen):
+            return Decision(target=ranks, why=why)
+        only_soon = seen.asked is None and len(live) * bounds.per_job >= bounds.least
+        return Decision(missing, only_soon, target=ranks, why=why)
+
+    def not_soon(self, live: int) -> None:
+        """The queue would not start a job soon: what there are jobs for is enough, until the actor has waited again."""
+        self._target, self._since = self._jobs_for(live * self.bounds.per_job), None
+
+    def _jobs_for(self, ranks: int) -> int:
+        """Returns the number of jobs that bring as many ranks as possible up to `ranks` within the limits."""
+        bounds = self.bounds
+        return max(bounds.least_jobs, min(ranks, bounds.most) // bounds.per_job)
+
+    def _follow(self, seen: Seen, live: Sequence[Job]) -> str:
+        """Moves the target after what the actor's waiting says."""
+        assert self._target is not None
+        self._target = min(self._target, self._jobs_for(seen.useful))
+        waited, unchanged = seen.waited, f"there are to be {self._target * self.bounds.per_job}"
+        trend = 0 if waited is None else 1 if waited >= WAITS else -1 if waited <= IDLES else 0
+        at_work = len(live) >= self._target and all(job.state == "running" and job.ranks for job in live)
+        if trend != self._trend or trend == 0 or (trend > 0 and not at_work):
+            self._trend, self._since = trend, seen.now
+            return unchanged
+        if self._since is None:
+            self._since = seen.now
+        if seen.now - self._since < self.bounds.react_s:
+            return unchanged
+        self._since = seen.now
+        if trend > 0:
+            self._target = min(max(1, 2 * self._target), self._jobs_for(seen.useful))
+            return f"the actor waits for rollouts {waited:.0%} of the time"
+        self._target = max(self.bounds.least_jobs, min(self._target, len(live)) - 1)
+        return f"the actor waits for rollouts only {waited:.0%} of the time"
+
+    def _affordable(self, seen: Seen) -> int:
+        bounds = self.bounds
+        if bounds.budget is None:
+            return len(seen.jobs) + bounds.most
+        reserved = sum(max(job.hours, bounds.hours_per_job) for job in seen.jobs)
+        return max(0, int((bounds.budget - seen.spent - reserved) / bounds.hours_per_job + 1e-9))
+
+    @staticmethod
+    def _pauses(seen: Seen) -> bool:
+        if not seen.vain:
+            return False
+        return seen.now - seen.vain_since < min(_PAUSE_S * 2.0 ** (seen.vain - 1), _LONGEST_PAUSE_S)
+
+
+#: Keys of an entry that become sbatch options of the same name; those of the second kind are the cluster's where omitted.
+_OWN: tuple[Key, ...] = ("qos", "constraint", "mem")
+_SHARED: tuple[Key, ...] = ("partition", "account")
+
+
+class Placed(Protocol):
+    """What is asked of a rank's place."""
+
+    @property
+    def accelerators(self) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True)
+class HelperPlan:
+    """The jobs of one entry of `cluster.elastic`.
+
+    Attributes:
+        group: Group that their ranks join.
+        bounds: How many there may be.
+        accelerators: Of a rank.
+        options: sbatch options, in order.
+        minutes: Walltime.
+        start_within_s, look_s, signal_lead_s: As in the configuration.
+        setup: Lines of the job's script before it starts.
+        container: Words before the command.
+    """
+
+    group: str
+    bounds: Bounds
+    accelerators: int
+    options: tuple[tuple[str, str], ...]
+    minutes: int
+    start_within_s: float
+    look_s: float
+    signal_lead_s: int
+    setup: tuple[str, ...] = ()
+    container: tuple[str, ...] = ()
+
+    @property
+    def counted(self) -> int:
+        """What an hour of a job counts in the budget: its accelerators or, without any, its node."""
+        return max(1, self.accelerators * self.bounds.per_job)
+
+    def submitit_parameters(self) -> dict[str, Any]:
+        """The job's resources as parameters of `submitit.SlurmExecutor`."""
+        parameters: dict[str, Any] = {name.replace("-", "_"): value for name, value in self.options}
+        for name in ("nodes", "ntasks_per_node", "cpus_per_task"):
+            if name in parameters:
+                parameters[name] = int(parameters[name])
+        additional = {"signal": f"B:USR2@{self.signal_lead_s}", "no-requeue": True}
+        return {**parameters, "time": self.minutes, "setup": list(self.setup), "additional_parameters": additional}
+
+    def lines(self) -> list[str]:
+        """What `rlhpc plan` prints."""
+        bounds = self.bounds
+        ranks = f"{bounds.least} to {bounds.most} more ranks of {self.group}, {bounds.per_job} a job"
+        hours = "accelerator-hours" if self.accelerators else "node-hours"
+        budget = "" if bounds.budget is None else f", {bounds.budget:g} {hours} in all"
+        return [f"# helpers: {ranks}{budget}", *(f"#SBATCH --{name}={value}" for name, value in self.options)]
+
+
+def helper_plans(section: Given, placements: Mapping[str, Sequence[Placed]]) -> tuple[HelperPlan, ...]:
+    """The jobs of helpers of a run.
+
+    Args:
+        section: Section `cluster`.
+        placements: Where the ranks are that the run starts with.
+    """
+    return tuple(_plan(section, raw, placements) for raw in read_key(section, "elastic", ()))
+
+
+def _plan(section: Given, raw: Given, placements: Mapping[str, Sequence[Placed]]) -> HelperPlan:
+    group, per_job = str(read_key(raw, "group", "rollout")), int(read_key(raw, "ranks_per_job", 1))
+    own = placements.get(group) or ()
+    given = read_key(raw, "accelerators_per_rank")
+    accelerators = int(given) if given is not None else max((len(rank.accelerators) for rank in own), default=0)
+    options: list[tuple[str, str]] = [
+        (key, str(value)) for key in _SHARED if (value := read_key(raw, key, read_key(section, key))) is not None
+    ]
+    options += [(key, str(value)) for key in _OWN[:2] if (value := read_key(raw, key)) is not None]
+    options += [("nodes", "1"), ("ntasks-per-node", "1")]
+    options += [("cpus-per-task", str(cpus)) for cpus in [read_key(raw, "cpus_per_node")] if cpus is not None]
+    options += [("mem", str(memory)) for memory in [read_key(raw, "mem")] if memory is not None]
+    gres, count = read_key(raw, "gres"), accelerators * per_job
+    if count and gpus_in(gres) is None:
+        name = read_key(raw, "gres_name", read_key(section, "gres_name", "gpu"))
+        gres = ",".join(filter(None, (gres, f"{name}:{count}")))
+    time = str(read_key(raw, "time", "01:00:00"))
+    options += [*((("gres", str(gres)),) if gres else ()), ("time", time)]
+    minutes = minutes_of(time)
+    budget = read_key(raw, "max_gpu_hours")
+    bounds = Bounds(
+        int(read_key(raw, "min", 0)), int(read_key(raw, "max", 1)), per_job, max(1, count) * minutes / 60,
+        None if budget is None else float(budget), float(read_key(raw, "react_s", 60.0)),
+    )  # fmt: skip
+    return HelperPlan(
+        group, bounds, accelerators, tuple(options), minutes, float(read_key(raw, "start_within_s", 300.0)),
+        float(read_key(raw, "look_s", 15.0)), int(read_key(raw, "signal_lead_s", 30)),
+        tuple(read_key(section, "setup", ())), tuple(read_key(section, "container", ())),
+    )  # fmt: skip
+
+
+def check_elastic(section: Given, groups: Collection[str], fail: Fail, why_none: str = "") -> None:
+    """Refuses entries that could never start a job, or whose ranks nobody could take in.
+
+    Args:
+        section: Section `cluster`.
+        groups: Those that take ranks under way.
+        fail: Makes the error for a key and the rule that it breaks.
+        why_none: Why there are none, where something can be changed.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+    seen: set[str] = set()
+    for index, raw in enumerate(read_key(section, "elastic", ())):
+        at, group = f"cluster.elastic[{index}]", str(read_key(raw, "group", "rollout"))
+        if group not in groups:
+            known = f"groups of this run that take ranks under way: {', '.join(groups) or 'none'}"
+            raise fail(f"{at}.group", f"{known}; {why_none}" if why_none else known)
+        if group in seen:
+            raise fail(f"{at}.group", "there is another entry for it: a group has one")
+        seen.add(group)
+        bounds = _plan(section, raw, {}).bounds
+        if bounds.most < max(bounds.least, bounds.per_job):
+            raise fail(f"{at}.max", f"it must be at least min ({bounds.least}) and ranks_per_job ({bounds.per_job})")
+        if bounds.most < bounds.least_jobs * bounds.per_job:
+            raise fail(
+                f"{at}.max",
+                f"min ({bounds.least}) takes {bounds.least_jobs} jobs of {bounds.per_job} ranks: it must be at least "
+                f"{bounds.least_jobs * bounds.per_job}, or min or ranks_per_job smaller",
+            )
+        if bounds.budget is not None and bounds.budget < bounds.hours_per_job:
+            raise fail(
+                f"{at}.max_gpu_hours",
+                f"one job takes {bounds.hours_per_job:g} (time {read_key(raw, 'time')}): give more, or a shorter time",
+            )

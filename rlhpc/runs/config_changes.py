@@ -1,0 +1,217 @@
+"""Whether a configuration still describes the run whose name it has: what may change under a name, and what may not.
+
+Three kinds of keys. Those of evaluation change what the evaluation rules do, and nothing else. Those of the machine, of how
+long the run is and of how its work is cut into pieces are free: a run is continued on other nodes, or made longer. All
+others say what is trained, and a run whose keys of that kind change is another run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from omegaconf import OmegaConf
+
+from rlhpc.config.schema import open_mapping_of
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.typed import plain, select
+from rlhpc.config.yaml_files import UniqueKeys
+from rlhpc.jobs.paths import CONFIG
+from rlhpc.runs.task_type import Cfg, Kind, find_kind, kind_of
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.files import read_file, read_json, read_yaml
+
+#: Sections and keys (a section ends with a dot) of each kind that all runs have; a kind of run adds its own.
+_EVALUATION = ("workflow.suites",)
+_FREE = (
+    "cluster.", "workflow.",
+    "runner.name", "runner.run_dir", "runner.max_steps", "runner.max_epochs", "runner.segments", "runner.save_interval",
+    "runner.async_save", "runner.keep_checkpoints", "runner.keep_best", "runner.patience",
+    "runner.resume_dir", "runner.max_restarts", "runner.save_reserve_s",
+    "runner.rendezvous_timeout_s", "runner.step_timeout_s", "runner.on_nonfinite", "runner.logger.",
+)  # fmt: skip
+#: Changes that a message spells out; the rest is a number.
+_SHOWN = 6
+
+
+class Change(NamedTuple):
+    """A key with its values before and after."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_word(self.before)} → {_word(self.after)}"
+
+
+def _word(value: Any) -> str:
+    return "null" if value is None else json.dumps(value, default=str) if not isinstance(value, str) else value or "''"
+
+
+def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _plain(cfg: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
+    content = plain(cfg)
+    # As read back from a file, so that a tuple, or a number that YAML writes differently, does not count as a difference.
+    return dict(_leaves(yaml.safe_load(json.dumps(content, default=str))))
+
+
+def _is(key: str, names: tuple[str, ...]) -> bool:
+    return any(
+        key == name or (key.startswith(name) and name[-1] == ".") or key.startswith(f"{name}.") for name in names
+    )
+
+
+def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | Mapping[str, Any]) -> list[Change]:
+    """Returns the changes that make `after` a different run from `before`.
+
+    A key that only one side has does not count, for it came or went with a version of rlhpc; but a key of the user's own does,
+    where both sides have the mapping that it stands in.
+    """
+    old, new = _plain(before), _plain(after)
+    kind = find_kind(new.get("runner.task_type"))
+    shared = {path for key in old if (path := open_mapping_of(key))} & {
+        path for key in new if (path := open_mapping_of(key))
+    }
+    for one, other in ((old, new), (new, old)):
+        for path in shared:
+            if one.get(path) == {}:  # of which there is a key where the mapping is empty
+                del one[path]
+        one.update(
+            {key: None for key in other if key not in one and open_mapping_of(key) in shared and other[key] != {}}
+        )
+    return [
+        Change(key, old[key], new[key])
+        for key in old
+        if key in new
+        and not _agree(key, old[key], new[key])
+        and not (_is_free(key, kind) or _is_evaluations(key, kind))
+        # A file keeps values from the environment as `${oc.env:…}`: what they were then is unknown.
+        and "${" not in str(old[key])
+    ]
+
+
+def _agree(key: str, before: Any, after: Any) -> bool:
+    """Whether values are the same. A precision that is what suits the machine, before or after, is: a run with `auto` may
+    change it with its nodes."""
+    if before == after or (key.rpartition(".")[2] == "dtype" and "auto" in (before, after)):
+        return True
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        return all(_agree(key, *pair) for pair in zip(before, after, strict=True))
+    if isinstance(before, Mapping) and isinstance(after, Mapping) and before.keys() == after.keys():
+        return all(_agree(f"{key}.{name}", before[name], after[name]) for name in before)
+    return False
+
+
+def _is_free(key: str, kind: Kind) -> bool:
+    return _is(key, (*_FREE, *kind.free))
+
+
+def _is_evaluations(key: str, kind: Kind) -> bool:
+    return _is(key, (*_EVALUATION, *kind.evaluation))
+
+
+def training_fingerprint(cfg: RunConfig) -> str:
+    """Fingerprint of everything that determines what is trained."""
+    kind = kind_of(cfg)
+    return _digest({k: v for k, v in _plain(cfg).items() if not (_is_free(k, kind) or _is_evaluations(k, kind))})
+
+
+def evaluation_fingerprint(cfg: RunConfig) -> str:
+    """Fingerprint of everything but the policy that determines how a checkpoint is evaluated."""
+    kind = kind_of(cfg)
+    return _digest({k: v for k, v in _plain(cfg).items() if _is_evaluations(k, kind)})
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def require_same_run(saved: Path, cfg: RunConfig, *, what: str, way_out: str) -> None:
+    """Refuses a configuration that is not that of the run.
+
+    Args:
+        saved: The file with the run's configuration; without one, everything is accepted.
+        cfg: The configuration at hand.
+        what: What the saved configuration belongs to, to begin the message with.
+        way_out: What the user can do other than give the old values, to end the message with.
+
+    Raises:
+        ConfigError: Names the keys that differ, with both values.
+    """
+    try:
+        content = read_yaml(read_file(saved), UniqueKeys)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{saved}: cannot be read: {error}. {way_out}") from None
+    changes = training_changes(content if isinstance(content, dict) else {}, cfg)
+    if not changes:
+        return
+    shown = "".join(f"\n  {change}" for change in changes[:_SHOWN])
+    more = f"\n  and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+    raise ConfigError(f"{what} has another configuration ({shlex.quote(str(saved))}):{shown}{more}\n{way_out}")
+
+
+def differing(cfg: RunConfig, saved: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """Keys whose values differ between a checkpoint and a configuration, in words.
+
+    Args:
+        cfg: The configuration.
+        saved: Dotted key → value in the checkpoint; a key that is missing or None is not compared.
+        keys: The keys to compare.
+    """
+    found = []
+    for key in keys:
+        there, here = saved.get(key), plain(select(cfg, key), resolve=False)
+        if there is not None and str(there).lower() != str(here).lower():
+            found.append(f"{key} is {there!r} there and {here!r} here")
+    return found
+
+
+def saved_values(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Values from a JSON or YAML file of a checkpoint, by dotted key; empty if it cannot be read.
+
+    Args:
+        path: The file.
+        keys: The keys to read; by default those at the top level.
+    """
+    try:
+        content = (read_json if path.suffix == ".json" else read_yaml)(read_file(path))
+        found: Any = OmegaConf.to_container(OmegaConf.create(content)) if keys else content
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: OmegaConf.select(OmegaConf.create(found), key) for key in keys} if keys else found
+
+
+_KIND = ("runner.task_type",)
+
+
+def check_resume(kind: Kind[Cfg], cfg: Cfg, checkpoint: Path) -> None:
+    """Refuses a checkpoint of another kind of run, another environment or another model.
+
+    Raises:
+        CheckpointError: Names the keys, what the checkpoint has and what the configuration has.
+    """
+    # A checkpoint without config.yaml is refused, or taken, by the ranks that read it.
+    differ = differing(cfg, saved_values(checkpoint / CONFIG, _KIND), _KIND)
+    differ = differ or kind.differences(cfg, checkpoint)
+    if differ:
+        raise CheckpointError(
+            f"runner.resume_dir: {checkpoint} is not of this run: {'; '.join(differ)}. Go on with the checkpoint's "
+            f"configuration, or start fresh with another runner.name.{kind.other_start}"
+        )

@@ -1,0 +1,320 @@
+"""What a driver does for ranks that come and go: it listens for them, keeps account of them, and looks after their jobs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rlhpc.jobs.elastic.helper_plan import Placed, helper_plans
+from rlhpc.jobs.elastic.records import Attendance
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS, StopRequest
+from rlhpc.metrics import update_provenance
+from rlhpc.runs.run_folder import note
+from rlhpc.runtime.allocation import in_slurm_job
+from rlhpc.runtime.cluster_config import ClusterConfig
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.network import address_for_partition
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.cluster import Cluster
+    from rlhpc.runtime.session import Session
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from rlhpc.jobs.elastic.helper_job import submit
+from rlhpc.jobs.elastic.helper_plan import Decision, HelperPlan, Job, Rule, Seen
+from rlhpc.jobs.elastic.records import HelperJobRecord, HelperRecord, end_helpers, helpers_name
+from rlhpc.jobs.probes import JobState, SlurmProbe
+from rlhpc.jobs.segment import read_json_file
+from rlhpc.jobs.slurm import QueuedJob, jobs_named, scancel, starts_in
+from rlhpc.runtime.ownership import make_private
+from rlhpc.runtime.slurm import give_up
+
+log = logging.getLogger(__name__)
+
+#: How long the end of a run waits for what Slurm was asked last.
+_ANSWERS_S = 2.0
+#: How long a job that was told to leave may take, before it is cancelled.
+_LEAVES_S = 60.0
+#: What a new step's waiting counts among those before it.
+_FRESH = 0.3
+#: Slurm's words for jobs whose processes have ended or are ending.
+_ENDING = ("COMPLETING", "STAGE_OUT")
+
+
+class Helpers:
+    """The jobs of helpers of a run.
+
+    Args:
+        paths: The run.
+        plan: What they are.
+        useful: Ranks for which there is something to do, besides those that the run started with.
+        job_gone: Told the id of a job that has ended: none of its ranks can live.
+        present: Ranks that take part, by job id; 0 for jobs whose ranks did and have left.
+        faulty: Jobs of which a rank has raised something: their machine may be broken, and the next one, too.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        plan: HelperPlan,
+        useful: int,
+        job_gone: Callable[[str], None],
+        present: Callable[[], Mapping[str, int]],
+        faulty: Collection[str] = (),
+    ) -> None:
+        self.paths, self.plan = paths, plan
+        self._useful, self._job_gone, self._present, self._faulty = useful, job_gone, present, faulty
+        self._rule, self._name = Rule(plan.bounds), helpers_name(paths, plan.group)
+        self._record = HelperRecord.read(paths, plan.group)
+        self._waited: float | None = None
+        self._vain, self._vain_since = 0, 0.0
+        self._last_seen: dict[str, float] = {}
+        self._said = ""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rlhpc-helpers", daemon=True)
+
+    def start(self) -> None:
+        """Begins to look after them; without Slurm there are none, and a note says so."""
+        if shutil.which("sbatch") is None:
+            note("cluster.elastic: there is no sbatch here, so no ranks join; the run goes on without")
+            return
+        make_private(self.paths.submit, parents=True)
+        self._thread.start()
+
+    def saw(self, row: Mapping[str, float]) -> None:
+        """A step's metrics: what the actor has waited for rollouts says whether there are too few."""
+        whole = row.get("time/step_s", 0.0)
+        if whole > 0:
+            share = min(1.0, row.get("time/rollout_s", 0.0) / whole)
+            self._waited = share if self._waited is None else (1 - _FRESH) * self._waited + _FRESH * share
+
+    def stop(self, *, again: bool, killed: bool = False) -> None:
+        """The driver ends.
+
+        Args:
+            again: Another driver takes the run up: the helpers wait for it.
+            killed: Only Slurm knows whether one does: those that run find out, and those in the queue go.
+        """
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(_ANSWERS_S)
+            if self._thread.is_alive():
+                give_up(self._thread)
+                self._thread.join(_ANSWERS_S)
+        if shutil.which("scancel") is not None and not again:
+            end_helpers(self.paths, queued_only=killed, softly=not killed, timeout_s=10.0)
+
+    @property
+    def jobs(self) -> list[HelperJobRecord]:
+        """All that were ever submitted, as far as they are kept."""
+        return list(self._record.jobs.values())
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self.look()
+            except RlhpcError as error:
+                self._say(str(error).splitlines()[0])
+            except Exception as error:  # of a full disk, say: nothing here is worth a run
+                self._say(f"{type(error).__name__}: {error}")
+                log.debug("looking after the helpers", exc_info=True)
+            self._ended.wait(self.plan.look_s)
+
+    def _say(self, text: str) -> None:
+        """Notes it for the user, unless it is what was said last."""
+        if text != self._said and not self._ended.is_set():
+            self._said = text
+            note(f"cluster.elastic: {text}")
+
+    def look(self) -> None:
+        """Looks once at the queue and at the run, and does what the rule says."""
+        queue = jobs_named(self._name)
+        if queue is None:
+            self._say("Slurm does not answer; the run goes on with the ranks that there are")
+            return
+        now = time.time()
+        self._reconcile(queue, now)
+        decision = self._rule.decide(self._seen(now))
+        try:
+            self._act(decision, now)
+        finally:
+            self._record.write(self.paths, self.plan.group)
+
+    def _reconcile(self, queue: Sequence[QueuedJob], now: float) -> None:
+        """Takes over what the queue says: also of jobs that an earlier driver submitted, or whose id nobody wrote down."""
+        present, record = self._present(), self._record
+        there = {job.id: job for job in queue}
+        for job in queue:
+            if job.id not in record.jobs:
+                record.jobs[job.id] = HelperJobRecord(job.id, self.plan.group, self.plan.counted, now)
+            mine = record.jobs[job.id]
+            mine.state, mine.reason, mine.ended = job.state, job.reason, None
+            mine.started, mine.node = job.started or mine.started, job.node or mine.node
+            mine.joined = max(mine.joined, _joined(present, job.id))
+            self._last_seen[job.id] = now
+            if job.state in _ENDING:
+                mine.leaving = mine.leaving or now
+                self._job_gone(job.id)
+        gone = [job for job in record.live() if job.id not in there]
+        reports = SlurmProbe(command_timeout_s=10.0).query([job.id for job in gone]) if gone else {}
+        for mine in gone:
+            mine.joined = max(mine.joined, _joined(present, mine.id))
+            mine.state = reports[mine.id].state.value
+            self._bound(mine, now)
+            self._job_gone(mine.id)
+            if mine.id in self._faulty:
+                self._vain, self._vain_since = self._vain + 1, now
+                self._say(
+                    f"job {mine.id} has left after an error of a rank; `rlhpc status` says which, and on what node"
+                )
+            elif mine.joined:
+                self._vain = 0
+            elif mine.started is not None and not mine.why:
+                self._vain, self._vain_since = self._vain + 1, now
+                log_file = self.paths.helpers / f"{mine.id}_0_log.err"
+                self._say(f"job {mine.id} ended ({mine.state}) before a rank of it had joined; see {log_file}")
+
+    def _bound(self, job: HelperJobRecord, now: float) -> None:
+        """Says when a job ran that is gone: what nobody has seen counts as if it had run for as long as it could."""
+        seen, walltime = self._last_seen.pop(job.id, job.submitted), 60.0 * self.plan.minutes
+        cancelled = job.leaving is not None and job.state == JobState.CANCELLED.value
+        if job.started is None and (job.joined or not cancelled):
+            job.started = max(seen, now - walltime)
+        job.ended = now if job.started is None else min(now, max(seen, job.started + walltime))
+
+    def _seen(self, now: float) -> Seen:
+        present = self._present()
+        jobs = [
+            Job(
+                job.id, "leaving" if job.leaving is not None else "running" if job.started is not None else "queued",
+                present.get(job.id, 0), job.hours(now),
+            )
+            for job in self._record.live()
+        ]  # fmt: skip
+        return Seen(
+            now, jobs, self._waited, asked_ranks(self.paths, self.plan.group), self._record.spent(), self._useful,
+            self._vain, self._vain_since,
+        )  # fmt: skip
+
+    def _act(self, decision: Decision, now: float) -> None:
+        for job in self._record.live():
+            if job.leaving is not None and now - job.leaving > _LEAVES_S:
+                scancel(job.id, name=self._name)
+        for job_id in decision.leave:
+            job = self._record.jobs[job_id]
+            job.leaving, job.why = now, decision.why
+            if job.started is None:
+                scancel(job_id, name=self._name)
+            else:
+                scancel(job_id, "--batch", "--signal=USR1", name=self._name)
+        if not decision.submit:
+            return
+        if decision.only_soon:
+            seconds, words = starts_in(dict(self.plan.options))
+            if seconds is None or seconds > self.plan.start_within_s:
+                self._rule.not_soon(len([job for job in self._record.live() if job.leaving is None]))
+                self._say(f"no further ranks for now: {words}")
+                return
+        for _ in range(decision.submit):
+            if self._ended.is_set():
+                return
+            job_id = submit(self.paths.helpers, self._name, self.plan, self.paths.root)
+            self._record.jobs[job_id] = HelperJobRecord(job_id, self.plan.group, self.plan.counted, time.time())
+            # A driver that is killed now must not forget what it has asked for.
+            self._record.write(self.paths, self.plan.group)
+        self._say(f"submitted {decision.submit} job{'s' if decision.submit > 1 else ''} of helpers: {decision.why}")
+
+
+def _joined(present: Mapping[str, int], job: str) -> int:
+    """How many ranks of a job have taken part at the same time: at least one, if one has left before anybody looked."""
+    return max(1, present[job]) if job in present else 0
+
+
+def asked_ranks(paths: RunPaths, group: str) -> int | None:
+    """How many ranks somebody has asked for with `rlhpc scale`; None if nobody has."""
+    found = (read_json_file(paths.asked_ranks) or {}).get(group) if paths.asked_ranks.exists() else None
+    return found if isinstance(found, int) else None
+
+
+class Elastic:
+    """One start of a run, as far as it concerns ranks that join.
+
+    Args:
+        section: Section `cluster`.
+        paths: The run.
+        placements: Where the ranks are that it starts with, by group.
+        useful: Ranks beyond which there is nothing more to do, by group.
+    """
+
+    def __init__(
+        self,
+        section: ClusterConfig,
+        paths: RunPaths,
+        placements: Mapping[str, Sequence[Placed]],
+        useful: Mapping[str, int],
+    ) -> None:
+        self._paths, self._plans = paths, helper_plans(section, placements)
+        self._useful = {name: most - len(placements.get(name) or ()) for name, most in useful.items()}
+        self._helpers: list[Helpers] = []
+        self._attendance: Attendance | None = None
+        self._restarts = False
+
+    def address(self, cluster: Cluster) -> str | None:
+        """Where to listen for ranks on other hosts; None if nobody is to come, or if the run listens there anyway."""
+        if not self._plans or any(not node.is_local for node in cluster.nodes):
+            return None
+        try:
+            return address_for_partition(dict(self._plans[0].options).get("partition"), cluster.interface)
+        except ConfigError as error:
+            note(f"cluster.elastic: {error}; only ranks on this host can join")
+            return None
+
+    def open(self, session: Session) -> None:
+        """The session is there: who joins is written down."""
+        self._attendance = Attendance(self._paths.attendance)
+        session.membership.heard = self._attendance.note
+        self._helpers = [
+            Helpers(
+                self._paths, plan, self._useful.get(plan.group, plan.bounds.most), session.job_gone,
+                session.membership.by_job, session.membership.faulty,
+            )
+            for plan in self._plans
+        ]  # fmt: skip
+
+    def start(self, session: Session) -> None:
+        """The first step is about to begin: from now on ranks may join."""
+        session.membership.is_open = True
+        for helpers in self._helpers:
+            helpers.start()
+
+    def saw(self, row: Mapping[str, float]) -> None:
+        """A step's metrics."""
+        for helpers in self._helpers:
+            helpers.saw(row)
+
+    def failed(self, error: BaseException) -> None:
+        """The start has failed: in a job, it may be made again."""
+        self._restarts = (
+            isinstance(error, RlhpcError) and error.restartable and os.environ.get(MAX_RESTARTS, "0") != "0"
+        )
+
+    def close(self, stop: StopRequest) -> None:
+        """The session is over. A job that was told to end may be requeued, which only Slurm knows: `rlhpc cancel` ends the
+        helpers' jobs itself."""
+        again = self._restarts or stop.exit_code == EXIT_REQUEUE
+        for helpers in self._helpers:
+            helpers.stop(again=again, killed=stop.exit_code > 128 and in_slurm_job(os.environ))
+        if self._attendance is not None:
+            self._attendance.close("its driver ended, and another takes the run up" if again else "the run ended")
+        if self._helpers:
+            jobs = [asdict(job) for helpers in self._helpers for job in helpers.jobs]
+            update_provenance(self._paths, helpers=jobs)

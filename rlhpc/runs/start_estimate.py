@@ -1,0 +1,380 @@
+"""`rlhpc plan --when`: when a run would start and end, in each of several shapes, as the scheduler and `rlhpc tune` say."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlhpc.config import total_steps
+from rlhpc.config.files import read_files
+from rlhpc.config.schema import typed_value
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.sites import find_site
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.plan import build_plan
+from rlhpc.jobs.segment import read_json_file
+from rlhpc.jobs.slurm import Allowance, Start, allowance, has_gpus, minutes_of, would_start
+from rlhpc.runs.config_changes import training_fingerprint
+from rlhpc.runs.configuration import load_config
+from rlhpc.runs.tuning.costs import Costs
+from rlhpc.runs.tuning.search import Space, search
+from rlhpc.runs.tuning.tune import Asked, configured_candidate, is_allowed, space_of, workload_of
+from rlhpc.runs.tuning.workload import Knob
+from rlhpc.runtime.cluster_config import ClusterConfig
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+
+#: What a walltime has over the time that training takes: evaluations, checkpoints, and what the prediction is off.
+_ROOM = 1.25
+#: Starts and ends nearer than this are the same: the scheduler plans in such intervals.
+SAME_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A way to ask for nodes.
+
+    Attributes:
+        nodes, accelerators: In all.
+        partition: As the job would name it; "" for the default or those of node groups.
+        walltime: Minutes; None for the partition's own.
+        overrides: What makes the configuration ask for it.
+        configured: It is what the configuration asks for.
+        script: Asks for it.
+        train_s: Seconds that training takes; None if nobody knows.
+        usable_s: Seconds of a job in which it trains; None without a walltime.
+        idle_gpus: Its partition's nodes have GPUs, and it asks for none.
+    """
+
+    nodes: int
+    accelerators: int
+    partition: str
+    walltime: int | None
+    overrides: tuple[str, ...]
+    configured: bool
+    script: str = ""
+    train_s: float | None = None
+    usable_s: float | None = None
+    idle_gpus: bool = False
+
+    @property
+    def jobs(self) -> int | None:
+        """Returns the number of jobs that it takes one after the other; None if it is not known, or a job has no time to
+        train."""
+        if self.train_s is None or self.usable_s == 0:
+            return None
+        return 1 if self.usable_s is None else math.ceil(self.train_s / self.usable_s)
+
+    @property
+    def hours(self) -> float | None:
+        """Accelerator hours, or node hours without accelerators."""
+        return None if self.train_s is None else self.train_s * (self.accelerators or self.nodes) / 3600
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """When a shape would start; and end, if every further job starts at once."""
+
+    shape: Shape
+    start: Start
+
+    @property
+    def end(self) -> float | None:
+        """Unix time; None if it does not start, never ends, or nobody knows how long it takes."""
+        train_s = self.shape.train_s
+        return None if self.start.at is None or train_s is None or self.never_ends else self.start.at + train_s
+
+    @property
+    def never_ends(self) -> bool:
+        """Tells whether its walltime is less than what is kept free at the end of a job, so that no job trains."""
+        return self.shape.usable_s == 0
+
+    @property
+    def rank(self) -> tuple[bool, float, int, bool, bool]:
+        """Sooner ends come first; without ends, sooner starts; then fewer jobs, no GPUs that idle, and what is configured."""
+        at = self.start.at if self.end is None else self.end
+        return (
+            at is None or self.never_ends,
+            round((at or 0.0) / SAME_S),
+            self.shape.jobs or 0,
+            self.shape.idle_gpus,
+            not self.shape.configured,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Outlook:
+    """All that is to be said.
+
+    Attributes:
+        answers: The best first.
+        allowed: What the account may use, if Slurm tells.
+        why_no_end: Why nobody knows how long it takes; "" if somebody does.
+        left_out: Shapes that the configuration does not allow, and why.
+        now: Unix time of the questions.
+    """
+
+    answers: Sequence[Answer]
+    allowed: Allowance | None
+    why_no_end: str
+    left_out: Sequence[str]
+    now: float
+
+
+def outlook(
+    asked: Asked,
+    nodes: Sequence[int],
+    partitions: Sequence[str],
+    ask: Callable[[str], Start] = would_start,
+) -> Outlook:
+    """Asks the scheduler about all shapes.
+
+    Args:
+        asked: The configuration.
+        nodes: Numbers of nodes; without any half, once and twice what is configured.
+        partitions: Partitions; without any the configured one and those of the site file.
+        ask: When a script's job would start.
+
+    Raises:
+        ConfigError: The configuration names node groups, so that it has one shape.
+    """
+    cfg = load_config(asked.config, asked.overrides, site=asked.site)
+    if cfg.cluster.node_groups and (nodes or partitions):
+        raise ConfigError(
+            "--nodes and --partitions are for configurations without cluster.node_groups; change the groups in the file"
+        )
+    space, why = _costs(asked, cfg)
+    now, left_out, answers = time.time(), list[str](), list[Answer]()
+    for count, partition in _alternatives(asked, cfg, nodes, partitions):
+        try:
+            found = _shapes(asked, cfg, count, partition, space)
+        except RlhpcError as error:
+            left_out.append(f"{count} node{'s' * (count != 1)}: {error}")
+            continue
+        tried = [Answer(shape, ask(shape.script)) for shape in found]
+        answers.append(min(tried, key=lambda answer: answer.rank))
+    answers.sort(key=lambda answer: answer.rank)
+    return Outlook(answers, allowance(cfg.cluster.account), why, left_out, now)
+
+
+def _alternatives(
+    asked: Asked, cfg: RunConfig, nodes: Sequence[int], partitions: Sequence[str]
+) -> list[tuple[int, str | None]]:
+    """Numbers of nodes with partitions, what is configured first."""
+    count, partition = cfg.cluster.num_nodes, cfg.cluster.partition
+    if cfg.cluster.node_groups:
+        return [(count, None)]
+    counts = [count, *(nodes or (count // 2, 2 * count))]
+    names = [partition, *(partitions or _of_site(asked.site))]
+    return list(dict.fromkeys((n, name) for n, name in itertools.product(counts, names) if n))
+
+
+def _of_site(site: str | None) -> list[str]:
+    """The partitions that a site file names."""
+    if not site:
+        return []
+    names: list[str] = []
+    for _, content in read_files(find_site(site)):
+        cluster = typed_value(content.get("cluster") or {}, ClusterConfig)
+        names += [part["partition"] for part in (cluster, *(cluster.get("node_groups") or ())) if part.get("partition")]
+    return list(dict.fromkeys(names))
+
+
+def _costs(asked: Asked, cfg: RunConfig) -> tuple[Space | None, str]:
+    """What `rlhpc tune` found out about this run; or why there is nothing."""
+    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    record = read_json_file(paths.tuned)
+    if record is None:
+        return None, "how long it takes is not known: rlhpc tune, on such nodes, finds out"
+    if record.get("fingerprint") != training_fingerprint(cfg):
+        return (
+            None,
+            f"{paths.tuned} is of another configuration, so it is not known how long this one takes: rlhpc tune again",
+        )
+    try:
+        workload = workload_of(cfg, None)
+        knobs = tuple(
+            Knob(knob.key, (configured_candidate(cfg, workload).settings[knob.key],)) for knob in workload.knobs
+        )
+        workload = dataclasses.replace(workload, knobs=knobs)
+        return space_of(asked, workload, Costs.from_json(record["costs"]), cfg, here=False), ""
+    except (KeyError, TypeError, ValueError) as error:
+        return None, f"{paths.tuned} cannot be read ({error!r}): rlhpc tune again"
+
+
+def _shapes(asked: Asked, cfg: RunConfig, nodes: int, partition: str | None, space: Space | None) -> list[Shape]:
+    """A number of nodes in a partition, with each walltime that may be worth it.
+
+    Raises:
+        ConfigError, PlacementError: The configuration cannot be placed on them.
+    """
+    own_nodes, own_partition = nodes == cfg.cluster.num_nodes, partition == cfg.cluster.partition
+    words = [] if own_nodes else [f"cluster.num_nodes={nodes}"]
+    words += [] if own_partition else [f"cluster.partition={partition}"]
+    step_s = None
+    if space is not None:
+        here = dataclasses.replace(asked, nodes=None if own_nodes else nodes)
+        one = space_of(here, space.model.workload, space.model.costs, cfg, here=False)
+        if own_nodes:
+            step_s = one.model.predict(one.configured).step_s
+        elif best := search(one, 1, lambda candidate: is_allowed(here, candidate, here=False)):
+            step_s = best[0].prediction.step_s
+            words += best[0].candidate.overrides()[:1]
+        else:
+            raise ConfigError("no placement is allowed on them")
+    changed = load_config(asked.config, [*asked.overrides, *words], site=asked.site)
+    train_s = None if step_s is None else step_s * total_steps(cfg)
+    shapes = []
+    for walltime in walltimes(changed, train_s):
+        timed = [] if walltime == _walltime(changed) else [f"cluster.time={walltime}"]
+        sized = load_config(asked.config, [*asked.overrides, *words, *timed], site=asked.site)
+        plan = build_plan(sized, launcher="slurm")
+        accelerators = sum(node.accelerators for node in plan.nodes)
+        usable = None if walltime is None else max(0.0, 60.0 * walltime - _reserve_s(sized))
+        shapes.append(
+            Shape(
+                nodes, accelerators, str(partition or ""), walltime, (*words, *timed), not (words or timed),
+                plan.test_script(), train_s, usable,
+                not accelerators and not sized.cluster.node_groups and has_gpus(partition),
+            )
+        )  # fmt: skip
+    return shapes
+
+
+def _walltime(cfg: RunConfig) -> int | None:
+    times: list[str | None] = [group.time for group in cfg.cluster.node_groups if group.time]
+    found = [minutes_of(str(text)) for text in times or [cfg.cluster.time] if text]
+    return min(found) if found else None
+
+
+def _reserve_s(cfg: RunConfig) -> float:
+    """Seconds at the end of a job in which it does not train."""
+    return float(max(cfg.cluster.signal_lead_s, cfg.runner.save_reserve_s))
+
+
+def walltimes(cfg: RunConfig, train_s: float | None) -> list[int | None]:
+    """The configured walltime; if that is longer, one that just holds the run; and a quarter, which fits into gaps."""
+    configured = _walltime(cfg)
+    if any(group.time for group in cfg.cluster.node_groups):
+        return [configured]  # each component has its own
+    found: list[int | None] = [configured]
+    if train_s is not None:
+        found.append(math.ceil((train_s * _ROOM + _reserve_s(cfg)) / 60))
+    if configured is not None:
+        found.append(configured // 4)
+    least = 2 * _reserve_s(cfg) / 60  # below, most of a job would be its end
+    shorter = [t for t in found[1:] if t and t >= least and (configured is None or t < configured)]
+    return [configured, *dict.fromkeys(shorter)]
+
+
+def render(found: Outlook) -> str:
+    """What `rlhpc plan --when` prints."""
+    unit = "GPU-hours" if any(answer.shape.accelerators for answer in found.answers) else "node hours"
+    table = [["", "nodes", "GPUs", "partition", "walltime", "start", "end", "jobs", unit]]
+    for index, answer in enumerate(found.answers):
+        shape = answer.shape
+        table.append(
+            [
+                f"{index + 1}{' (as configured)' if shape.configured else ''}",
+                str(shape.nodes), str(shape.accelerators), shape.partition or "default",
+                "default" if shape.walltime is None else f"{shape.walltime} min",
+                answer.start.words if answer.start.at is None else moment(answer.start.at, found.now),
+                "-" if answer.end is None else moment(answer.end, found.now),
+                "-" if shape.jobs is None else str(shape.jobs),
+                "-" if shape.hours is None else f"{shape.hours:.3g}",
+            ]
+        )  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["when (sbatch --test-only: an estimate; jobs may end sooner, or others overtake this one)"]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    lines += [f"not possible on {text}" for text in found.left_out]
+    if found.why_no_end:
+        lines.append(found.why_no_end)
+    lines += [*verdict(found), *_account(found)]
+    return "\n".join(lines)
+
+
+def verdict(found: Outlook) -> list[str]:
+    """What the best is, and what it is better than; and the words that make the configuration ask for it."""
+    possible = [answer for answer in found.answers if answer.start.at is not None]
+    if not possible:
+        return ["no shape would start: rlhpc doctor says what this cluster allows"]
+    best = possible[0]
+    lines = []
+    other = next((answer for answer in possible[1:] if answer.rank[1] > best.rank[1]), None)
+    if other is not None:
+        ends = best.end is not None and other.end is not None
+        verb, count = "end" if ends else "start", best.shape.accelerators or best.shape.nodes
+        lines.append(
+            f"{_what(best, found.now)} {verb}{'s' * (count == 1)} before {_what(other, found.now)}"
+            + (f": {moment(best.end or 0, found.now)}, not {moment(other.end or 0, found.now)}" if ends else "")
+        )
+    if best.shape.idle_gpus:
+        where = best.shape.partition or "the default partition"
+        lines.append(f"the nodes of {where} have GPUs, which this run would not use: ask whether the site allows that")
+    if best.shape.overrides:
+        lines.append(f"for the first: {' '.join(best.shape.overrides)}")
+    return lines
+
+
+def _what(answer: Answer, now: float) -> str:
+    shape = answer.shape
+    count = _some(shape.accelerators, "GPU") if shape.accelerators else _some(shape.nodes, "node")
+    where = f" in {shape.partition}" if shape.partition else ""
+    when = moment(answer.start.at or now, now)
+    return f"{count}{where} {when if when == 'now' else f'from {when}'}"
+
+
+def _some(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def moment(at: float, now: float) -> str:
+    """A time as a person says it: now, the hour of today, a weekday, or a date."""
+    if at - now < SAME_S:
+        return "now"
+    local, today = time.localtime(at), time.localtime(now)
+    if local[:3] == today[:3]:
+        return time.strftime("%H:%M", local)
+    return time.strftime("%A %H:%M" if at - now < 6 * 86400 else "%Y-%m-%d %H:%M", local)
+
+
+def _account(found: Outlook) -> list[str]:
+    """What the account has left, and which shapes need more."""
+    allowed = found.allowed
+    if allowed is None:
+        return ["what the account may use is not known: sshare does not tell"]
+    share = "" if allowed.fair_share is None else f"; fair share {allowed.fair_share:.2f}"
+    parts = [
+        f"{(limit - used) / 60:.3g} of {limit / 60:.3g} {_word(resource)}-hours left"
+        for resource, (limit, used) in allowed.minutes.items()
+        if limit > 0
+    ]
+    lines = [f"account {allowed.account}: {', '.join(parts) or 'no limit'}{share}"]
+    for answer in found.answers:
+        lines += [f"  {text}" for text in _beyond(answer.shape, allowed.minutes)]
+    return lines
+
+
+def _word(resource: str) -> str:
+    return {"gres/gpu": "GPU", "cpu": "CPU"}.get(resource, resource)
+
+
+def _beyond(shape: Shape, minutes: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Limits that a shape's run would exceed."""
+    needs: dict[str, Any] = {"gres/gpu": shape.accelerators, "node": shape.nodes}
+    found = []
+    for resource, count in needs.items():
+        if shape.train_s is None or not count or resource not in minutes:
+            continue
+        limit, used = minutes[resource]
+        hours = shape.train_s * count / 3600
+        if hours > (limit - used) / 60:
+            found.append(
+                f"{_some(shape.nodes, 'node')} in {shape.partition or 'the default partition'}: {hours:.3g} "
+                f"{_word(resource)}-hours are more than that"
+            )
+    return found

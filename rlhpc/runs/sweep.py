@@ -1,0 +1,334 @@
+"""A sweep as its runs: each with a configuration of its own, checked, and with preparations that are made once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.config import total_steps
+from rlhpc.config.files import find_config, read_files
+from rlhpc.config.load import read_task_type
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.sweep import SWEEP, Point, SweepConfig, digest, is_about_sweep, override, points, read_section
+from rlhpc.config.typed import plain, select
+from rlhpc.jobs.paths import RunPaths, SweepPaths
+from rlhpc.jobs.segment import read_json_file
+from rlhpc.runs.configuration import load_config
+from rlhpc.runs.run_identity import check_same_run
+from rlhpc.runs.task_type import find_kind, kind_of
+from rlhpc.runtime.disk_errors import unwritten
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.files import expand_home, replace_durably, unwritable
+
+#: Sections that say what an expert's episodes are like.
+_RECORDED = ("env",)
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep.
+
+    Attributes:
+        point: Its name and values.
+        overrides: What makes the file's configuration its own, for `load_config` and every command.
+        cfg: That configuration.
+        prepares: What this run makes for itself and for those that need the same: `sft`, `demos`.
+    """
+
+    point: Point
+    overrides: tuple[str, ...]
+    cfg: RunConfig
+    prepares: frozenset[str] = frozenset()
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths.of(self.cfg.runner.run_dir, self.cfg.runner.name)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep.
+
+    Attributes:
+        name: Of its folder.
+        paths: Its files.
+        source: The file that describes it.
+        section: What its section says.
+        runs: Its runs.
+    """
+
+    name: str
+    paths: SweepPaths
+    source: str
+    section: SweepConfig
+    runs: tuple[SweepRun, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """What `sweep.json` says, but for the time."""
+        return {
+            "name": self.name,
+            "config": str(Path(self.source).absolute()),
+            "metric": self.section.metric,
+            "goal": self.section.goal,
+            "suite": next(iter(self.runs[0].cfg.workflow.eval_suites), "default"),
+            "max_queued": self.section.max_queued,
+            "runs": [
+                {"name": run.point.name, "label": run.point.label or self.name, "seed": run.point.seed,
+                 "values": dict(run.point.values)}
+                for run in self.runs
+            ],
+        }  # fmt: skip
+
+    def begin(self) -> None:
+        """Writes `sweep.json`, and takes back an earlier cancellation: somebody starts the sweep.
+
+        Raises:
+            RlhpcError: It cannot be written.
+        """
+        text = json.dumps({**self.facts(), "written": time.time()}, indent=2, default=str)
+        try:
+            self.paths.root.mkdir(parents=True, exist_ok=True)
+            replace_durably(self.paths.record, text.encode())
+            self.paths.cancelled.unlink(missing_ok=True)
+        except OSError as error:
+            raise unwritten(error, self.paths.record) from error
+
+
+def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | None = None) -> Sweep | None:
+    """Reads a sweep, and checks the configuration of each of its runs; writes nothing.
+
+    Args:
+        path: YAML file.
+        overrides: `key=value` for all of its runs; `sweep=…` and `sweep.seeds=…` change the sweep itself.
+        site: As for `load_config`.
+
+    Returns:
+        The sweep; None if the file is the configuration of a single run.
+
+    Raises:
+        ConfigError: Of the sweep, or of one of its runs, which it names with its values.
+    """
+    source = str(find_config(path))
+    files = read_files(Path(source))
+    if read_section(files, overrides) is None:
+        return None
+    read = read_section(files, overrides, find_kind(*read_task_type(files, overrides)).schema)
+    assert read is not None
+    section, said_by = read
+    common = [*(text for text in overrides if not is_about_sweep(text)), f"{SWEEP}=null"]
+    named = points(section, said_by, common)
+    first = _load(source, [*common, *named[0].overrides], named[0], said_by, common, site, check=False)
+    name, folder = first.runner.name, first.runner.run_dir
+    paths = SweepPaths(RunPaths.of(folder, name).root)
+    if os.path.isfile(RunPaths(paths.root).config):
+        raise ConfigError(
+            f"{said_by}: {paths.root} is the folder of a run; give the sweep a name of its own with runner.name=…"
+        )
+    if reason := unwritable(paths.root):
+        raise ConfigError(f"{said_by}: the sweep's folder {paths.root}: {reason}; choose another with runner.run_dir=…")
+    below = [*common, override("runner.run_dir", os.path.normpath(f"{folder}/{name}"))]
+    runs = []
+    for point in named:
+        own = [*below, override("runner.name", point.name), *point.overrides]
+        cfg = _load(source, own, point, said_by, common, site)
+        runs.append(_prepared(SweepRun(point, tuple(own), cfg), source, paths, said_by, common, site))
+    return Sweep(name, paths, source, section, tuple(_shared(runs, source, said_by, site)))
+
+
+def check_begun(sweep: Sweep, *, resume_with: bool = False) -> None:
+    """Refuses runs that have begun with another configuration, before one of them is started.
+
+    Raises:
+        ConfigError: Names the run, and the keys that differ.
+    """
+    for run in sweep.runs:
+        check_same_run(run.paths, run.cfg, resume_with=resume_with)
+
+
+def _load(
+    source: str, own: Sequence[str], point: Point, said_by: str, common: Sequence[str], site: str | None, *,
+    check: bool = True,
+) -> RunConfig:  # fmt: skip
+    try:
+        return load_config(source, own, check=check, site=site)
+    except ConfigError as error:
+        try:
+            load_config(source, common, check=check, site=site)
+        except ConfigError as same:
+            if str(same) == str(error):
+                raise error from None  # not the sweep's doing
+        raise ConfigError(f"{said_by}: {SWEEP}: run {point.name} ({' '.join(point.overrides)}): {error}") from None
+
+
+# -- preparations -----------------------------------------------------------------------------------------------------
+
+
+def sft_of(source: str, cfg: RunConfig, site: str | None) -> tuple[str, RunConfig] | None:
+    """File and configuration of the run on demonstrations that comes before a run; None if none does."""
+    wanted = kind_of(cfg).preparation(cfg).sft
+    if wanted is None:
+        return None
+    path = os.path.normpath(Path(source).parent / wanted[0])
+    return path, load_config(path, wanted[1], site=site)
+
+
+def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Path:
+    """Returns the folder into which the workflow exports the policy of the run on demonstrations: `export/chosen`, unless this
+    run names the folder of its last step.
+
+    Args:
+        source: File of this run.
+        cfg: Its configuration.
+        first: What `sft_of` returned.
+
+    Raises:
+        ConfigError: This run names the folder of a step, and that run may choose another one, or has several segments.
+    """
+    path, sft = first
+    if sft.runner.segments > 1:
+        raise ConfigError(f"{path}: runner.segments must be 1 for a run that another one starts from")
+    run = RunPaths.of(sft.runner.run_dir, sft.runner.name)
+    last, chosen = run.export(total_steps(sft)), run.chosen_export
+    value = select(cfg, "actor.model.model_path")
+    model = expand_home(str(value)).absolute()
+    if model.parent.absolute() != chosen.parent.absolute() or model.name == chosen.name:
+        return chosen
+    reasons = {"runner.keep_best": sft.runner.keep_best, "runner.patience": sft.runner.patience}
+    set_keys = [key for key, setting in reasons.items() if setting]
+    if set_keys or model.name != last.name:
+        why = f"its {' and '.join(set_keys)} may choose another step" if set_keys else f"its last step is {last.name}"
+        raise ConfigError(
+            f"{source}: actor.model.model_path is {value!r}, of the run of workflow.sft ({path}), and {why}; name {chosen}, "
+            "where the policy of the chosen step is exported"
+        )
+    return last
+
+
+def _prepared(
+    run: SweepRun, source: str, paths: SweepPaths, said_by: str, common: Sequence[str], site: str | None
+) -> SweepRun:
+    """The run with its preparations in folders named by their content, where they would be named after the run.
+
+    What else of its configuration names such a folder names the new one.
+    """
+    kind, name = kind_of(run.cfg), run.point.name
+    moved: list[str] = []
+    first = sft_of(source, run.cfg, site)
+    if first is not None and name in first[1].runner.name:
+        own = RunPaths.of(first[1].runner.run_dir, first[1].runner.name).root
+        content = plain(first[1])
+        content["runner"] = {k: v for k, v in content["runner"].items() if k not in ("name", "run_dir")}
+        folder = paths.root / f"sft-{digest(content)}"
+        given = kind.preparation(run.cfg).sft
+        words = [
+            *(given[1] if given else ()),
+            override("runner.run_dir", os.path.normpath(f"{run.cfg.runner.run_dir}")),
+            override("runner.name", folder.name),
+        ]
+        moved += [override("workflow.sft_overrides", words), *_moved(run.cfg, own, folder)]
+    demos = kind.preparation(run.cfg).demos
+    if demos is not None and name in demos[0]:
+        facts = [_recording(run.cfg), run.cfg.runner.seed]
+        moved += _moved(run.cfg, Path(demos[0]), paths.root / f"demos-{digest(facts)}{Path(demos[0]).suffix}")
+    if not moved:
+        return run
+    overrides = (*run.overrides, *moved)
+    return SweepRun(run.point, overrides, _load(source, overrides, run.point, said_by, common, site))
+
+
+def _moved(cfg: RunConfig, old: Path, new: Path) -> Iterator[str]:
+    """Overrides that make what names a folder or file, or something below it, name another."""
+    before = os.path.abspath(old)
+    place = os.path.relpath(new) if new.is_relative_to(Path.cwd()) else str(new)
+    for key, value in _texts(plain(cfg)):
+        if value and not key.startswith(("runner.", "workflow.")):
+            path = os.path.abspath(os.path.expanduser(value))
+            if path == before or path.startswith(f"{before}{os.sep}"):
+                yield override(key, f"{place}{path.removeprefix(before)}")
+
+
+def _texts(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _texts(value, f"{prefix}{key}.")
+        elif isinstance(value, str):
+            yield f"{prefix}{key}", value
+
+
+def _recording(cfg: RunConfig) -> Any:
+    """What decides which episodes an expert records, but for the seed."""
+    content = plain(cfg)
+    demos = kind_of(cfg).preparation(cfg).demos
+    return [{key: content.get(key) for key in _RECORDED}, *(demos[1:] if demos else ()), kind_of(cfg).recording(cfg)[1]]
+
+
+def recording_key(cfg: RunConfig) -> str:
+    """Fingerprint of the demonstrations that runs of a sweep share; the seed is that of the run that records them."""
+    return digest(_recording(cfg))
+
+
+def _shared(runs: Sequence[SweepRun], source: str, said_by: str, site: str | None) -> Iterator[SweepRun]:
+    """The runs, of which the first that needs a preparation makes it.
+
+    Raises:
+        ConfigError: Two runs name one folder or file for preparations that differ.
+    """
+    makers: dict[str, tuple[SweepRun, Any]] = {}
+    for run in runs:
+        mine = set()
+        first, demos = sft_of(source, run.cfg, site), kind_of(run.cfg).preparation(run.cfg).demos
+        wanted = []
+        if first is not None:
+            place = RunPaths.of(first[1].runner.run_dir, first[1].runner.name).root
+            wanted.append(("sft", str(place), digest(plain(first[1]))))
+        if demos is not None:
+            wanted.append(("demos", os.path.abspath(demos[0]), recording_key(run.cfg)))
+        for what, where, content in wanted:
+            maker, theirs = makers.setdefault(where, (run, content))
+            if theirs != content:
+                raise ConfigError(
+                    f"{said_by}: {SWEEP}: runs {maker.point.name} and {run.point.name} both prepare {where}, and differently; "
+                    "put ${runner.name} into its name"
+                )
+            if maker is run:
+                mine.add(what)
+        yield SweepRun(run.point, run.overrides, run.cfg, frozenset(mine))
+
+
+def rule_prefixes(names: Sequence[str]) -> dict[str, str]:
+    """What the names of each run's rules begin with in the workflow: its own name, as far as a rule may have it."""
+    found: dict[str, str] = {}
+    for name in names:
+        prefix = "run_" + re.sub(r"\W", "_", name) + "_"
+        found[name] = prefix if prefix not in found.values() else f"{prefix}{len(found)}_"
+    return found
+
+
+# -- on disk ----------------------------------------------------------------------------------------------------------
+
+
+def read_sweep(paths: SweepPaths) -> dict[str, Any]:
+    """The content of `sweep.json`.
+
+    Raises:
+        RlhpcError: It is not what a sweep wrote.
+    """
+    found = read_json_file(paths.record)
+    runs = (found or {}).get("runs")
+    if not isinstance(runs, list) or not all(
+        isinstance(run, dict) and "/" not in str(run.get("name", "/")) for run in runs
+    ):
+        raise RlhpcError(f"{paths.record}: it cannot be read as a sweep's; start the sweep again, which writes it anew")
+    return dict(found or {})
+
+
+def runs_of(paths: SweepPaths) -> list[RunPaths]:
+    """The folders of all runs that a sweep names now, whether they have begun or not, and of what they share."""
+    named = [paths.run(str(run["name"])) for run in read_sweep(paths)["runs"]]
+    return [*named, *(RunPaths(found) for found in sorted(paths.root.glob("sft-*")) if found.is_dir())]

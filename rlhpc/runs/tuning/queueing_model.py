@@ -1,0 +1,195 @@
+"""How long a step takes at a place: a closed queueing network, bounded as Denning and Buzen (1978) do.
+
+Stations are the groups, and the machines that they share. `K` customers go round: the stages of a rollout between policy and
+simulators, and the steps that may be under way at once (staleness + 1) between those who sample and those who train. A round
+then takes at least `max(D / K, D_max)`, where `D` is what one customer needs at all stations and `D_max` what the busiest
+station has to do for all of them; with service times as steady as here, it takes about that long. An all-reduce among `n`
+ranks takes `2 (n - 1) / n` of what it takes among two (Patarasuk and Yuan 2009).
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhpc.runs.tuning.costs import Costs, word_of
+from rlhpc.runs.tuning.shapes import Candidate, Shape
+from rlhpc.runs.tuning.workload import Phase, Workload
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is expected of a candidate.
+
+    Attributes:
+        step_s: Seconds of a step.
+        idle: Share of the accelerators' time, or of the cores' where there are none, in which nobody works on them.
+        memory: Bytes of host memory on the fullest node.
+        device_memory: Bytes on the fullest accelerator.
+        phases: Phase → seconds a step.
+    """
+
+    step_s: float
+    idle: float
+    memory: float
+    device_memory: float
+    phases: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Predicts steps of a workload.
+
+    Attributes:
+        workload: What a step consists of.
+        costs: What was measured.
+        shape: The machines.
+    """
+
+    workload: Workload
+    costs: Costs
+    shape: Shape
+
+    def least(self, candidate: Candidate) -> float:
+        """Seconds that a step takes at least, wherever the groups' ranks are, in the same numbers."""
+        cores, places = max(self.shape.cores), candidate.places
+        per = {group: len(place.processes) // max(1, len(place.resources)) for group, place in places.items()}
+        threads = {group: max(1, cores // max(1, per[group])) for group in places}
+        return self._period(candidate, self._seconds(candidate, threads), {})
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        """What is expected of a candidate."""
+        everyone = self._on_nodes(candidate, tuple(candidate.places))
+        threads = {
+            group: min(max(1, self.shape.cores[node] // everyone[node]) for node in self._on_nodes(candidate, (group,)))
+            for group in candidate.places
+        }
+        own = self._seconds(candidate, threads)
+        loads = self._loads(candidate, own, threads)
+        seconds = {
+            phase.name: own[phase.name] * self._crowd(candidate, phase, threads) for phase in self.workload.phases
+        }
+        step = self._period(candidate, seconds, loads)
+        host, device = self._memory(candidate)
+        return Prediction(step, self._idle(loads, step), host, device, seconds)
+
+    # -- seconds of the phases ------------------------------------------------------------------------------------
+
+    def _seconds(self, candidate: Candidate, threads: Mapping[str, int]) -> dict[str, float]:
+        """Seconds a step of each phase, for one of its ranks that has its threads' cores to itself."""
+        workload, costs = self.workload, self.costs
+        words = [word_of(key, value) for key, value in candidate.settings.items()]
+        found = {}
+        for phase in workload.phases:
+            ranks, name = candidate.ranks(phase.group), phase.name
+            stages = self.stages(candidate) if phase.turn else 1
+            seconds = stages * costs.curves[name].at(1.0 / ranks / stages)
+            if ranks > 1:
+                seconds += costs.together_s.get(name, 0.0) * 2.0 * (ranks - 1) / ranks
+            for word in words:
+                seconds *= costs.factors.get(word, {}).get(name, 1.0)
+            before, now = costs.threads.get(phase.group, 1), threads[phase.group]
+            found[name] = seconds * (before / now) ** costs.scaling.get(name, 0.0)
+        return found
+
+    def _crowd(self, candidate: Candidate, phase: Phase, threads: Mapping[str, int]) -> float:
+        """How many times longer a phase takes because its own ranks on a node have more threads than there are cores."""
+        if not self._by_cores(candidate, phase):
+            return 1.0
+        here = self._on_nodes(candidate, (phase.group,))
+        return max(1.0, *(count * threads[phase.group] / self.shape.cores[node] for node, count in here.items()))
+
+    def stages(self, candidate: Candidate) -> int:
+        """Number of stages in which phases that take turns overlap."""
+        return int(candidate.settings.get(self.workload.stages) or 1)
+
+    def staleness(self, candidate: Candidate) -> int:
+        """Steps that those who sample may be ahead."""
+        return int(candidate.settings.get(self.workload.staleness) or 0)
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def _period(self, candidate: Candidate, seconds: Mapping[str, float], loads: Mapping[object, float]) -> float:
+        stations: dict[str, float] = collections.defaultdict(float)
+        turns = {phase.name: seconds[phase.name] for phase in self.workload.phases if phase.turn}
+        chain = before = 0.0
+        if turns:
+            customers = self.stages(candidate)
+            chain = max(sum(turns.values()) / customers + self.costs.hop_s, max(turns.values()))
+            stations["turns"] = chain
+        for phase in self.workload.phases:
+            if phase.turn:
+                continue
+            now = seconds[phase.name]
+            stations[phase.group] += now
+            if phase.streams and before:
+                pieces = max(1, math.ceil(self.workload.pieces / candidate.ranks(self.workload.phases[0].group)))
+                now = max(before + now / pieces, now + before / pieces) - before
+            chain += now
+            before = seconds[phase.name]
+        rest = self.costs.overhead_s
+        last = self.workload.phases[-1].group  # the driver orders its next step after it has ended one
+        stations[last] += rest
+        ahead = self.staleness(candidate) + 1
+        extra = sum(self.costs.extra_s.get(word_of(key, value), 0.0) for key, value in candidate.settings.items())
+        period = max((chain + rest) / ahead, *stations.values(), *loads.values())
+        return max(period + extra, period / 2)  # what was measured elsewhere corrects, and does not rule
+
+    # -- machines -------------------------------------------------------------------------------------------------
+
+    def _by_cores(self, candidate: Candidate, phase: Phase) -> bool:
+        return phase.on_cores or self.shape.pools[candidate.places[phase.group].label].by_node
+
+    def _on_nodes(self, candidate: Candidate, groups: tuple[str, ...]) -> dict[int, int]:
+        """Node → number of ranks of these groups."""
+        found: dict[int, int] = collections.Counter()
+        for group in groups:
+            place = candidate.places[group]
+            pool = self.shape.pools[place.label]
+            for ranks in place.processes:
+                found[pool.resources[ranks[0]][0]] += 1
+        return found
+
+    def _loads(self, candidate: Candidate, own: Mapping[str, float], threads: Mapping[str, int]) -> dict[object, float]:
+        """Seconds a step that each accelerator, and all the cores of each node, are at work."""
+        loads: dict[object, float] = collections.defaultdict(float)
+        for phase in self.workload.phases:
+            place = candidate.places[phase.group]
+            pool = self.shape.pools[place.label]
+            by_cores = self._by_cores(candidate, phase)
+            for ranks in place.processes:
+                node = pool.resources[ranks[0]][0]
+                width = min(threads[phase.group], self.shape.cores[node]) if by_cores else 1
+                loads[node] += own[phase.name] * width / self.shape.cores[node]
+                if not by_cores:
+                    for rank in ranks:
+                        loads[pool.resources[rank]] += own[phase.name]
+        return loads
+
+    def _idle(self, loads: Mapping[object, float], step: float) -> float:
+        if self.shape.accelerators:
+            busy = sum(load for of, load in loads.items() if isinstance(of, tuple))
+            return max(0.0, 1.0 - busy / (step * self.shape.accelerators))
+        cores = self.shape.cores
+        busy = sum(load * cores[of] for of, load in loads.items() if isinstance(of, int))
+        return max(0.0, 1.0 - busy / (step * sum(cores)))
+
+    def _memory(self, candidate: Candidate) -> tuple[float, float]:
+        """Bytes on the fullest node, and on the fullest accelerator."""
+        host: dict[int, float] = collections.defaultdict(float)
+        device: dict[tuple[int, int], float] = collections.defaultdict(float)
+        for group, place in candidate.places.items():
+            pool = self.shape.pools[place.label]
+            for ranks in place.processes:
+                host[pool.resources[ranks[0]][0]] += self.costs.memory.get(group, 0.0)
+                for rank in ranks:
+                    device[pool.resources[rank]] += self.costs.device_memory.get(group, 0.0) / len(ranks)
+        return max(host.values(), default=0.0), max(device.values(), default=0.0)
+
+    def fits(self, prediction: Prediction) -> bool:
+        """Whether there is enough memory for it, as far as both are known."""
+        return (not self.shape.memory or prediction.memory <= self.shape.memory) and (
+            not self.shape.device_memory or prediction.device_memory <= self.shape.device_memory
+        )
