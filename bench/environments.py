@@ -59,12 +59,12 @@ def play(
     from rlhpc import Cluster, HybridComponentPlacement
     from rlhpc.config.typed import typed
     from rlhpc.embodied.config import PpoConfig
-    from rlhpc.embodied.roles.env import EnvWorker
-    from rlhpc.embodied.roles.parts import Turn
-    from rlhpc.embodied.roles.ppo import EmbodiedActor
-    from rlhpc.embodied.roles.rollout import MultiStepRolloutWorker
-    from rlhpc.embodied.roles.slots import Acted, Source
-    from rlhpc.embodied.runners.ppo import EmbodiedRunner
+    from rlhpc.embodied.rollout.slot_map import Acted, Source
+    from rlhpc.embodied.rollout.work_sharing import Turn
+    from rlhpc.embodied.runners.rollout_runner import EmbodiedRunner
+    from rlhpc.embodied.workers.env import EnvWorker
+    from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
+    from rlhpc.embodied.workers.rollout import MultiStepRolloutWorker
     from rlhpc.runs.configuration import load_config
 
     with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,7 @@ from gymnasium import spaces
 from bench.helpers import ROOT, STEPS, Run
 from bench.idle import SleepingEnv
 from bench.machine import spread, write
-from rlhpc.embodied.models.actor_critic import SACPolicy, TwinCritic
+from rlhpc.embodied.models.off_policy import SACPolicy, TwinCritic
 
 SLOTS, DECISIONS, STEP_S = 4, 10, 1.0
 #: Seconds of a step's updates.

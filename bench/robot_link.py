@@ -27,9 +27,9 @@ from omegaconf import OmegaConf
 from bench.machine import spread, write
 from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import make_env
-from rlhpc.embodied.envs.robot import Robot, Seen, Verdict
-from rlhpc.embodied.envs.timing import timing_row
-from rlhpc.embodied.robots.keys import invite
+from rlhpc.embodied.envs.base import timing_row
+from rlhpc.embodied.robots.joining import invite
+from rlhpc.embodied.robots.robot_env import Robot, Seen, Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWS: dict[str, Any] = {"7 numbers": 7, "2 pictures of 128 x 128": {"state": 7, "rgb": [128, 128, 6]}}

@@ -28,13 +28,13 @@ def ours() -> Callable[[], None]:
     import torch
     from gymnasium import spaces
 
+    from rlhpc.embodied.algorithms.off_policy import TransitionBatch
+    from rlhpc.embodied.algorithms.sac import SacUpdate
     from rlhpc.embodied.config import SacAlgorithmConfig, SacModelConfig, SacOptimConfig
     from rlhpc.embodied.data.mixture import Mixture
-    from rlhpc.embodied.data.replay import ReplayBuffer
+    from rlhpc.embodied.data.replay_buffer import ReplayBuffer
     from rlhpc.embodied.models import build_model
-    from rlhpc.embodied.models.actor_critic import SACPolicy
-    from rlhpc.embodied.update.off_policy import TransitionBatch
-    from rlhpc.embodied.update.sac import SacUpdate
+    from rlhpc.embodied.models.off_policy import SACPolicy
 
     model = SacModelConfig(hidden_sizes=[256, 256], activation="relu", ortho_init=False)
     box = spaces.Box(-1, 1, (ACT,), np.float32)

@@ -47,12 +47,12 @@ _HOMES = {
     "rlhpc.embodied.export": ["load_exported"],
     "rlhpc.embodied.envs.base": ["VectorEnv"],
     "rlhpc.embodied.envs.registry": ["register_env"],
-    "rlhpc.embodied.envs.slotwise": ["SlotStep", "SlotwiseVectorEnv"],
+    "rlhpc.embodied.envs.sync_vector_env": ["SlotStep", "SlotwiseVectorEnv"],
     "rlhpc.embodied.models.base": ["Policy"],
     "rlhpc.embodied.models.registry": ["register_model"],
-    "rlhpc.embodied.roles": ["EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker"],
+    "rlhpc.embodied.workers": ["EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker"],
     "rlhpc.embodied.runners": ["EmbodiedRunner"],
-    "rlhpc.embodied.runners.sac": ["OffPolicyRunner"],
+    "rlhpc.embodied.runners.rollout_runner": ["OffPolicyRunner"],
     "rlhpc.embodied.runners.bc": ["BcRunner"],
 }  # fmt: skip
 __all__ = sorted(name for names in _HOMES.values() for name in names)

@@ -47,7 +47,7 @@ def add_format(parser: argparse.ArgumentParser) -> None:
 
 def _data(args: argparse.Namespace) -> int:
     from rlhpc.embodied.data import datasets
-    from rlhpc.embodied.data.page import page
+    from rlhpc.embodied.data.datasets import page
 
     if args.overrides:
         raise ConfigError(f"rlhpc data takes no overrides ({args.overrides[0]})")

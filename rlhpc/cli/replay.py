@@ -20,7 +20,7 @@ _EXAMPLES = {
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from rlhpc.embodied.data import replay_files
+    from rlhpc.embodied.data import replay_buffer as replay_files
 
     if args.overrides:
         raise ConfigError(f"rlhpc replay takes no overrides ({args.overrides[0]})")

@@ -63,7 +63,7 @@ def _meeting(text: str) -> Path:
 
 
 def _invite(args: argparse.Namespace) -> int:
-    from rlhpc.embodied.robots.keys import invite
+    from rlhpc.embodied.robots.joining import invite
 
     if not args.output:
         raise ConfigError("rlhpc robot invite needs --output, the file for the key")
@@ -87,10 +87,10 @@ def _reached(place: Any) -> str:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from rlhpc.embodied.envs.robot import above_0
-    from rlhpc.embodied.robots.keys import Key
+    from rlhpc.embodied.robots.joining import Key
+    from rlhpc.embodied.robots.robot_env import above_0
     from rlhpc.embodied.robots.safety import safe_robot
-    from rlhpc.embodied.robots.serving import BOUNDS, Served, Way, own_limits
+    from rlhpc.embodied.robots.server import BOUNDS, Served, Way, own_limits
     from rlhpc.runtime.files import read_yaml
 
     if not args.robot:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from rlhpc.algorithms.registry import COMPARE_WITHIN_GROUPS
 from rlhpc.config.constraints import Fail, check_choice, check_name
 from rlhpc.config.typed import select
+from rlhpc.embodied.algorithms.registry import ALGORITHMS
 from rlhpc.embodied.config import (
     BcConfig,
     EmbodiedConfig,
@@ -17,9 +18,8 @@ from rlhpc.embodied.config import (
     SacConfig,
     minibatch_size,
 )
-from rlhpc.embodied.envs.wrapping import entry
-from rlhpc.embodied.roles.parts import divisible
-from rlhpc.embodied.update.registry import ALGORITHMS
+from rlhpc.embodied.envs.wrappers import entry
+from rlhpc.embodied.rollout.work_sharing import divisible
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 from rlhpc.training.registry import BACKENDS
@@ -104,7 +104,7 @@ def _wrappers(key: str, wrappers: Sequence[object]) -> None:
     """Names that are none are refused here; `module:Class` is imported when the environment is built."""
     if not wrappers:
         return
-    from rlhpc.embodied.envs.wrapping import WRAPPERS, entry
+    from rlhpc.embodied.envs.wrappers import WRAPPERS, entry
 
     for i, given in enumerate(wrappers):
         name, _ = entry(given, f"{key}[{i}]")

@@ -10,13 +10,12 @@ from rlhpc.checkpoint.start import check_start, find_weights
 from rlhpc.config.typed import changed
 from rlhpc.embodied.config import BcConfig, EmbodiedConfig, EnvSideConfig, PpoConfig, SacConfig
 from rlhpc.embodied.envs.base import VectorEnv
-from rlhpc.embodied.envs.processes import require_python
-from rlhpc.embodied.envs.registry import ENVS
+from rlhpc.embodied.envs.registry import ENVS, check_env
+from rlhpc.embodied.envs.subprocess_env import require_python
+from rlhpc.embodied.evaluation.episodes import real_time
 from rlhpc.embodied.models import build_model, check_policy
 from rlhpc.embodied.models.registry import check_folder
-from rlhpc.embodied.real_time import real_time
-from rlhpc.embodied.roles.env import check_env
-from rlhpc.embodied.update.blueprint import check_backend, without_weights
+from rlhpc.embodied.training.blueprint import check_backend, without_weights
 from rlhpc.runs.model_names import model_resource
 from rlhpc.runs.preflight import FILES, Check, Need, Resource, path_resource, strongest
 
@@ -62,7 +61,7 @@ def environment_checks(cfg: PpoConfig | SacConfig, python: str | None, spaces: C
     train, resource = cfg.env.train, environment_resource(cfg.env.train, python)
     yield from _interpreter_check(train.simulator_python, "env.train")
     if (path := train.reward_model) is not None:
-        from rlhpc.embodied.envs.judged import KEY, reward_model
+        from rlhpc.embodied.rewards.success_reward import KEY, reward_model
 
         yield Check(KEY, lambda: find_weights(path, KEY), path_resource(cfg, path))
     yield Check("env.train", spaces, resource)
@@ -134,7 +133,7 @@ def ppo_checks(cfg: PpoConfig, ranks: Mapping[str, int], pythons: Mapping[str, s
 
 
 def _slot_checks(cfg: PpoConfig | SacConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
-    from rlhpc.embodied.roles.slots import SlotMap
+    from rlhpc.embodied.rollout.slot_map import SlotMap
 
     def check() -> None:
         SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
@@ -144,9 +143,9 @@ def _slot_checks(cfg: PpoConfig | SacConfig, ranks: Mapping[str, int]) -> Iterat
 
 def off_policy_checks(cfg: SacConfig, ranks: Mapping[str, int], python: str | None) -> Iterator[Check]:
     """Yields the checks of a run that learns from a replay buffer; `python` is the env group's own."""
+    from rlhpc.embodied.algorithms.registry import algorithm_for
     from rlhpc.embodied.data.mixture import fit, load_demos
-    from rlhpc.embodied.roles.sac import skips
-    from rlhpc.embodied.update.registry import algorithm_for
+    from rlhpc.embodied.workers.off_policy import skips
 
     yield from _slot_checks(cfg, ranks)
     spaces = cache(lambda: _check_environment(cfg.env.train, python))
@@ -185,8 +184,9 @@ def _recorder(cfg: SacConfig | BcConfig) -> str:
 
 def bc_checks(cfg: BcConfig, python: str | None) -> Iterator[Check]:
     """Yields the checks of behaviour cloning; `python` is the actor group's own."""
-    from rlhpc.embodied.roles.bc import check_actions, check_fit, environment_of, read_demos, skips, spaces_of
-    from rlhpc.embodied.update.conditioning import KEY, value_model
+    from rlhpc.embodied.data.demonstrations import check_fit, read_demos
+    from rlhpc.embodied.models.advantage_conditioned import KEY, value_model
+    from rlhpc.embodied.workers.bc_actor import check_actions, environment_of, skips, spaces_of
 
     train = environment_of(cfg)
     resource = environment_resource(train)

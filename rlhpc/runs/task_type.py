@@ -130,9 +130,9 @@ KINDS: Registry[Any] = Registry(
     "runner.task_type",
     "rlhpc.kinds",
     {
-        "embodied": "rlhpc.embodied.kinds:PPO",
-        "off_policy": "rlhpc.embodied.kinds:SAC",
-        "bc": "rlhpc.embodied.kinds:BC",
+        "embodied": "rlhpc.embodied.task_types:PPO",
+        "off_policy": "rlhpc.embodied.task_types:SAC",
+        "bc": "rlhpc.embodied.task_types:BC",
         "reasoning": "rlhpc.language.kinds:GRPO",
         "sft": "rlhpc.language.kinds:SFT",
         "reward_model": "rlhpc.language.kinds:REWARD_MODEL",

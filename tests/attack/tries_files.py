@@ -542,9 +542,9 @@ _VIDEO = """
 import json, resource, sys
 from pathlib import Path
 import numpy as np
-from rlhpc.embodied.data.lerobot import read_lerobot
+from rlhpc.embodied.data.lerobot_reader import read_lerobot
 from rlhpc.embodied.data.lerobot_writer import LeRobotWriter
-from rlhpc.embodied.video import write_video
+from rlhpc.embodied.data.video import write_video
 from rlhpc.runtime.errors import RlhpcError
 folder, kind = Path(sys.argv[1]) / "set", sys.argv[2]
 length, size = 20, 16

@@ -45,11 +45,11 @@ PRELOAD = (
     "torch._dynamo",  # which the first step of an optimizer imports
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "safetensors.torch", "gymnasium", "PIL.Image", "submitit", "tensorboard.summary.writer.record_writer", "rlhpc.cli",
-    "rlhpc.runs.train", "rlhpc.embodied.roles", "rlhpc.embodied.runners", "rlhpc.embodied.envs.gymnasium_env",
+    "rlhpc.runs.train", "rlhpc.embodied.workers", "rlhpc.embodied.runners", "rlhpc.embodied.envs.gymnasium_env",
     "rlhpc.embodied.models.mlp", "rlhpc.runtime.worker_process", "rlhpc.runtime.worker", "rlhpc.metrics.loggers",
-    "rlhpc.embodied.roles.ppo", "rlhpc.embodied.roles.rollout", "rlhpc.embodied.roles.env", "rlhpc.embodied.runners.ppo",
+    "rlhpc.embodied.workers.ppo_actor", "rlhpc.embodied.workers.rollout", "rlhpc.embodied.workers.env", "rlhpc.embodied.runners.rollout_runner",
     "rlhpc.training.fsdp", "rlhpc.runtime.comm.gloo_auth", "rlhpc.metrics.provenance", "rlhpc.runs.report",
-    "rlhpc.embodied.evaluate", "rlhpc.embodied.export",
+    "rlhpc.embodied.evaluation.evaluate", "rlhpc.embodied.export",
 )  # fmt: skip
 #: Others' besides: a language model's takes 8 s, 20 with vLLM. Where this process has imported the first itself.
 PRELOAD_WITH = {

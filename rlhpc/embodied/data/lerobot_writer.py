@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhpc.embodied.data.lerobot_columns import (
+from rlhpc.embodied.data.lerobot_reader import (
     CHUNK,
     MOST_BYTES,
     PATTERN,
@@ -28,11 +29,152 @@ from rlhpc.embodied.data.lerobot_columns import (
     tasks_of,
     tasks_table,
 )
-from rlhpc.embodied.data.lerobot_statistics import Totals
-from rlhpc.embodied.data.lerobot_video import CameraFiles
-from rlhpc.embodied.data.trajectory import not_finite
-from rlhpc.embodied.data.writing import FolderWriter
+from rlhpc.embodied.data.trajectory import FolderWriter, not_finite
+from rlhpc.embodied.data.video import pyav
 from rlhpc.runtime.errors import ConfigError
+
+_QUANTILES = (0.01, 0.10, 0.50, 0.90, 0.99)
+Statistics = dict[str, np.ndarray]
+
+
+def of_numbers(column: np.ndarray) -> Statistics:
+    """Of numbers `[T]` or `[T, D]`, by component."""
+    rows = np.asarray(column, np.float64).reshape(len(column), -1)
+    found = {
+        "min": rows.min(0),
+        "max": rows.max(0),
+        "mean": rows.mean(0),
+        "std": rows.std(0),
+        "count": np.array([len(rows)]),
+    }
+    quantiles = np.quantile(rows, _QUANTILES, axis=0)
+    return {**found, **{_name(q): value for q, value in zip(_QUANTILES, quantiles, strict=True)}}
+
+
+def histogram(pictures: np.ndarray) -> np.ndarray:
+    """How often each value is in each channel `[C, 256]` of pictures `[T, H, W, C]` uint8."""
+    return np.stack([np.bincount(pictures[..., c].reshape(-1), minlength=256) for c in range(pictures.shape[-1])])
+
+
+def of_pictures(counts: np.ndarray, frames: int) -> Statistics:
+    """From histograms: by channel `[C, 1, 1]`, between 0 and 1."""
+    values, total = np.arange(256) / 255, counts.sum(1)
+    mean = counts @ values / total
+    std = np.sqrt(np.maximum(counts @ values**2 / total - mean**2, 0))
+    below = np.cumsum(counts, 1)
+    found = {"min": _first(below > 0), "max": _first(below == total[:, None]), "mean": mean, "std": std}
+    found |= {_name(q): _first(below >= q * total[:, None]) for q in _QUANTILES}
+    return {**{name: value.reshape(-1, 1, 1) for name, value in found.items()}, "count": np.array([frames])}
+
+
+def _first(where: np.ndarray) -> np.ndarray:
+    found: np.ndarray = where.argmax(1) / 255
+    return found
+
+
+def _name(quantile: float) -> str:
+    return f"q{round(quantile * 100):02d}"
+
+
+class Totals:
+    """Statistics of all episodes, exactly.
+
+    Numbers are kept; of pictures, only how often each value is there.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, list[np.ndarray]] = {}
+        self._pictures: dict[str, tuple[np.ndarray, int]] = {}
+
+    def add(self, name: str, column: np.ndarray, pictures: bool) -> Statistics:
+        """Takes in an episode's column; returns the statistics of that alone."""
+        if not pictures:
+            self._numbers.setdefault(name, []).append(column)
+            return of_numbers(column)
+        counts, frames = histogram(column), len(column)
+        before = self._pictures.get(name, (0, 0))
+        self._pictures[name] = (before[0] + counts, before[1] + frames)
+        return of_pictures(counts, frames)
+
+    def all(self) -> dict[str, Any]:
+        """As JSON values, by column."""
+        found = {name: of_numbers(np.concatenate(parts)) for name, parts in self._numbers.items()}
+        found |= {name: of_pictures(*held) for name, held in self._pictures.items()}
+        return {name: {key: value.tolist() for key, value in each.items()} for name, each in found.items()}
+
+
+#: As lerobot: key frames close to one another, since frames are read in any order.
+_OPTIONS = {"crf": "23", "g": "2", "preset": "veryfast"}
+
+
+class CameraFiles:
+    """Takes pictures `[T, H, W, 3]` of even sizes.
+
+    Args:
+        root: The dataset's folder.
+        camera: Name of its column.
+        fps: Frames a second.
+
+    Raises:
+        ConfigError: PyAV is not installed.
+    """
+
+    def __init__(self, root: Path, camera: str, fps: float) -> None:
+        self._av, self._root, self._camera, self._fps = pyav(), root, camera, fps
+        self._number, self._frames, self._size = 0, 0, (0, 0)
+        self._file: Any = None
+
+    @property
+    def _path(self) -> Path:
+        place = PATTERN.format(chunk_index=self._number // CHUNK, file_index=self._number % CHUNK)
+        return self._root / "videos" / self._camera / f"{place}.mp4"
+
+    def add(self, pictures: np.ndarray) -> dict[str, Any]:
+        """Appends an episode; returns where it is."""
+        # The file comes with its first packet, which short episodes do not fill.
+        if self._file is not None and self._path.exists() and self._path.stat().st_size >= MOST_BYTES["videos"]:
+            self._finish()
+            self._number, self._frames = self._number + 1, 0
+        if self._file is None:
+            self._open(pictures)
+        for picture in pictures:
+            frame = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+            self._file.mux(self._stream.encode(frame))
+        first, self._frames = self._frames, self._frames + len(pictures)
+        key = f"videos/{self._camera}"
+        return {
+            f"{key}/chunk_index": self._number // CHUNK, f"{key}/file_index": self._number % CHUNK,
+            f"{key}/from_timestamp": first / self._fps, f"{key}/to_timestamp": self._frames / self._fps,
+        }  # fmt: skip
+
+    def _open(self, pictures: np.ndarray) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._av.open(str(self._path), "w")
+        self._stream = self._file.add_stream(
+            "libx264", rate=Fraction(self._fps).limit_denominator(1000), options=_OPTIONS
+        )
+        self._size = pictures.shape[1:3]
+        self._stream.height, self._stream.width = self._size
+        self._stream.pix_fmt = "yuv420p"
+
+    def _finish(self) -> None:
+        self._file.mux(self._stream.encode())
+        self._file.close()
+        self._file = None
+
+    def close(self) -> dict[str, Any]:
+        """Ends the last file; returns the column's `info`."""
+        self._finish()
+        return {
+            "video.height": self._size[0], "video.width": self._size[1], "video.codec": "h264", "video.pix_fmt": "yuv420p",
+            "video.is_depth_map": False, "video.fps": self._fps, "video.channels": 3, "has_audio": False,
+        }  # fmt: skip
+
+    def discard(self) -> None:
+        """Closes what is open."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class NothingToWrite(ConfigError):

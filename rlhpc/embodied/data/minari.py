@@ -14,8 +14,7 @@ import h5py
 import numpy as np
 
 from rlhpc.checkpoint.hdf5 import checked, member, members, open_hdf5
-from rlhpc.embodied.data.trajectory import Trajectory, check
-from rlhpc.embodied.data.writing import FolderWriter
+from rlhpc.embodied.data.trajectory import FolderWriter, Trajectory, check
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, read_json
 from rlhpc.runtime.text import first_line

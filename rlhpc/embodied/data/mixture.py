@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from rlhpc.embodied.data.replay import ReplayBuffer, gather, row_type
-from rlhpc.embodied.data.replay_files import StoredReplay, describe
+from rlhpc.embodied.data.replay_buffer import ReplayBuffer, StoredReplay, describe, gather, row_type
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 

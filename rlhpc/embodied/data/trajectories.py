@@ -15,10 +15,9 @@ import h5py
 import numpy as np
 
 from rlhpc.checkpoint.hdf5 import checked, has, member, members, open_hdf5
-from rlhpc.embodied.data.lerobot import read_lerobot
+from rlhpc.embodied.data.lerobot_reader import read_lerobot
 from rlhpc.embodied.data.minari import MAIN, numbers, read_minari
-from rlhpc.embodied.data.trajectory import Trajectory, check, not_finite, shapes
-from rlhpc.embodied.data.writing import EpisodeWriter
+from rlhpc.embodied.data.trajectory import EpisodeWriter, Trajectory, check, not_finite, shapes
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, find_files, fsync_folder, read_json, replace_durably
 from rlhpc.runtime.text import first_line

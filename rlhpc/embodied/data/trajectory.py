@@ -13,12 +13,17 @@ source         file and episode, for messages
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 
-from rlhpc.embodied.envs.finite import bad_rows
+from rlhpc.checkpoint.export_folder import filled_folder
+from rlhpc.embodied.envs.observations import bad_rows
 from rlhpc.runtime.errors import ConfigError
 
 Trajectory = dict[str, Any]
@@ -69,3 +74,68 @@ def _arrays(name: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
             yield from _arrays(f"{name}.{key}", part)
     elif value is not None:
         yield name, value
+
+
+class EpisodeWriter(ABC):
+    """Use it in a `with`: what was written is discarded if that fails."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Episodes so far."""
+
+    @abstractmethod
+    def add(self, trajectory: Mapping[str, Any]) -> None:
+        """One episode, with the fields of `rlhpc.embodied.data.trajectory`.
+
+        Raises:
+            ConfigError: It cannot be one of these.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives it its name."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Removes what is unfinished."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+class _Unwanted(Exception):
+    """Leaves the folder as it was."""
+
+
+class FolderWriter(EpisodeWriter):
+    """One that writes a folder, which takes its name when `close` is called.
+
+    Args:
+        folder: It is not there yet, or empty.
+
+    Attributes:
+        root: Where it is written until then.
+        finished: Enter it to give the folder its name, unless what is done in it fails.
+
+    Raises:
+        ConfigError: There is something.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{folder} is there already; give a folder that is not, or is empty")
+        self.finished = ExitStack()
+        self.root = self.finished.enter_context(filled_folder(folder))
+
+    def discard(self) -> None:
+        """See `EpisodeWriter.discard`."""
+        with suppress(_Unwanted), self.finished:
+            raise _Unwanted

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rlhpc.embodied.envs.observations import check_orientation, encode_text, oriented, text_bytes
-from rlhpc.embodied.envs.slotwise import SlotStep, SlotwiseVectorEnv, only_known
+from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv, only_known
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:

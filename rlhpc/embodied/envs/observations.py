@@ -15,8 +15,60 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from rlhpc.embodied.envs.finite import is_tensor
 from rlhpc.runtime.errors import ConfigError
+
+
+def is_tensor(part: Any) -> bool:
+    """Whether a part of an observation is a tensor, on an accelerator that it is to stay on."""
+    return hasattr(part, "is_floating_point")
+
+
+def is_finite(array: Any) -> bool:
+    """Whether all numbers of an array are finite, in one pass without a temporary; integers always are."""
+    if is_tensor(array):
+        return not array.is_floating_point() or bool(array.isfinite().all())
+    if array.dtype.kind != "f":
+        return True
+    flat = array.reshape(-1)
+    # A square may overflow although the number itself does not: only then is each number checked.
+    return math.isfinite(np.vdot(flat, flat)) or bool(np.isfinite(array).all())
+
+
+def bad_rows(array: Any, lead: int = 1) -> np.ndarray:
+    """Which rows hold a number that is not finite: bool, of the shape of the `lead` leading axes."""
+    if is_tensor(array):
+        found = ~array.isfinite()
+        if found.ndim > lead:
+            found = found.flatten(lead).any(-1)
+        there: np.ndarray = found.cpu().numpy()
+        return there
+    if array.dtype.kind != "f":
+        return np.zeros(array.shape[:lead], bool)
+    finite = np.isfinite(array)
+    bad: np.ndarray = ~finite.all(tuple(range(lead, array.ndim)))
+    return bad
+
+
+def cleaned(obs: Any) -> Any:
+    """An observation (or another array) with 0 in place of what is not finite."""
+    if isinstance(obs, dict):
+        return {key: cleaned(part) for key, part in obs.items()}
+    if is_finite(obs):
+        return obs
+    return obs.where(obs.isfinite(), 0) if is_tensor(obs) else np.where(np.isfinite(obs), obs, obs.dtype.type(0))
+
+
+def all_finite(obs: Any) -> bool:
+    """Whether all numbers of an observation are finite."""
+    return all(map(is_finite, obs.values())) if isinstance(obs, dict) else is_finite(obs)
+
+
+def bad_slots(obs: Any) -> np.ndarray:
+    """Which slots show a number that is not finite: bool `[N]`."""
+    parts = obs.values() if isinstance(obs, dict) else (obs,)
+    bad: np.ndarray = np.logical_or.reduce([bad_rows(part) for part in parts])
+    return bad
+
 
 Obs = np.ndarray | dict[str, np.ndarray]
 
@@ -167,3 +219,59 @@ def is_channel_last(shape: Sequence[int]) -> bool:
     if (first == second) != (second == last):
         return first == second
     return last <= first
+
+
+def _numbers(array: np.ndarray) -> Any:
+    """A list of the numbers, or one number if all are equal. JSON has no infinity: it becomes the word `inf` or `-inf`,
+    which numpy reads."""
+    flat = [float(x) if np.isfinite(x) else str(float(x)) for x in array.reshape(-1)]
+    return flat[0] if flat and all(x == flat[0] for x in flat) else flat
+
+
+def require_bounded(space: Any) -> None:
+    """Refuses actions that critics of actions cannot read.
+
+    Raises:
+        ConfigError: They are no Box, or have no bounds.
+    """
+    if not isinstance(space, spaces.Box) or not space.is_bounded():
+        raise ConfigError(
+            f"off-policy learning needs bounded continuous actions (Box); the environment's are {space}: take another "
+            "env.train.env_id, or runner.task_type=embodied (PPO)"
+        )
+
+
+def space_to_json(space: Any) -> dict[str, Any]:
+    """A JSON description of a Box, Discrete, MultiDiscrete, MultiBinary space, or a Dict of them."""
+    if isinstance(space, spaces.Dict):
+        return {"type": "Dict", "spaces": {key: space_to_json(part) for key, part in space.spaces.items()}}
+    if isinstance(space, spaces.Box):
+        return {"type": "Box", "shape": list(space.shape), "dtype": str(space.dtype), "low": _numbers(space.low),
+                "high": _numbers(space.high)}  # fmt: skip
+    if isinstance(space, spaces.Discrete):
+        return {"type": "Discrete", "n": int(space.n), "start": int(space.start)}
+    if isinstance(space, spaces.MultiDiscrete):
+        return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
+    if isinstance(space, spaces.MultiBinary):
+        return {"type": "MultiBinary", "n": int(np.prod(space.shape))}
+    raise ConfigError(
+        f"space {space} is not supported; supported: Box, Discrete, MultiDiscrete, MultiBinary, Dict. Wrap the environment "
+        f"(env.train.wrappers), for example with gymnasium.wrappers:FlattenObservation"
+    )
+
+
+def space_from_json(data: dict[str, Any]) -> Any:
+    """The space that `space_to_json` described."""
+    kind = data["type"]
+    if kind == "Dict":
+        return spaces.Dict({key: space_from_json(part) for key, part in data["spaces"].items()})
+    if kind == "Box":
+        dtype, shape = np.dtype(data["dtype"]), tuple(data["shape"])
+        low, high = (np.broadcast_to(np.asarray(data[k], np.float64).reshape(-1), (int(np.prod(shape)),)) if
+                     np.size(data[k]) == 1 else np.asarray(data[k], np.float64) for k in ("low", "high"))  # fmt: skip
+        return spaces.Box(low.reshape(shape).astype(dtype), high.reshape(shape).astype(dtype), dtype=dtype.type)
+    if kind == "Discrete":
+        return spaces.Discrete(data["n"], start=data["start"])
+    if kind == "MultiDiscrete":
+        return spaces.MultiDiscrete(np.array(data["nvec"]), start=np.array(data["start"]) if "start" in data else None)
+    return spaces.MultiBinary(data["n"])

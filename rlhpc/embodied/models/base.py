@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from rlhpc.embodied.config import PolicyConfig, SacModelConfig
-from rlhpc.embodied.envs.observations import count_rows
-from rlhpc.embodied.envs.spaces import space_to_json
-from rlhpc.embodied.models.heads import CategoricalHead, GaussianHead, make_head
+from rlhpc.embodied.envs.observations import count_rows, space_to_json
+from rlhpc.embodied.models.action_heads import CategoricalHead, GaussianHead, make_head
 from rlhpc.embodied.models.noise import noise_of_slots
-from rlhpc.embodied.models.normaliser import ObservationNormaliser
+from rlhpc.embodied.models.normalization import ObservationNormaliser
 from rlhpc.runtime.env_references import to_plain
 
 if TYPE_CHECKING:
-    from rlhpc.embodied.models.guidance import Guide
+    pass
+import math
+from dataclasses import dataclass
 
 
 def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear:
@@ -69,7 +70,7 @@ class Policy(nn.Module):
     logprob_type = "chunk_level"
     #: Whether it can compute in the lower precision of `actor.model.dtype`, whatever its weights are kept in.
     mixed_precision = False
-    #: Whether the actions are a distribution of `rlhpc.embodied.models.heads`.
+    #: Whether the actions are a distribution of `rlhpc.embodied.models.action_heads`.
     has_head = True
     #: Whether it judges what a step led to (`bc_loss` gets `success [B]`, at observations after steps), and acts on nothing.
     judges = False
@@ -250,3 +251,55 @@ class Policy(nn.Module):
             "observation_space": space_to_json(self.observation_space),
             "action_space": space_to_json(self.action_space),
         }
+
+
+#: Velocity `[B, chunk, dim]` of states `[B, chunk, dim]` at times `[B]`.
+Velocity = Callable[[Tensor, Tensor], Tensor]
+
+
+def overlap_weights(horizon: int, executed: int, delay: int) -> Tensor:
+    """How much each action of the chunk before counts, `[horizon]` (equation 5 of the paper).
+
+    Args:
+        horizon: H, actions of a chunk.
+        executed: s, actions that are played from one chunk to the next: the last s have none in the chunk before.
+        delay: d, actions that will have been played before the chunk is there: these count fully, later ones less and less.
+    """
+    weights = torch.zeros(horizon)
+    weights[:delay] = 1.0
+    for i in range(delay, horizon - executed):
+        part = (horizon - executed - i) / (horizon - executed - delay + 1)
+        weights[i] = part * math.expm1(part) / math.expm1(1.0)
+    return weights
+
+
+@dataclass(frozen=True)
+class Guide:
+    """What a chunk should agree with.
+
+    Attributes:
+        wanted: Actions as the flow has them, `[B, ...]` like its states.
+        weights: How much each counts, of a form that broadcasts with `wanted`.
+        most: β, the largest weight of the correction.
+    """
+
+    wanted: Tensor
+    weights: Tensor
+    most: float
+
+    def __call__(self, velocity: Velocity) -> Velocity:
+        """The corrected velocity."""
+
+        def corrected(x: Tensor, t: Tensor) -> Tensor:
+            with torch.enable_grad():
+                given = x.detach().requires_grad_()
+                v = velocity(given, t)
+                end = given - t[:, None, None] * v
+                error = ((self.wanted - end) * self.weights).detach()
+                (pull,) = torch.autograd.grad(end, given, error)
+            return v.detach() - self._weight(t)[:, None, None] * pull
+
+        return corrected
+
+    def _weight(self, t: Tensor) -> Tensor:
+        return (((1 - t) ** 2 + t**2) / (t * (1 - t))).clamp(max=self.most)  # infinite at t = 1

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from rlhpc.checkpoint.start import find_weights
 from rlhpc.embodied.config import BcModelConfig, SacModelConfig
-from rlhpc.embodied.envs.spaces import space_to_json
-from rlhpc.embodied.models.actor_critic import SACPolicy
+from rlhpc.embodied.envs.observations import space_to_json
+from rlhpc.embodied.models.action_heads import SquashedGaussianHead
 from rlhpc.embodied.models.base import PolicyObs
 from rlhpc.embodied.models.flow import FlowActing
-from rlhpc.embodied.models.heads import SquashedGaussianHead
-from rlhpc.embodied.models.registry import policy_from_spec
-from rlhpc.embodied.models.saved import load_policy
+from rlhpc.embodied.models.off_policy import SACPolicy
+from rlhpc.embodied.models.registry import load_policy, policy_from_spec
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.trust import Trust
 

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.envs.observations import count_rows
-from rlhpc.embodied.models.base import Policy, PolicyObs
-from rlhpc.embodied.models.guidance import Guide, Velocity
-from rlhpc.embodied.models.heads import at_level
+from rlhpc.embodied.models.action_heads import at_level
+from rlhpc.embodied.models.base import Guide, Policy, PolicyObs, Velocity
+from rlhpc.embodied.models.cnn import encoder_of, seen_by
 from rlhpc.embodied.models.mlp import flat_width, mlp, normalizes_observations
-from rlhpc.embodied.models.normaliser import ObservationNormaliser
-from rlhpc.embodied.models.seeing import encoder_of, seen_by
+from rlhpc.embodied.models.normalization import ObservationNormaliser
 from rlhpc.runtime.errors import ConfigError
 
 _LOG_2PI = math.log(2 * math.pi)

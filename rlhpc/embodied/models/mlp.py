@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Policy, layer
-from rlhpc.embodied.models.normaliser import ObservationNormaliser
+from rlhpc.embodied.models.normalization import ObservationNormaliser
 from rlhpc.runtime.errors import ConfigError
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {

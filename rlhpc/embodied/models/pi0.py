@@ -10,10 +10,9 @@ from torch import Tensor
 from rlhpc.config.sections import LoraConfig
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of
-from rlhpc.embodied.models.base import PolicyObs
+from rlhpc.embodied.models.base import PolicyObs, Velocity
 from rlhpc.embodied.models.flow import FlowActing
-from rlhpc.embodied.models.guidance import Velocity
-from rlhpc.embodied.models.statistics import BOUNDS, NormStats, read_norm_stats
+from rlhpc.embodied.models.normalization import BOUNDS, NormStats, read_norm_stats
 from rlhpc.embodied.models.vlm import (
     TINY,
     Eye,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.embodied.envs.spaces import space_from_json
+from rlhpc.embodied.envs.observations import space_from_json
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.plugins import Registry, load_attribute
 from rlhpc.runtime.trust import Trust, without_variables
@@ -16,26 +16,33 @@ if TYPE_CHECKING:
 
     from rlhpc.embodied.config import EmbodiedActorConfig, ModelConfig, PolicyConfig
     from rlhpc.embodied.models.base import Policy
+from pathlib import Path
+
+from rlhpc.checkpoint.export_folder import read_object
+from rlhpc.checkpoint.state import load_tensors
+from rlhpc.embodied.models.base import Policy
+from rlhpc.jobs.paths import MODEL
+from rlhpc.runtime.errors import CheckpointError
 
 #: Of classes `(cfg, observation_space, action_space) -> Policy`.
 MODELS: Registry[Any] = Registry(
     "model type", "actor.model.model_type", "rlhpc.models",
     {
         "mlp": "rlhpc.embodied.models.mlp:MLPPolicy",
-        "cnn": "rlhpc.embodied.models.images:CNNPolicy",
-        "resnet": "rlhpc.embodied.models.images:ResNetPolicy",
-        "sac": "rlhpc.embodied.models.actor_critic:SACPolicy",
-        "crossq": "rlhpc.embodied.models.actor_critic:CrossQPolicy",
-        "td3": "rlhpc.embodied.models.actor_critic:TD3Policy",
-        "iql": "rlhpc.embodied.models.actor_critic:IQLPolicy",
+        "cnn": "rlhpc.embodied.models.cnn:CNNPolicy",
+        "resnet": "rlhpc.embodied.models.cnn:ResNetPolicy",
+        "sac": "rlhpc.embodied.models.off_policy:SACPolicy",
+        "crossq": "rlhpc.embodied.models.off_policy:CrossQPolicy",
+        "td3": "rlhpc.embodied.models.off_policy:TD3Policy",
+        "iql": "rlhpc.embodied.models.off_policy:IQLPolicy",
         "dsrl": "rlhpc.embodied.models.dsrl:DSRLPolicy",
         "flow": "rlhpc.embodied.models.flow:FlowPolicy",
-        "conditioned": "rlhpc.embodied.models.conditioned:ConditionedPolicy",
-        "success": "rlhpc.embodied.models.success:SuccessModel",
-        "vla": "rlhpc.embodied.models.vla:VLAPolicy",
+        "conditioned": "rlhpc.embodied.models.advantage_conditioned:ConditionedPolicy",
+        "success": "rlhpc.embodied.rewards.success_reward:SuccessModel",
+        "vla": "rlhpc.embodied.models.action_tokens:VLAPolicy",
         "pi0": "rlhpc.embodied.models.pi0:Pi0Policy",
         "openvla": "rlhpc.embodied.models.openvla:OpenVLAPolicy",
-        "lerobot": "rlhpc.embodied.models.lerobot.families:lerobot_policy",
+        "lerobot": "rlhpc.embodied.models.lerobot.policies:lerobot_policy",
     },
 )  # fmt: skip
 register_model = MODELS.register
@@ -43,8 +50,8 @@ register_model = MODELS.register
 _FOLDER_CHECKS = {
     "vla": "rlhpc.embodied.models.vlm:check_folder",
     "pi0": "rlhpc.embodied.models.pi0:check_folder",
-    "openvla": "rlhpc.embodied.models.openvla_files:check_folder",
-    "lerobot": "rlhpc.embodied.models.lerobot.folder:check_folder",
+    "openvla": "rlhpc.embodied.models.openvla:check_folder",
+    "lerobot": "rlhpc.embodied.models.lerobot.checkpoint:check_folder",
 }
 
 
@@ -132,7 +139,7 @@ def check_policy(actor: EmbodiedActorConfig, spaces: tuple[Any, Any], pythons: S
     """
     if actor.model.model_type.lower() != "lerobot" or not all(pythons):
         return build_model(policy_section(actor), *spaces)
-    from rlhpc.embodied.models.lerobot.folder import describe
+    from rlhpc.embodied.models.lerobot.checkpoint import describe
 
     describe(actor.model, *spaces)
     return None
@@ -178,3 +185,38 @@ def policy_from_spec(spec: dict[str, Any], trust: Trust | None = None, origin: s
             raise
         said = str(error).strip().split("\n")[0]
         raise ConfigError(f"{origin} describes no policy that can be built: {type(error).__name__}: {said}") from error
+
+
+def spec_in(folder: Path) -> tuple[dict[str, Any], Path]:
+    """What a folder says of its policy (`Policy.spec`), and the file that does.
+
+    Raises:
+        CheckpointError: It does not say it.
+    """
+    origin = folder / "config.json"
+    spec = read_object(origin).get("policy") if origin.is_file() else None
+    if spec is None:
+        origin = folder / "model.json"
+        spec = read_object(origin)
+    return spec, origin
+
+
+def load_policy(folder: Path, trust: Trust) -> Policy:
+    """The policy of a folder, in eval mode, on the CPU.
+
+    Args:
+        folder: A checkpoint, or an export.
+        trust: What it may name of code.
+
+    Raises:
+        CheckpointError: Files are missing, or the weights do not fit the policy.
+        ConfigError: It names code that is not trusted.
+    """
+    spec, origin = spec_in(folder)
+    policy = policy_from_spec(spec, trust, str(origin))
+    try:
+        policy.load_state_dict(load_tensors(folder / MODEL))
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder}: the weights do not fit the policy it describes: {error}") from error
+    policy.eval()
+    return policy

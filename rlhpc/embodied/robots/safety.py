@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.embodied.envs.timing import Timing
+from rlhpc.embodied.envs.base import Timing
 from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
 from rlhpc.embodied.robots.limits import Limits, StaleObservation, nearest_command, why_no_max_change
 from rlhpc.embodied.robots.notices import Notice, robot_name

@@ -18,11 +18,10 @@ from rlhpc.config.typed import typed
 from rlhpc.embodied.config import BcConfig
 from rlhpc.embodied.data.datasets import Options
 from rlhpc.embodied.data.lerobot_writer import NothingToWrite
-from rlhpc.embodied.elsewhere import where_it_can
-from rlhpc.embodied.evaluate import record_episodes
-from rlhpc.embodied.intervention import named_intervention
-from rlhpc.embodied.intervention.base import require_single
-from rlhpc.embodied.kinds import BC
+from rlhpc.embodied.evaluation.evaluate import record_episodes
+from rlhpc.embodied.evaluation.intervention import named_intervention, require_single
+from rlhpc.embodied.python_env import where_it_can
+from rlhpc.embodied.task_types import BC
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.run_folder import note, total_steps

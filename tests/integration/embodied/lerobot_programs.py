@@ -46,7 +46,7 @@ from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import encode_text
 from rlhpc.embodied.export import load_exported
 from rlhpc.embodied.models import build_model
-from rlhpc.embodied.models.guidance import Guide, overlap_weights
+from rlhpc.embodied.models.base import Guide, overlap_weights
 from rlhpc.embodied.models.lerobot import openpi
 
 #: What stands in a folder as its vision-language model, or tokenizer, and the folder that is taken for it.

@@ -19,7 +19,7 @@ from rlhpc import cli, load_exported
 from rlhpc.config.typed import typed
 from rlhpc.embodied.config import PlayedEnvConfig
 from rlhpc.embodied.envs import make_env
-from rlhpc.embodied.envs.judged import JudgedEnv
+from rlhpc.embodied.rewards.success_reward import JudgedEnv
 
 SIDE, LOT = 8, np.random.default_rng(0)
 

@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlhpc.config import typed
-from rlhpc.embodied import kinds as embodied
+from rlhpc.embodied import task_types as embodied
 from rlhpc.language import kinds as language
 from rlhpc.runtime.errors import ConfigError
 

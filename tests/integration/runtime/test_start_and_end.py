@@ -215,7 +215,7 @@ def test_a_wait_that_is_over_names_who_is_at_it(launch) -> None:
 FAULT = """
 import sys
 from rlhpc import cli
-from rlhpc.embodied.runners.ppo import EmbodiedRunner
+from rlhpc.embodied.runners.rollout_runner import EmbodiedRunner
 def one_step(self):
     raise KeyError("reward")
 EmbodiedRunner.one_step = one_step

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.checkpoint.state import dump_tensors
 from rlhpc.embodied.export import export_checkpoint, load_exported
-from rlhpc.embodied.models import saved
+from rlhpc.embodied.models import registry as saved
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError
 

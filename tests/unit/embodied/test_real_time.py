@@ -13,10 +13,9 @@ from omegaconf import OmegaConf
 from rlhpc import ConfigError
 from rlhpc.config.typed import typed
 from rlhpc.embodied.config import EvalEnvConfig, RealTimeEvalEnvConfig
+from rlhpc.embodied.evaluation.episodes import RealTime, evaluate_policy, real_time
 from rlhpc.embodied.models import build_model
 from rlhpc.embodied.models.base import Policy
-from rlhpc.embodied.play import evaluate_policy
-from rlhpc.embodied.real_time import RealTime, real_time
 
 MODEL = {
     "model_type": "flow", "hidden_sizes": [32], "activation": "tanh", "ortho_init": False, "log_std_init": 0.0,

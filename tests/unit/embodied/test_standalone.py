@@ -18,15 +18,13 @@ from gymnasium import spaces
 from omegaconf import OmegaConf
 
 from rlhpc.config.typed import untouched
-from rlhpc.embodied.card import policy_card
 from rlhpc.embodied.config import EvalEnvConfig, ModelConfig
 from rlhpc.embodied.envs import make_env
-from rlhpc.embodied.envs.observations import boxes_of
-from rlhpc.embodied.envs.spaces import space_from_json, space_to_json
-from rlhpc.embodied.envs.wrapping import BUILT_IN
+from rlhpc.embodied.envs.observations import boxes_of, space_from_json, space_to_json
+from rlhpc.embodied.envs.wrappers import BUILT_IN
+from rlhpc.embodied.evaluation.episodes import Watch, evaluate_policy
+from rlhpc.embodied.export import SCRIPT, policy_card, program_of, wrapper_files
 from rlhpc.embodied.models import build_model
-from rlhpc.embodied.play import Watch, evaluate_policy
-from rlhpc.embodied.standalone import SCRIPT, program_of, wrapper_files
 from tests.extras import need_extra
 
 INF = float("inf")

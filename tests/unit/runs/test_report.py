@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.checkpoint import CheckpointWriter
-from rlhpc.embodied.curves import read_evaluations
+from rlhpc.embodied.reporting.report import read_evaluations
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.language.evaluate import describe
 from rlhpc.metrics import MetricLogger, update_provenance, write_provenance

@@ -12,7 +12,7 @@ from rlhpc import Worker
 from rlhpc.checkpoint.state import load_state, load_tensors
 from rlhpc.config.typed import untouched
 from rlhpc.embodied.config import PpoConfig
-from rlhpc.embodied.roles.trainer import Trainer
+from rlhpc.embodied.workers.actor import Trainer
 from rlhpc.training import ReplicatedBackend
 from rlhpc.training.flat_parameters import FlatModule
 from tests.extras import need_extra

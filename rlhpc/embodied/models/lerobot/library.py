@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhpc.embodied.elsewhere import importable, needs_lerobot
-from rlhpc.embodied.models.lerobot.folder import Described
+from rlhpc.embodied.models.lerobot.checkpoint import Described
+from rlhpc.embodied.python_env import importable, needs_lerobot
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, read_json

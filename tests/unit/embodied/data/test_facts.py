@@ -17,15 +17,15 @@ from gymnasium import spaces
 from omegaconf import OmegaConf
 
 from rlhpc.cli import main
-from rlhpc.embodied import video
 from rlhpc.embodied.config import EvalEnvConfig
+from rlhpc.embodied.data import video
 from rlhpc.embodied.data.datasets import Options
-from rlhpc.embodied.data.lerobot import read_lerobot
+from rlhpc.embodied.data.lerobot_reader import read_lerobot
 from rlhpc.embodied.data.lerobot_writer import LeRobotWriter
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
+from rlhpc.embodied.data.video import VideoReader, write_video
 from rlhpc.embodied.envs import make_env
-from rlhpc.embodied.recording import record
-from rlhpc.embodied.video import VideoReader, write_video
+from rlhpc.embodied.evaluation.recorder import record
 from rlhpc.runtime.errors import ConfigError
 from tests.extras import find_python, need_extra, needs_python
 

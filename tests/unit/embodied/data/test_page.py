@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhpc.embodied.data.page import page
+from rlhpc.embodied.data.datasets import page
 from rlhpc.embodied.data.trajectory import Trajectory
 from tests.extras import need_extra
 

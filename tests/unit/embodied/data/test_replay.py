@@ -13,8 +13,7 @@ from gymnasium import spaces
 from rlhpc.checkpoint import CheckpointWriter, verify
 from rlhpc.cli import main
 from rlhpc.embodied.data.mixture import Mixture, fit, transitions_of
-from rlhpc.embodied.data.replay import MAX_SEGMENTS, ReplayBuffer
-from rlhpc.embodied.data.replay_files import StoredReplay, inspect
+from rlhpc.embodied.data.replay_buffer import MAX_SEGMENTS, ReplayBuffer, StoredReplay, inspect
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 

@@ -12,8 +12,8 @@ import torch
 from omegaconf import OmegaConf
 
 from rlhpc.embodied.config import EnvSideConfig
-from rlhpc.embodied.envs import processes
-from rlhpc.embodied.roles.env import check_env
+from rlhpc.embodied.envs import subprocess_env as processes
+from rlhpc.embodied.envs.registry import check_env
 from tests.extras import need_extra
 
 need_extra("embodied")

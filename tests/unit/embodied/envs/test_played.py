@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhpc.embodied.envs.played import Played
+from rlhpc.embodied.envs.maniskill import Played
 
 SLOTS, WIDTH = 5, 3
 

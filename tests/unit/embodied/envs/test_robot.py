@@ -11,8 +11,7 @@ from gymnasium import spaces
 from omegaconf import OmegaConf
 
 from rlhpc.embodied.config import EnvSideConfig
-from rlhpc.embodied.envs.robot import Robot, RobotVectorEnv, Seen, Verdict
-from rlhpc.embodied.envs.simulated_robot import SimulatedRobot
+from rlhpc.embodied.robots.robot_env import Robot, RobotVectorEnv, Seen, SimulatedRobot, Verdict
 from rlhpc.runtime.errors import ConfigError
 from tests.eventually import wait_until
 
@@ -166,7 +165,7 @@ def test_what_is_said_of_a_mistake() -> None:
 
 def test_a_simulated_one_goes_on_in_real_time() -> None:
     section = EnvSideConfig(
-        env_type="robot", env_id="rlhpc.embodied.envs.simulated_robot:SimulatedRobot", max_episode_steps=10,
+        env_type="robot", env_id="rlhpc.embodied.robots.robot_env:SimulatedRobot", max_episode_steps=10,
         kwargs={"hz": 100.0, "stale_s": 5.0},
     )  # fmt: skip
     robot = SimulatedRobot("Pendulum-v1", moves_hz=200.0, drop=0.5)

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.embodied.config import EmbodiedActorConfig, ModelConfig
 from rlhpc.embodied.models.registry import policy_dtype, policy_section
-from rlhpc.embodied.update import blueprint
+from rlhpc.embodied.training import blueprint
 from rlhpc.runtime import devices as device
 
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from rlhpc.embodied.models.base import Guide, overlap_weights
 from rlhpc.embodied.models.flow import Flow
-from rlhpc.embodied.models.guidance import Guide, overlap_weights
 
 
 @pytest.mark.parametrize(("horizon", "executed", "delay"), [(8, 3, 2), (8, 4, 4), (50, 10, 4), (5, 5, 0), (6, 2, 0)])

@@ -12,7 +12,7 @@ import torch
 
 from rlhpc import ConfigError
 from rlhpc.embodied.models import build_model, policy_from_spec
-from rlhpc.embodied.models.statistics import NormStats, read_norm_stats
+from rlhpc.embodied.models.normalization import NormStats, read_norm_stats
 from tests.extras import need_extra
 from tests.unit.embodied.models.test_vla import ACTION, SPACE, observations, section
 

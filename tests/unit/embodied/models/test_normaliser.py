@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from rlhpc.config.typed import untouched
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.models import build_model, policy_from_spec
-from rlhpc.embodied.models.normaliser import ObservationNormaliser
-from rlhpc.embodied.roles.ppo import EmbodiedActor
+from rlhpc.embodied.models.normalization import ObservationNormaliser
+from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
 from rlhpc.runtime.errors import ConfigError
 
 STATE, ACTION = spaces.Box(-9, 9, (4,), np.float32), spaces.Box(-1, 1, (2,), np.float32)

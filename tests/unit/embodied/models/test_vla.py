@@ -17,7 +17,7 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-from rlhpc.embodied.models.vla import ActionTokens
+from rlhpc.embodied.models.action_tokens import ActionTokens
 
 CFG = OmegaConf.create(
     {
@@ -178,7 +178,7 @@ def test_action_tokens_are_openvlas():
 
 
 def test_samples_follow_the_probabilities():
-    from rlhpc.embodied.models.vla import _drawn
+    from rlhpc.embodied.models.action_tokens import _drawn
 
     logp = torch.log_softmax(torch.tensor([[0.5, -1.0, 1.5, 0.0]]), -1).expand(40_000, 4)
     drawn = _drawn(logp, torch.rand(40_000, 1, generator=torch.Generator().manual_seed(0)))

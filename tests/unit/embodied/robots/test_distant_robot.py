@@ -19,11 +19,11 @@ from omegaconf import OmegaConf
 
 from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import make_env
-from rlhpc.embodied.envs.robot import Robot, Seen, Verdict
-from rlhpc.embodied.envs.timing import timed, timing_row
-from rlhpc.embodied.robots.keys import Key, Refused, invite, places
-from rlhpc.embodied.robots.line import Line, LineLost, packed, unpacked
-from rlhpc.embodied.robots.serving import Served, Way
+from rlhpc.embodied.envs.base import timed, timing_row
+from rlhpc.embodied.robots.joining import Key, Refused, invite, places
+from rlhpc.embodied.robots.protocol import Line, LineLost, packed, unpacked
+from rlhpc.embodied.robots.robot_env import Robot, Seen, Verdict
+from rlhpc.embodied.robots.server import Served, Way
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from tests.eventually import wait_until

@@ -24,14 +24,14 @@ from omegaconf import OmegaConf
 
 from rlhpc.embodied.config import EvalEnvConfig
 from rlhpc.embodied.envs import make_env
-from rlhpc.embodied.envs.processes import ProcessVectorEnv
-from rlhpc.embodied.envs.robot import RobotVectorEnv
-from rlhpc.embodied.intervention.base import Intervention
-from rlhpc.embodied.play import evaluate_policy
-from rlhpc.embodied.recording import record
-from rlhpc.embodied.robots.keys import invite
+from rlhpc.embodied.envs.subprocess_env import ProcessVectorEnv
+from rlhpc.embodied.evaluation.episodes import evaluate_policy
+from rlhpc.embodied.evaluation.intervention import Intervention
+from rlhpc.embodied.evaluation.recorder import record
+from rlhpc.embodied.robots.joining import invite
 from rlhpc.embodied.robots.notices import resume, stopped_robots
-from rlhpc.embodied.robots.serving import Served, Way
+from rlhpc.embodied.robots.robot_env import RobotVectorEnv
+from rlhpc.embodied.robots.server import Served, Way
 from rlhpc.runtime.errors import RlhpcError
 from tests.eventually import wait_until
 from tests.logging_arm import BOUND, MAX_CHANGE, LoggingArm, Ticks, WildPolicy, kinds, read_log, violations

@@ -17,10 +17,10 @@ from gymnasium import spaces
 import rlhpc
 from rlhpc.cli import main
 from rlhpc.embodied.config import EnvSideConfig
-from rlhpc.embodied.envs.robot import RobotVectorEnv
 from rlhpc.embodied.robots.driver import Robot
 from rlhpc.embodied.robots.limits import Limits, RobotStopped, StaleObservation
 from rlhpc.embodied.robots.notices import Notice, notices_folder, resume, stopped_robots
+from rlhpc.embodied.robots.robot_env import RobotVectorEnv
 from rlhpc.embodied.robots.safety import SafetyCore, safe_robot
 from rlhpc.embodied.robots.states import State
 from rlhpc.runtime.errors import ConfigError, RlhpcError

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rlhpc.algorithms import calculate_adv_and_returns
-from rlhpc.embodied.roles.outcomes import Outcomes, next_values
-from rlhpc.embodied.roles.ppo import by_action, token_mask
-from rlhpc.embodied.update.ppo import PolicyUpdate
+from rlhpc.embodied.algorithms.ppo import PolicyUpdate
+from rlhpc.embodied.rollout.step_outcomes import Outcomes, next_values
+from rlhpc.embodied.workers.ppo_actor import by_action, token_mask
 from rlhpc.runtime.errors import ConfigError
 from tests.replicas import replicated
 

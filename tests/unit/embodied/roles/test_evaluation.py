@@ -11,8 +11,8 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 
-from rlhpc.embodied import play as evaluation
-from rlhpc.embodied.play import evaluate_policy
+from rlhpc.embodied.evaluation import episodes as evaluation
+from rlhpc.embodied.evaluation.episodes import evaluate_policy
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import RlhpcError
 

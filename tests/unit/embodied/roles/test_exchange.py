@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rlhpc.embodied.roles.slots import SlotMap, within
+from rlhpc.embodied.rollout.slot_map import SlotMap, within
 from rlhpc.runtime.errors import ConfigError
 
 LAYOUTS = [

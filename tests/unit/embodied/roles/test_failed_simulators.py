@@ -15,15 +15,14 @@ from rlhpc.algorithms import calculate_adv_and_returns
 from rlhpc.embodied.config import PpoConfig
 from rlhpc.embodied.data.trajectories import TrajectoryWriter, read_trajectories
 from rlhpc.embodied.envs.base import Step, VectorEnv
-from rlhpc.embodied.intervention import Gated, Intervention
-from rlhpc.embodied.play import play
-from rlhpc.embodied.recording import EpisodeRecorder, TakenRecorder
-from rlhpc.embodied.roles.incomplete import Incomplete
-from rlhpc.embodied.roles.intake import Intake
-from rlhpc.embodied.roles.outcomes import EpisodeLog, Outcomes, next_values
-from rlhpc.embodied.roles.ppo import EmbodiedActor
-from rlhpc.embodied.roles.sac import OffPolicyActor, OffPolicyRolloutWorker
-from rlhpc.embodied.roles.slots import SlotMap
+from rlhpc.embodied.evaluation.episodes import play
+from rlhpc.embodied.evaluation.intervention import Gated, Intervention
+from rlhpc.embodied.evaluation.recorder import EpisodeRecorder, TakenRecorder
+from rlhpc.embodied.rollout.slot_map import SlotMap
+from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, next_values
+from rlhpc.embodied.rollout.trajectory_receiver import Intake
+from rlhpc.embodied.workers.off_policy import Incomplete, OffPolicyActor, OffPolicyRolloutWorker
+from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
 from rlhpc.runtime.errors import RlhpcError
 
 SIZE, STEPS, GAMMA, LAMBDA = 12, 9, 0.9, 0.8

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from rlhpc.embodied.config import SacConfig
-from rlhpc.embodied.roles.intake import Intake
-from rlhpc.embodied.roles.parts import Turn
-from rlhpc.embodied.roles.slots import Acted, SlotMap, Source
+from rlhpc.embodied.rollout.slot_map import Acted, SlotMap, Source
+from rlhpc.embodied.rollout.trajectory_receiver import Intake
+from rlhpc.embodied.rollout.work_sharing import Turn
 from rlhpc.runtime.errors import DeadlineExceeded
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.embodied.roles.env import EnvWorker
-from rlhpc.embodied.roles.outcomes import EpisodeLog, Outcomes, in_order, next_values
-from rlhpc.embodied.roles.rollout import MultiStepRolloutWorker
+from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, in_order, next_values
+from rlhpc.embodied.workers.env import EnvWorker
+from rlhpc.embodied.workers.rollout import MultiStepRolloutWorker
 
 
 def play(rng, size, steps):

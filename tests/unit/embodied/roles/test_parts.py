@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlhpc.embodied.roles.incomplete import Incomplete
-from rlhpc.embodied.roles.parts import Asked, PartLedger, Played, keys_of, shares
-from rlhpc.embodied.roles.replica import unit_map, words_of
-from rlhpc.embodied.roles.slots import SlotMap
+from rlhpc.embodied.rollout.slot_map import SlotMap
+from rlhpc.embodied.rollout.work_sharing import Asked, PartLedger, Played, keys_of, shares
+from rlhpc.embodied.workers.env import unit_map, words_of
+from rlhpc.embodied.workers.off_policy import Incomplete
 
 
 def said(asked: Asked | None, rank: int, decisions: int) -> Played:

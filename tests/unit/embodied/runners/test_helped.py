@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlhpc.embodied.roles.slots import SlotMap
-from rlhpc.embodied.runners.helped import Helped
+from rlhpc.embodied.rollout.slot_map import SlotMap
+from rlhpc.embodied.runners.rollout_sources import Helped
 
 
 class Group:

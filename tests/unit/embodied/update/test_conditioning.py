@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhpc.embodied.update.conditioning import advantages, improvements
+from rlhpc.embodied.models.advantage_conditioned import advantages, improvements
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 9])

@@ -13,16 +13,14 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from rlhpc.embodied.algorithms.iql import IqlUpdate
+from rlhpc.embodied.algorithms.off_policy import OffPolicyUpdate, TransitionBatch
+from rlhpc.embodied.algorithms.registry import algorithm_for
+from rlhpc.embodied.algorithms.sac import CrossQUpdate, SacUpdate
+from rlhpc.embodied.algorithms.td3 import Td3Update
 from rlhpc.embodied.config import SacModelConfig
 from rlhpc.embodied.models import build_model, policy_from_spec
-from rlhpc.embodied.models.actor_critic import ActorCritic
-from rlhpc.embodied.models.renorm import WARM_UP, BatchRenorm
-from rlhpc.embodied.update.crossq import CrossQUpdate
-from rlhpc.embodied.update.iql import IqlUpdate
-from rlhpc.embodied.update.off_policy import OffPolicyUpdate, TransitionBatch
-from rlhpc.embodied.update.registry import algorithm_for
-from rlhpc.embodied.update.sac import SacUpdate
-from rlhpc.embodied.update.td3 import Td3Update
+from rlhpc.embodied.models.off_policy import WARM_UP, ActorCritic, BatchRenorm
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
 OBS, ACT, ROWS = 5, 2, 24

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from rlhpc.embodied.update.minibatches import local_minibatches, permutation, permutation_by_part
-from rlhpc.embodied.update.ppo import PolicyUpdate
+from rlhpc.embodied.algorithms.ppo import PolicyUpdate
+from rlhpc.embodied.data.minibatches import local_minibatches, permutation, permutation_by_part
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training.flat_parameters import AdamOptions, FlatModule
 from tests.replicas import replicated

@@ -12,12 +12,12 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rlhpc.embodied import elsewhere
+from rlhpc.embodied import python_env as elsewhere
 from rlhpc.embodied.config import EmbodiedActorConfig, ModelConfig
+from rlhpc.embodied.data.demonstrations import chunks_of, windows_of
 from rlhpc.embodied.models import check_policy
-from rlhpc.embodied.models.lerobot.base import LerobotPolicy
-from rlhpc.embodied.models.lerobot.folder import describe
-from rlhpc.embodied.roles.bc import chunks_of, windows_of
+from rlhpc.embodied.models.lerobot.checkpoint import describe
+from rlhpc.embodied.models.lerobot.policies import LerobotPolicy
 from rlhpc.runtime.errors import ConfigError
 
 PICTURES, NUMBERS = spaces.Box(0, 255, (8, 8, 6), np.uint8), spaces.Box(-1, 1, (3,), np.float32)

@@ -1,0 +1,157 @@
+"""Vector environments of simulators that know one robot at a time: a subclass says how one slot begins and moves."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from rlhpc.embodied.envs.base import Step, VectorEnv
+from rlhpc.embodied.envs.episode_tracker import Episodes
+from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
+
+
+class SlotStep(NamedTuple):
+    """What one slot's simulator answers to an action."""
+
+    obs: Any
+    reward: float
+    success: bool
+    failed: bool = False
+
+
+class SlotwiseVectorEnv(VectorEnv):
+    """N slots, stepped one after the other.
+
+    A saved slot is its episode's number and actions, which loading plays again: a subclass whose resets leave something of
+    the episode before behind sets `supports_state` to False.
+
+    Args:
+        cfg: Section `env.train` or `env.eval`.
+        num_envs: Slots here.
+        slot_offset: Global number of the first.
+        seed: Of the run.
+        limit: Steps after which an episode is cut; 0 for none.
+    """
+
+    supports_state = True
+    gains_by_processes = True
+
+    def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, limit: int) -> None:
+        self.num_envs = num_envs
+        self.episodes = Episodes(cfg, num_envs, slot_offset, seed, limit)
+        self._history: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
+        self._seen: list[Any] = [None] * num_envs
+
+    @abstractmethod
+    def begin_slot(self, slot: int, seed: int) -> Any:
+        """Starts an episode that follows from `seed`; its first observation."""
+
+    @abstractmethod
+    def step_slot(self, slot: int, action: np.ndarray) -> SlotStep:
+        """One step of one slot; `action` lies within the space's bounds."""
+
+    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Starts an episode in every slot (`VectorEnv.reset`)."""
+        if seed is not None:
+            self.episodes.reseed(seed)
+        self._begin(np.arange(self.num_envs))
+        return _stack(self._seen), {}
+
+    def _begin(self, slots: np.ndarray) -> None:
+        for slot, seed in zip(slots.tolist(), self.episodes.begin(slots), strict=True):
+            self._history[slot] = []
+            self._seen[slot] = self.begin_slot(slot, seed)
+
+    def step(self, actions: np.ndarray) -> Step:
+        """Steps every slot by one action (`VectorEnv.step`). Actions are clipped to the space's bounds."""
+        return self.chunk_step(actions.reshape(self.num_envs, 1, -1))
+
+    def chunk_step(self, actions: np.ndarray) -> Step:
+        """See `VectorEnv.chunk_step`. A slot whose episode ended waits for the chunk's end."""
+        n, chunk = actions.shape[:2]
+        space = self.action_space
+        chosen = np.clip(actions.reshape(n, chunk, *space.shape), space.low, space.high).astype(space.dtype)
+        brought, executed = np.zeros((n, chunk), np.float32), np.zeros((n, chunk), bool)
+        terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
+        for i in range(chunk):
+            active = ~(terminations | truncations)
+            (brought[:, i], ends, cut), success = self._move(chosen[:, i], active)
+            executed[:, i] = active
+            terminations |= ends
+            truncations |= cut
+        done = terminations | truncations
+        infos: dict[str, Any] = {"success": success} if chunk == 1 else {}
+        if done.any():
+            infos |= {"final_obs": _stack(self._seen), "episode": self.episodes.report(done)}
+            self._begin(np.flatnonzero(done))
+        if chunk > 1:
+            infos["chunk"] = {"rewards": brought, "mask": executed}
+        return _stack(self._seen), brought.sum(1), terminations, truncations, infos
+
+    def _move(
+        self, actions: np.ndarray, active: np.ndarray
+    ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+        """What the learner gets of a step (`Episodes.add`), and successes."""
+        n = self.num_envs
+        rewards, failed, success = np.zeros(n, np.float32), np.zeros(n, bool), np.zeros(n, bool)
+        for slot in np.flatnonzero(active).tolist():
+            self._history[slot].append(actions[slot].copy())
+            moved = self.step_slot(slot, actions[slot])
+            self._seen[slot], rewards[slot], success[slot], failed[slot] = moved
+        return self.episodes.add(rewards, failed, success, active), success
+
+    def state_dict(self) -> dict[str, Any]:
+        """The slots' state, for a checkpoint (`VectorEnv.state_dict`)."""
+        empty = np.zeros((0, *self.action_space.shape), self.action_space.dtype)
+        return {
+            "slots": [
+                {**self.episodes.place(slot), "actions": np.stack(actions) if actions else empty}
+                for slot, actions in enumerate(self._history)
+            ]
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
+        for slot, saved in enumerate(self.slots_of(state)):
+            self.episodes.replay(slot, saved)
+            self._begin(np.array([slot]))
+            only = np.arange(self.num_envs) == slot
+            for action in saved["actions"]:
+                self._move(np.broadcast_to(action, (self.num_envs, *np.shape(action))), only)
+
+    @abstractmethod
+    def picture(self, slot: int) -> np.ndarray | None:
+        """A picture of a slot, uint8 `[H, W, 3]`; None where there is no renderer."""
+
+    def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
+        """Pictures of slots (`VectorEnv.render`)."""
+        frames = [self.picture(slot) for slot in (range(self.num_envs) if slots is None else slots)]
+        shown = [frame for frame in frames if frame is not None]
+        return np.stack(shown) if len(shown) == len(frames) else None
+
+
+def _stack(rows: list[Any]) -> Any:
+    if isinstance(rows[0], dict):
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    return np.stack(rows)
+
+
+def only_known(given: Any, known: dict[str, Any], env_type: str) -> dict[str, Any]:
+    """`env.train.kwargs` over an adapter's defaults.
+
+    Raises:
+        ConfigError: One that the adapter does not have.
+    """
+    if OmegaConf.is_config(given):
+        given = OmegaConf.to_container(given, resolve=True)
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"env.train.kwargs.{name}: env_type {env_type} has no such argument: {', '.join(known)}")
+    return {**known, **given}

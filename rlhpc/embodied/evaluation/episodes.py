@@ -1,0 +1,350 @@
+"""Evaluation of a policy: deterministic actions, a fixed number of episodes per slot."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms.nonfinite import bad_tensors, listed, skips
+from rlhpc.config.typed import changed, mapping
+from rlhpc.embodied.config import EmbodiedConfig, EnvSideConfig, EvalEnvConfig, RealTimeConfig
+from rlhpc.embodied.envs import make_env
+from rlhpc.embodied.envs.base import VectorEnv, env_failed
+from rlhpc.embodied.envs.observations import count_rows
+from rlhpc.embodied.models.base import Guide, Policy, PolicyObs, overlap_weights
+from rlhpc.embodied.models.noise import noise_of_episodes
+from rlhpc.metrics.statistics import mean_interval, wilson
+from rlhpc.runs.device import to_tensors
+from rlhpc.runtime.errors import ConfigError, NonFinite, RlhpcError
+
+_KEY = "env.eval.real_time_chunking"
+
+
+class RealTime:
+    """Acts as a policy does, with the delay.
+
+    Args:
+        policy: Acts by a flow.
+        delay: d, steps until a chunk is there.
+        executed: s, actions that are played from one chunk to the next.
+        most: The largest weight of the guidance; 0 for none.
+    """
+
+    def __init__(self, policy: Policy, delay: int, executed: int, most: float) -> None:
+        self._policy, self._delay, self._executed, self._most = policy, delay, executed, most
+        self._weights = overlap_weights(policy.horizon, executed, delay)
+        self._plan: Tensor | None = None
+        self._going = np.zeros(0, bool)
+
+    def predict_action_batch(
+        self, obs: PolicyObs, mode: str = "eval", noise: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Actions `[B, s, dim]`, as a policy's; the first d are of the chunk before, where there is one."""
+        del mode
+        delay, executed, before, policy = self._delay, self._executed, self._plan, self._policy
+        with torch.inference_mode(False), torch.no_grad():  # guidance needs a gradient
+            self._plan = plan = policy.plan(_copied(obs), self._guide(), None if noise is None else noise.clone())
+            actions = policy.played(plan, slice(0, executed)).clone()
+            if before is not None and delay:
+                going = torch.from_numpy(self._going)
+                actions[going, :delay] = policy.played(before, slice(executed, executed + delay))[going]
+        self._going = np.ones(count_rows(obs), bool)
+        return actions, {}
+
+    def ended(self, done: np.ndarray) -> None:
+        """Slots (their numbers) whose episode has ended: the next one's first chunk has none before it."""
+        self._going[done] = False
+
+    def _guide(self) -> Guide | None:
+        if self._plan is None or not self._most or not self._going.any():
+            return None
+        left = torch.zeros_like(self._plan)
+        left[:, : -self._executed] = self._plan[:, self._executed :]
+        weights = torch.zeros(left.shape[1])
+        weights[: len(self._weights)] = self._weights
+        each = torch.from_numpy(self._going).float()[:, None] * weights
+        return Guide(left, each.to(left.device)[..., None], self._most)
+
+
+def is_late(env_cfg: EvalEnvConfig) -> bool:
+    """Whether there is to be a delay. Off-policy runs and configurations of older checkpoints have no such section."""
+    section: RealTimeConfig | None = mapping(env_cfg).get("real_time_chunking")
+    return section is not None and section.inference_delay is not None
+
+
+def real_time(policy: Any, env_cfg: EvalEnvConfig) -> RealTime | None:
+    """The policy as `env.eval.real_time_chunking` has it; None where the simulator waits for it.
+
+    Raises:
+        ConfigError: It does not act by a flow, or its chunks are too short.
+    """
+    section: RealTimeConfig | None = mapping(env_cfg).get("real_time_chunking")
+    if section is None:
+        return None
+    delay, executed, most = section.inference_delay, section.execution_horizon, section.max_guidance_weight
+    if delay is None:
+        return None
+    horizon = policy.horizon if isinstance(policy, Policy) else 0
+    if not horizon:
+        raise ConfigError(
+            f"{_KEY}.inference_delay is {delay}; chunks are guided where a policy acts by a flow (flow, pi0, and lerobot's "
+            f"smolvla, pi0 and pi05), which {type(policy).__name__} does not"
+        )
+    executed = min(policy.chunk, horizon - delay) if executed is None else executed
+    if not delay <= executed or executed < 1 or executed + delay > horizon:
+        raise ConfigError(
+            f"{_KEY}: inference_delay is {delay} and execution_horizon {executed}; the former may be no more than the latter, "
+            f"and both together no more than the {horizon} actions that the policy predicts at once"
+        )
+    return RealTime(policy, delay, executed, most)
+
+
+def _copied(obs: PolicyObs) -> PolicyObs:
+    """Tensors that a gradient may be computed through, which those made in inference mode are not."""
+    return {name: part.clone() for name, part in obs.items()} if isinstance(obs, dict) else obs.clone()
+
+
+log = logging.getLogger(__name__)
+
+#: Decisions after which an episode that has not ended is an error: nothing waits for ever.
+MAX_DECISIONS = 1_000_000
+#: The same where the environment has no time limit.
+MAX_WITHOUT_LIMIT = 20_000
+#: Episodes of one slot that may be lost with a simulator or robot; each is played again.
+MAX_FAILURES = 20
+
+#: Told after each decision: episodes done, and environment steps so far.
+Told = Callable[[int, int], None]
+#: Gives noise `[N, ...]`, from each slot's number of the episode and decision within it.
+Noise = Callable[[np.ndarray, np.ndarray], torch.Tensor]
+
+
+class Watch:
+    """Looks on while `play` plays."""
+
+    def before(self, obs: Any, actions: np.ndarray) -> None:
+        """Called before a step of all slots. A simulator may reuse the memory of the observation."""
+
+    def after(
+        self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
+        infos: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Called after the step; `slots` (bool `[N]`) are those whose episodes count."""
+
+
+def quotas(episodes: int, slots: int) -> np.ndarray:
+    """Episodes each slot contributes. Fixed in advance: taking the first to finish would favour short episodes."""
+    counts = np.full(slots, episodes // slots)
+    counts[: episodes % slots] += 1
+    return counts
+
+
+def eval_seed(env_cfg: EnvSideConfig, seed: int) -> int:
+    """Seed of the evaluation's environments: `env.eval.seed`, or one that training, which uses `seed`, does not."""
+    return env_cfg.seed if env_cfg.seed is not None else seed + 1_000_003
+
+
+def eval_noise(policy: Any, env_cfg: EnvSideConfig, seed: int) -> Noise | None:
+    """Returns what a policy acts from in evaluations by `env.eval.noise`, None for one that acts from no noise.
+
+    Args:
+        policy: A `Policy`, or anything else that acts.
+        env_cfg: Section `env.eval`.
+        seed: Of the evaluation (`eval_seed`). The noise follows from it, slot, episode and decision.
+    """
+    # A checkpoint of an older version has no such key in its configuration.
+    noise = mapping(env_cfg).get("noise", "seeded").lower()
+    if not isinstance(policy, Policy) or not policy.start_shape:
+        return None
+    if noise == "zero":
+        return lambda episodes, decisions: torch.zeros(len(episodes), *policy.start_shape)
+    return lambda episodes, decisions: noise_of_episodes(
+        policy.sample_start, seed, episodes.tolist(), decisions.tolist()
+    )
+
+
+@torch.inference_mode()
+def evaluate_policy(
+    policy: Any,
+    env_cfg: EvalEnvConfig,
+    *,
+    seed: int,
+    episodes: int | None = None,
+    device: torch.device | str = "cpu",
+    watch: Callable[[VectorEnv], Watch] | None = None,
+    told: Told | None = None,
+) -> dict[str, Any]:
+    """Runs the first episodes of every slot of a vector environment.
+
+    Args:
+        policy: In eval mode, on `device`.
+        env_cfg: Section `env.eval`.
+        seed: Of the run, see `eval_seed`.
+        episodes: Number of episodes; default `env.eval.num_episodes`.
+        device: Where the policy is.
+        watch: Makes what looks on, given the environment.
+        told: Hears how far it is.
+
+    Raises:
+        NonFinite: A return is not finite.
+
+    Returns:
+        return_mean, return_std, return_min, return_max, return_ci95 [low, high], length_mean, episodes, env_id, seed; where
+        the environment reports success also success_once, success_at_end and their `…_ci95`.
+    """
+    wanted = env_cfg.num_episodes if episodes is None else episodes
+    if wanted < 1:
+        raise ConfigError(f"episodes is {wanted}; an evaluation needs at least 1")
+    slots, seed = min(env_cfg.num_envs, wanted), eval_seed(env_cfg, seed)
+    late = real_time(policy, env_cfg)
+    # An environment that enumerates its episodes counts in slots over all ranks.
+    env = make_env(changed(env_cfg, "num_envs", slots), slots, slot_offset=0, seed=seed, stage="eval")
+    try:
+        found = play(
+            late or policy, env, quotas(wanted, slots), torch.device(device), watch=watch(env) if watch else None,
+            told=told, ended=None if late is None else late.ended, noise=eval_noise(policy, env_cfg, seed),
+        )  # fmt: skip
+    finally:
+        env.close()
+    if bad := [number for number, row in enumerate(found) if not math.isfinite(row["return"])]:
+        unsound = bad_tensors(policy.state_dict().items()) if isinstance(policy, torch.nn.Module) else []
+        cause = f"so is {listed(unsound)} of the policy" if unsound else "the policy's weights are finite"
+        raise NonFinite(
+            f"{len(bad)} of {len(found)} episodes of {env_cfg.env_id} have a return that is not finite (the first is episode "
+            f"{bad[0]}; {cause}): there is no mean to report. Evaluate another checkpoint, or look at what the environment "
+            "gives"
+        )
+    return {**summarize(found), "env_id": env_cfg.env_id, "seed": seed}
+
+
+def evaluation_metrics(cfg: EmbodiedConfig, policy: Any, seed: int, device: torch.device) -> dict[str, float]:
+    """The numbers of an evaluation of `env.eval` during training; with `runner.on_nonfinite: skip` one whose returns are not
+    finite is only counted (`nonfinite`)."""
+    try:
+        result = evaluate_policy(policy, cfg.env.eval, seed=seed, device=device)
+    except NonFinite as error:
+        if not skips(cfg):
+            raise
+        log.warning("%s", error)
+        return {"nonfinite": 1.0}
+    return {name: float(value) for name, value in result.items() if isinstance(value, (int, float))}
+
+
+def play(
+    policy: Any,
+    env: VectorEnv,
+    left: np.ndarray,
+    device: torch.device,
+    *,
+    mode: str = "eval",
+    watch: Watch | None = None,
+    told: Told | None = None,
+    ended: Callable[[np.ndarray], None] | None = None,
+    noise: Noise | None = None,
+) -> list[dict[str, float]]:
+    """Plays the first `left[i]` episodes of each slot i, from a reset on. An episode that is lost with its simulator or robot
+    does not count: another is played.
+
+    Args:
+        policy: Acts, on `device`.
+        env: A vector environment.
+        left: Episodes by slot.
+        device: Of the policy.
+        mode: "eval" or "train", as `predict_action_batch` takes it.
+        watch: Looks on.
+        told: Hears how far it is.
+        ended: Hears in which slots an episode has ended.
+        noise: Gives what the policy acts from in an evaluation, of each slot's episode and decision (`eval_noise`).
+
+    Returns:
+        One row per episode, by slot and order: return, length, and success_once and success_at_end where they are
+        known.
+
+    Raises:
+        RlhpcError: An episode does not end, or simulators fail again and again.
+    """
+    found: list[tuple[int, int, dict[str, float]]] = []  # slot, number of its episode, row
+    seen, since = np.zeros_like(left), np.zeros_like(left)
+    failures, episodes = np.zeros_like(left), np.zeros_like(left)
+    most = MAX_DECISIONS if env.max_episode_steps != 0 else MAX_WITHOUT_LIMIT
+    steps = 0
+    obs, _ = env.reset()
+    while since.max() < most:
+        rows = {} if noise is None else {"noise": noise(episodes, since).to(device)}
+        actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode=mode, **rows)
+        chosen = actions.cpu().numpy()
+        if watch is not None:
+            watch.before(obs, chosen)
+        obs, rewards, terminations, truncations, infos = env.chunk_step(chosen)
+        if watch is not None:
+            watch.after(seen < left, rewards, terminations, truncations, infos)
+        done = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
+        failed = env_failed(infos, len(left))
+        failures += failed
+        if (failures > MAX_FAILURES).any():
+            raise RlhpcError(
+                f"simulators failed {int(failures.max())} times in one slot of the evaluation; {len(found)} of {left.sum()} "
+                "episodes ended. Look at what the environment logged, then evaluate again"
+            )
+        if ended is not None:
+            ended(done)
+        since += 1
+        since[done] = 0
+        episodes[done] += 1
+        since[seen >= left] = 0
+        steps += len(left)
+        episode: dict[str, Any] = infos.get("episode", {}) if done.size else {}
+        for slot in done.tolist() if episode else ():
+            if seen[slot] < left[slot] and episode["mask"][slot] and not failed[slot]:
+                found.append((slot, int(seen[slot]), _episode_row(episode, slot)))
+                seen[slot] += 1
+        if told is not None:
+            told(len(found), steps)
+        if (seen >= left).all():
+            return [row for _, _, row in sorted(found, key=lambda row: row[:2])]
+    raise RlhpcError(
+        f"an episode of the evaluation has not ended after {most} decisions"
+        f"{', and its environment has no time limit' if most < MAX_DECISIONS else ''}; {len(found)} of {left.sum()} episodes "
+        "did; set env.eval.max_episode_steps=N"
+    )
+
+
+def _episode_row(episode: dict[str, Any], slot: int) -> dict[str, float]:
+    row = {"return": float(episode["return"][slot]), "length": float(episode["length"][slot])}
+    for name in ("success_once", "success_at_end"):
+        # Environments that report `success` know it only at the end.
+        column = episode.get(name, episode.get("success"))
+        if column is not None:
+            row[name] = float(column[slot])
+    return row
+
+
+def summarize(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """The statistics of an evaluation.
+
+    The interval of the mean return is Student's, those of the success rates are Wilson's.
+    """
+    values = np.asarray([row["return"] for row in rows], np.float64)
+    mean, count = float(values.mean()), len(values)
+    std = float(values.std(ddof=1)) if count > 1 else 0.0
+    found: dict[str, Any] = {
+        "return_mean": mean,
+        "return_std": std,
+        "return_min": float(values.min()),
+        "return_max": float(values.max()),
+        "return_ci95": list(mean_interval(values)),
+        "length_mean": float(np.mean([row["length"] for row in rows])),
+        "episodes": count,
+    }
+    for name in ("success_once", "success_at_end"):
+        reached = [row[name] for row in rows if name in row]
+        if len(reached) == count:
+            found[name] = float(np.mean(reached))
+            found[f"{name}_ci95"] = list(wilson(sum(reached), count))
+    return found

@@ -1,0 +1,265 @@
+"""Statistics of a dataset by which actions and states are scaled to −1 … 1: OpenVLA's `norm_stats`, LeRobot's `stats.json`.
+
+{"<dataset>": {"action": {"q01": […], "q99": […], "min": […], "max": […], "mask": […]}, "proprio": {…}}, …}
+{"action": {"min": […], "max": […], "q01": […], …}, "observation.state": {…}, …}
+
+And openpi's `norm_stats.json`, for π0:
+
+{"norm_stats": {"state": {"mean": […], "std": […], "q01": […], "q99": […]}, "actions": {…}}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhpc.config.typed import plain
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home, read_json
+
+#: What becomes −1 and 1, by the name of a normalisation.
+RANGES = {"q99": ("q01", "q99"), "bounds": ("min", "max")}
+
+
+class Scaling(nn.Module):
+    """Maps `low … high` to −1 … 1 and back; components that `mask` leaves out stay as they are.
+
+    Args:
+        low, high, mask: Of each component.
+
+    Attributes:
+        gripper: The last component is a gripper, of which the model says 0 for closed and 1 for open, as datasets of RLDS do,
+            and the environment takes 1 and −1 for these.
+    """
+
+    gripper = False
+
+    low: Tensor
+    high: Tensor
+    mask: Tensor
+
+    def __init__(self, low: Any, high: Any, mask: Any = None) -> None:
+        super().__init__()
+        low, high = (torch.as_tensor(bound, dtype=torch.float32).reshape(-1) for bound in (low, high))
+        mask = torch.ones(len(low)) if mask is None else torch.as_tensor(mask)
+        for name, value in (("low", low), ("high", high), ("mask", mask.bool())):
+            self.register_buffer(name, value, persistent=False)
+
+    def scaled(self, values: Tensor) -> Tensor:
+        """`[..., dim]` to −1 … 1, where what lies outside ends; components that never change become 0."""
+        width = self.high - self.low
+        found = (2 * (values - self.low) / torch.where(width == 0, 1, width) - 1).clamp(-1, 1)
+        found = torch.where(self.mask, torch.where(width == 0, 0, found), values)
+        if self.gripper:
+            found[..., -1] = ((1 - values[..., -1]) / 2).clamp(0, 1)
+        return found
+
+    def unscaled(self, values: Tensor) -> Tensor:
+        """The inverse, without an end."""
+        found = torch.where(self.mask, self.low + (values + 1) / 2 * (self.high - self.low), values)
+        if self.gripper:
+            found[..., -1] = torch.where(values[..., -1] < 0.5, 1.0, -1.0)
+        return found
+
+
+def read_statistics(path: Path) -> dict[str, Any]:
+    """Statistics by dataset, from a file of either kind, or a LeRobot dataset's folder.
+
+    Raises:
+        ConfigError: There is no such file, or it has none.
+    """
+    file = path / "meta" / "stats.json" if path.is_dir() else path
+    try:
+        found = read_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"statistics of actions: {file} cannot be read: {error}") from error
+    if not isinstance(found, dict) or not found:
+        raise ConfigError(f"statistics of actions: {file} has none")
+    if "action" not in found:
+        return found
+    state = {"proprio": found["observation.state"]} if "observation.state" in found else {}
+    return {file.resolve().parents[1].name: {"action": found["action"], **state}}
+
+
+def scaling(
+    statistics: dict[str, Any], dataset: str | None, part: str, dim: int, normalisation: str, where: str
+) -> Scaling | None:
+    """The scaling of "action" or "proprio"; None if the dataset says nothing of states.
+
+    Args:
+        statistics: By dataset.
+        dataset: Which one; None takes the only one.
+        part: Which of the two.
+        dim: Components it must have.
+        normalisation: One of `RANGES`; where a dataset has no quantiles, its bounds.
+        where: Its name in messages.
+
+    Raises:
+        ConfigError: There is no such dataset, or it has other components.
+    """
+    if normalisation not in RANGES:
+        raise ConfigError(f"actor.model.kwargs.normalisation is {normalisation!r}; allowed: {', '.join(RANGES)}")
+    if dataset is None and len(statistics) == 1:
+        (dataset,) = statistics
+    if dataset is None or dataset not in statistics:
+        named = "is missing" if dataset is None else f"is {dataset!r}"
+        raise ConfigError(
+            f"actor.model.kwargs.unnorm_key {named}; {where} has statistics of: {', '.join(sorted(statistics))}"
+        )
+    found = statistics[dataset].get(part)
+    if found is None and part != "action":
+        return None
+    names = next((names for names in (RANGES[normalisation], RANGES["bounds"]) if set(names) <= set(found or {})), None)
+    if found is None or names is None:
+        raise ConfigError(f"{where}: {dataset} lacks {' and '.join(RANGES[normalisation])} of its actions")
+    made = Scaling(found[names[0]], found[names[1]], found.get("mask"))
+    if len(made.low) != dim:
+        raise ConfigError(f"{where}: {dataset} has {len(made.low)} components of {part}, the environment {dim}")
+    return made
+
+
+#: In place of a file of statistics: actions and state are scaled by the bounds of their spaces, as by rlhpc without data.
+BOUNDS = "bounds"
+#: openpi's file of statistics, in a released folder or its `assets/<name>`.
+NORM_STATS = "norm_stats.json"
+#: What a normalisation of openpi's needs.
+_NORM_STATS = {"mean_std": ("mean", "std"), "quantiles": ("q01", "q99")}
+
+
+class NormStats(nn.Module):
+    """openpi's normalisation of a state or of actions: (x − mean) / (std + 1e-6) for π0, or for π0.5
+    2·(x − q01) / (q99 − q01 + 1e-6) − 1. Networks pad what is normalised with zeros.
+
+    Args:
+        statistics: Of "state" or "actions": `mean` and `std`, or `q01` and `q99`, each a list of numbers.
+        normalisation: "mean_std" or "quantiles".
+        dim: Components; what the file has beyond them is left out.
+        where: The statistics' name in messages.
+
+    Raises:
+        ConfigError: One is missing, or there are too few components.
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, statistics: Any, normalisation: str, dim: int, where: str) -> None:
+        super().__init__()
+        if normalisation not in _NORM_STATS:
+            raise ConfigError(
+                f"actor.model.kwargs.normalisation is {normalisation!r}; allowed: {', '.join(_NORM_STATS)}"
+            )
+        names = _NORM_STATS[normalisation]
+        if not isinstance(statistics, dict) or not set(names) <= set(statistics):
+            raise ConfigError(f"{where} lacks {' and '.join(names)}, which normalisation {normalisation} takes")
+        low, high = (torch.as_tensor(statistics[name], dtype=torch.float32).reshape(-1)[:dim] for name in names)
+        if len(low) != dim or len(high) != dim:
+            raise ConfigError(f"{where} has {len(low)} components, the environment {dim}")
+        if normalisation == "quantiles":
+            half = (high - low + 1e-6) / 2
+            low, high = low + half, half
+        else:
+            high = high + 1e-6
+        self.register_buffer("shift", low, persistent=False)
+        self.register_buffer("scale", high, persistent=False)
+
+    def normalised(self, values: Tensor) -> Tensor:
+        """`[..., dim]` as the network takes them."""
+        return (values - self.shift) / self.scale
+
+    def unnormalised(self, values: Tensor) -> Tensor:
+        """The inverse."""
+        return values * self.scale + self.shift
+
+
+def read_norm_stats(source: Any, model_path: str) -> dict[str, Any] | None:
+    """Reads openpi's statistics of "state" and "actions"; None where actions are scaled by the bounds of their space.
+
+    Args:
+        source: `actor.model.kwargs.statistics`: a norm_stats.json or a folder that has one, `bounds`, the content of such a
+            file, or None for those in the model's folder.
+        model_path: The model's folder or hub name, or `builtin:…`, which needs no statistics.
+
+    Raises:
+        ConfigError: There is no such file; names where it was looked for.
+    """
+    if isinstance(source, Mapping):
+        content: Any = plain(source)
+        return dict(content.get("norm_stats", content))
+    if source == BOUNDS or (source is None and model_path.startswith("builtin:")):
+        return None
+    place = expand_home(str(source or model_path))
+    files = [place] if place.is_file() else sorted({*place.glob(NORM_STATS), *place.glob(f"assets/**/{NORM_STATS}")})
+    if len(files) != 1:
+        problem = f"there are several: {', '.join(map(str, files))}" if files else "there is none"
+        raise ConfigError(
+            f"actor.model.model_path is {model_path!r}, whose actions and state are normalised by a dataset's statistics; "
+            f"looked for {place}/{NORM_STATS} and {place}/assets/**/{NORM_STATS}: {problem}. Name the file: "
+            f"actor.model.kwargs.statistics=FILE; or {BOUNDS}, for weights that were trained on actions scaled by the "
+            "bounds of their space"
+        )
+    try:
+        content = read_json(files[0].read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"actor.model.kwargs.statistics: {files[0]} cannot be read: {error}") from error
+    content = content.get("norm_stats", content) if isinstance(content, dict) else None
+    if not isinstance(content, dict) or "actions" not in content:
+        raise ConfigError(f"actor.model.kwargs.statistics: {files[0]} has no statistics of actions")
+    return dict(content)
+
+
+#: What normalised numbers are clipped to, and what keeps a constant one finite.
+_CLIP, _EPS = 10.0, 1e-8
+
+
+class ObservationNormaliser(nn.Module):
+    """(x − mean) / √(var + 1e-8), within ±10. Before the first update x stays as it is.
+
+    Args:
+        width: Numbers of an observation.
+    """
+
+    count: Tensor
+    mean: Tensor
+    var: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(width, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(width, dtype=torch.float64))
+
+    def forward(self, flat: Tensor) -> Tensor:
+        """Observations `[B, width]`, normalised."""
+        return ((flat - self.mean.float()) * (self.var.float() + _EPS).rsqrt()).clamp(-_CLIP, _CLIP)
+
+    def moments(self, flat: Tensor, mask: Tensor) -> Tensor:
+        """Returns sums over each slot, `[n, 1 + 2 · width]`: how many observations count, their offsets from the mean, and the
+        squares of these.
+
+        Args:
+            flat: `[n, T, width]`.
+            mask: Which count, bool `[n, T]`.
+        """
+        offsets = (flat.double() - self.mean) * mask[..., None]
+        return torch.cat([mask.double().sum(1, keepdim=True), offsets.sum(1), (offsets * offsets).sum(1)], 1)
+
+    @torch.no_grad()
+    def update(self, moments: Tensor) -> None:
+        """Takes in observations (Chan et al. 1979).
+
+        Args:
+            moments: Of all slots of the run, in their order, so that the result does not depend on their division over ranks.
+        """
+        count, offset, square = moments.sum(0).split([1, len(self.mean), len(self.mean)])
+        if not count.item():
+            return
+        total = self.count + count
+        spread = self.var * self.count + square - offset * offset / total
+        self.mean.copy_(self.mean + offset / total)
+        self.var.copy_((spread / total).clamp(min=0))
+        self.count.copy_(total[0])

@@ -1,0 +1,197 @@
+"""Rewards by a learned model of success in the place of the simulator's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rlhpc.checkpoint.start import find_weights
+from rlhpc.embodied.envs.base import Step, VectorEnv, env_failed
+from rlhpc.embodied.envs.observations import Obs, as_arrays, space_to_json
+from rlhpc.embodied.models.registry import load_policy
+from rlhpc.runs.device import to_tensors
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.trust import Trust
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import PlayedEnvConfig
+from typing import NoReturn
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from rlhpc.embodied.config import PolicyConfig
+from rlhpc.embodied.models.base import Policy, PolicyObs
+from rlhpc.embodied.models.cnn import encoder_of, seen_by
+from rlhpc.embodied.models.mlp import flat_width, mlp
+
+_ENCODER, _CHANNELS = "encoder", "channels"
+
+
+class SuccessModel(Policy):
+    """Probabilities of success; it acts on nothing.
+
+    `actor.model.kwargs`: `encoder` (of images: cnn or resnet), `channels` (of resnet).
+    """
+
+    has_head = False
+    judges = True
+
+    def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
+        super().__init__(cfg, observation_space, action_space)
+        options = dict(cfg.kwargs)
+        if unknown := sorted(set(options) - {_ENCODER, _CHANNELS}):
+            raise ConfigError(
+                f"actor.model.kwargs of success has {', '.join(unknown)}; allowed: {_ENCODER}, {_CHANNELS}"
+            )
+        self.encoder = encoder_of(cfg, observation_space, action_space, options)
+        sizes = [flat_width(observation_space), *cfg.hidden_sizes] if self.encoder is None else [self.encoder.hidden]
+        self.judge = mlp(sizes, 1, cfg.activation, cfg.ortho_init, 0.01)
+
+    def logits(self, obs: PolicyObs) -> Tensor:
+        """Log-odds of success `[B]`."""
+        found: Tensor = self.judge(seen_by(self.encoder, obs))
+        return found.squeeze(-1)
+
+    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Probabilities of success in the place of values (`Policy.features`)."""
+        if policy:
+            self._acts_not()
+        return None, self.logits(obs).sigmoid() if value else None
+
+    def predict_action_batch(
+        self, obs: PolicyObs, mode: str = "train", noise: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Refused."""
+        del obs, mode, noise
+        self._acts_not()
+
+    def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
+        """Cross-entropy `[B]` with `success [B]`, which is 1 where the task is done at `obs`."""
+        return F.binary_cross_entropy_with_logits(self.logits(inputs["obs"]), inputs["success"], reduction="none")
+
+    def _acts_not(self) -> NoReturn:
+        raise ConfigError("a model of success (model_type success) judges what it sees and does not act")
+
+
+KEY = "env.train.reward_model"
+
+
+def reward_model(path: str, observation_space: Any) -> SuccessModel:
+    """The model in a run, a checkpoint or an export folder.
+
+    Raises:
+        ConfigError: There is none, it is something else, or it sees something else.
+    """
+    model = load_policy(find_weights(path, KEY), Trust())
+    if not isinstance(model, SuccessModel):
+        raise ConfigError(
+            f"{KEY} is {path!r}, a {type(model).__name__}; it must be a model of success (model_type success)"
+        )
+    if space_to_json(model.observation_space) != space_to_json(observation_space):
+        raise ConfigError(f"{KEY} is {path!r}, which sees {model.observation_space}; env.train has {observation_space}")
+    return model
+
+
+class JudgedEnv(VectorEnv):
+    """Another vector environment whose rewards are the probability that the task is done after a step, by a model.
+
+    Ends of episodes, what is reported of them and successes stay the simulator's own. Of a chunk of actions the last one that
+    was executed gets the reward.
+
+    Args:
+        env: The other one.
+        cfg: Section `env.train`.
+        device: Where the model computes.
+    """
+
+    def __init__(self, env: VectorEnv, cfg: PlayedEnvConfig, device: torch.device) -> None:
+        self.env, self.device = env, device
+        self.model = reward_model(str(cfg.reward_model), env.observation_space).to(device)
+        self.num_envs = env.num_envs
+        self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.supports_state = env.supports_state
+        self.max_episode_steps, self.record_kwargs = env.max_episode_steps, env.record_kwargs
+        self.timing = env.timing
+        self._scale, self._relative = np.float32(cfg.reward_scale), cfg.use_rel_reward
+        self._before = np.zeros(env.num_envs, np.float32)
+
+    @property
+    def restarts(self) -> int:  # type: ignore[override]
+        """Of the other one's processes."""
+        return self.env.restarts
+
+    def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
+        """See `VectorEnv.reset`."""
+        self._before[:] = 0
+        return self.env.reset(seed)
+
+    def refresh(self) -> Obs | None:
+        """See `VectorEnv.refresh`."""
+        return self.env.refresh()
+
+    def step(self, actions: np.ndarray) -> Step:
+        """See `VectorEnv.step`."""
+        return self._judged(self.env.step(actions))
+
+    def chunk_step(self, actions: np.ndarray) -> Step:
+        """See `VectorEnv.chunk_step`."""
+        return self._judged(self.env.chunk_step(actions))
+
+    @torch.no_grad()
+    def _judged(self, step: Step) -> Step:
+        obs, _, terminations, truncations, infos = step
+        done = terminations | truncations
+        seen = _last(as_arrays(obs), as_arrays(infos["final_obs"]), done) if done.any() else as_arrays(obs)
+        probable = self.model.value(to_tensors(seen, self.device)).cpu().numpy().astype(np.float32)
+        rewards = self._scale * (probable - self._before if self._relative else probable)
+        rewards[env_failed(infos, self.num_envs)] = 0
+        self._before = np.where(done, np.float32(0), probable)
+        if "chunk" in infos:
+            mask = infos["chunk"]["mask"]
+            last, executed = np.zeros(mask.shape, np.float32), mask.any(1)
+            last[executed, mask.sum(1)[executed] - 1] = rewards[executed]
+            infos["chunk"]["rewards"] = last
+        return obs, rewards, terminations, truncations, infos
+
+    def state_dict(self) -> Any:
+        """See `VectorEnv.state_dict`."""
+        return {"env": self.env.state_dict(), "before": self._before.copy()}
+
+    def load_state_dict(self, state: Any) -> None:
+        """See `VectorEnv.load_state_dict`."""
+        self.env.load_state_dict(state["env"])
+        self._before = np.asarray(state["before"], np.float32).copy()
+
+    def slot_state(self, state: Any, index: int) -> Any:
+        """See `VectorEnv.slot_state`."""
+        return {"env": self.env.slot_state(state["env"], index), "before": float(state["before"][index])}
+
+    def merge_states(self, slots: list[Any]) -> Any:
+        """See `VectorEnv.merge_states`."""
+        return {
+            "env": self.env.merge_states([slot["env"] for slot in slots]),
+            "before": np.array([slot["before"] for slot in slots], np.float32),
+        }
+
+    def env_states(self) -> dict[str, Any] | None:
+        """See `VectorEnv.env_states`."""
+        return self.env.env_states()
+
+    def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
+        """See `VectorEnv.render`."""
+        return self.env.render(slots)
+
+    def close(self) -> None:
+        """Frees the simulators."""
+        self.env.close()
+
+
+def _last(obs: Any, final: Any, done: np.ndarray) -> Any:
+    """What the slots showed last of the episodes they were in: of those that are done, before their resets."""
+    if isinstance(obs, dict):
+        return {key: _last(part, final[key], done) for key, part in obs.items()}
+    return np.where(done.reshape(-1, *[1] * (obs.ndim - 1)), final, obs)

@@ -1,0 +1,267 @@
+"""A robot on a machine outside the cluster as an environment: it comes to the run over SSH, with a key."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhpc.embodied.envs.base import TIMED, Step, Timing
+from rlhpc.embodied.robots.joining import Meeting
+from rlhpc.embodied.robots.protocol import Line, LineLost, Message, give, misfit, observed, taken, told
+from rlhpc.embodied.robots.robot_env import OneRobotEnv, Pace, above_0
+from rlhpc.runtime.context import check_run
+from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
+from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.network import address_of
+from rlhpc.runtime.registry import ROBOTS
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
+
+log = logging.getLogger(__name__)
+
+#: Settings of the section that the robot's own side goes by.
+SETTINGS = ("use_fixed_reset_state_ids", "use_rel_reward", "ignore_terminations", "reward_scale", "group_size")
+_EPISODE = ("return", "length", "success_once", "success_at_end")
+_LOOK_S = 0.2
+
+
+class DistantRobotVectorEnv(OneRobotEnv):
+    """One robot that comes from outside (`rlhpc robot serve`); `env_id` is its name in messages. Its episodes cannot be
+    resumed.
+
+    Rate, limits and safety are kept on the robot's machine, by its safety core; here its steps are asked for and waited
+    for, without a deadline while the robot waits for a person. When the line to it is lost, its episode ends as truncated,
+    without an entry in the statistics (`infos["lost"]`), and the run waits.
+
+    `kwargs`: `observes` and `acts`, what it shows and takes (see `shapes`); `hz`, `stale_s`, `max_change`, `late`, see
+    `RobotVectorEnv`; `wait_s` (600), how long the robot is waited for; `interface` (null), the network interface on which
+    it is; `folder` (null), where they meet, which is the run's registry unless it is given.
+
+    Args:
+        cfg: Section `env.train` or `env.eval`.
+        num_envs: 1.
+        slot_offset: Global number of the slot.
+        seed: Of the run.
+    """
+
+    timing: Timing
+
+    def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
+        kwargs = {str(name): value for name, value in (cfg.kwargs or {}).items()}
+        self._name, self._slot, self._seed = cfg.env_id, slot_offset, seed
+        if "resume" in kwargs:
+            raise ConfigError(
+                "env.train.kwargs.resume: who ends a stop for safety is said at the robot: rlhpc robot serve --resume"
+            )
+        pace = Pace.of(num_envs, kwargs)
+        self._max_change = pace.max_change
+        self.control_hz = pace.hz
+        self._wait_s = above_0("wait_s", kwargs.pop("wait_s", 600.0))
+        self._folder, self._interface = kwargs.pop("folder", None), kwargs.pop("interface", None)
+        self.observation_space, self.action_space = (
+            observed(kwargs.pop("observes", None)),
+            taken(kwargs.pop("acts", None)),
+        )
+        if kwargs:
+            known = "observes, acts, hz, stale_s, max_change, late, wait_s, interface, folder"
+            raise ConfigError(f"env.train.kwargs of a distant_robot has {', '.join(kwargs)}; there are {known}")
+        self.max_episode_steps = cfg.max_episode_steps or 0
+        settings = {name: getattr(cfg, name) for name in SETTINGS}
+        self._settings = settings | {"max_episode_steps": self.max_episode_steps, "slot": slot_offset, **pace._asdict()}
+        self.timing = Timing()
+        self._meeting: Meeting | None = None
+        self._line: Line | None = None
+        self._asked = self._came = self._trips = 0
+        self._why, self._owes_begin = "", False
+        self._waits_because = ""
+
+    # -- who is there ---------------------------------------------------------------------------------------------
+
+    def _met(self) -> Meeting:
+        """Where the robot is waited for; a check of the configuration opens nothing."""
+        if self._meeting is None:
+            from rlhpc.runtime.context import installed
+
+            run = installed()
+            if run is None and self._folder is None:
+                raise ConfigError(
+                    "a distant_robot joins a run; for commands name the folder in which it is met: "
+                    "env.eval.kwargs.folder=robots"
+                )
+            folder = expand_home(self._folder).absolute() if self._folder else run.registry.root / ROBOTS  # type: ignore[union-attr]
+            name = self._folder or run.registry.root.parent.parent.name  # type: ignore[union-attr]
+            self._meeting = Meeting(folder, self._name, self._slot, self._address(), str(name), self._misfit)
+        return self._meeting
+
+    def _address(self) -> str:
+        from rlhpc.runtime.context import installed
+
+        if self._interface is not None:
+            return address_of(str(self._interface))
+        run = installed()
+        far = str(run.service.endpoint["tcp"]) if run is not None else ""
+        return far.removeprefix("tcp://").rpartition(":")[0].strip("[]") or "127.0.0.1"
+
+    def _misfit(self, about: Any) -> str:
+        """Returns why a robot cannot be this one; empty if it can."""
+        spaces = told(self.observation_space, self.action_space)
+        if why := misfit(spaces, about):
+            return why
+        no_max_change = str(about.get("no_max_change", ""))
+        return (
+            f"kwargs.max_change is {self._max_change:g}; {no_max_change}" if self._max_change and no_max_change else ""
+        )
+
+    def _until_there(self, deadline: float) -> tuple[Line, bool]:
+        meeting, place = self._met(), self._met().place
+        if (arrival := meeting.wait(0.0, check_run)) is None:
+            log.warning(
+                "%s waits for %s, at %s port %d of %s: rlhpc robot invite makes a key for it", place.run, self._name,
+                place.address, place.port, place.node,
+            )  # fmt: skip
+            arrival = meeting.wait(max(0.0, deadline - time.monotonic()), check_run)
+        if arrival is None:
+            since = f"it was lost ({self._why}) and has not come back" if self._why else "it has not come"
+            raise DeadlineExceeded(
+                f"waited {self._wait_s:g} s (kwargs.wait_s) for the robot {self._name} of slot {self._slot}: {since}; "
+                f"rlhpc robot invite {place.run} --output FILE makes its key, rlhpc robot serve FILE brings it"
+            )
+        return arrival
+
+    # -- episodes -------------------------------------------------------------------------------------------------
+
+    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Starts an episode, once the robot is there (`VectorEnv.reset`)."""
+        if seed is not None:
+            self._seed = seed
+        return self._begin(seed), {}
+
+    def _begin(self, seed: int | None) -> Any:
+        deadline = time.monotonic() + self._wait_s
+        while True:
+            line, fresh = self._until_there(deadline)
+            self._trips = 0 if line is not self._line else self._trips
+            self._line = line
+            try:
+                self._owes_begin |= fresh
+                if self._owes_begin:
+                    # another one would play the same episodes again
+                    words = [self._seed, self._came] if self._came else [self._seed]
+                    self._came += 1
+                    own = int(np.random.SeedSequence(words).generate_state(1)[0]) if len(words) > 1 else self._seed
+                    line.say({"begin": self._settings, "seed": own})
+                found = self._ask({"do": "reset", "seed": seed}, {}, deadline)
+                self._owes_begin, self._obs = False, self._seen(found, "obs")
+                return self._obs
+            except LineLost as lost:
+                self._lose(lost)
+
+    def refresh(self) -> Any:
+        """Returns an observation as of now (`VectorEnv.refresh`); a robot that is lost says so in the next step."""
+        try:
+            self._obs = self._seen(self._ask({"do": "refresh"}, {}, time.monotonic() + self._wait_s), "obs")
+        except LineLost as lost:
+            self._lose(lost)
+        return self._obs
+
+    def step(self, actions: np.ndarray) -> Step:
+        """One step of the robot in its own time (`VectorEnv.step`)."""
+        space = self.action_space
+        action = np.asarray(actions, space.dtype).reshape(space.shape)
+        try:
+            found = self._ask({"do": "step"}, {"action": action}, time.monotonic() + self._wait_s)
+            return self._stepped(found)
+        except LineLost as lost:
+            self._lose(lost)
+        final, obs = self._obs, self._begin(None)
+        mask = np.array([False])
+        episode = {"return": np.zeros(1), "length": np.zeros(1, np.int64), "mask": mask}
+        infos = {"final_obs": final, "episode": episode, "lost": np.array([True])}
+        return obs, np.zeros(1, np.float32), np.array([False]), np.array([True]), infos
+
+    def _stepped(self, found: Message) -> Step:
+        words, arrays = found
+        self.timing.add({name: np.asarray(arrays[name], float).reshape(-1) for name in TIMED})
+        self._obs = self._seen(found, "obs")
+        rewards = np.array([words["reward"]], np.float32)
+        ends, cut = np.array([words["ended"] is True]), np.array([words["cut"] is True])
+        infos: dict[str, Any] = {}
+        if ends[0] or cut[0]:
+            counted = words["episode"]
+            episode = {name: np.array([float(counted[name])]) for name in _EPISODE if name in counted}
+            infos = {"final_obs": self._seen(found, "final_obs"), "episode": episode}
+            infos["episode"]["mask"] = np.array([words["lost"] is not True])
+            infos |= {"lost": np.array([True])} if words["lost"] is True else {}
+        return self._obs, rewards, ends, cut, infos
+
+    def _ask(self, words: dict[str, Any], arrays: dict[str, np.ndarray], deadline: float) -> Message:
+        """Has the robot do something; its answer.
+
+        Raises:
+            LineLost: It is gone, or does not come to an end.
+        """
+        line = self._line
+        assert line is not None
+        self._asked += 1
+        line.say({**words, "number": self._asked}, arrays)
+        while True:
+            found = line.hear(_LOOK_S)
+            trips = line.trips_s[self._trips :]
+            self._trips += len(trips)
+            self.timing.link_s += trips
+            if found is not None and found.words.get("number") == self._asked:
+                if "waits" in found.words:  # for a person, who may take as long as it takes
+                    deadline = time.monotonic() + self._wait_s
+                    self._note_wait(str(found.words["waits"]))
+                    continue
+                self._waits_because = ""
+                if why := found.words.get("broken"):
+                    raise LineLost(f"it said: {why}")
+                return found
+            if found is not None:  # an answer of before
+                continue
+            check_run()
+            if time.monotonic() > deadline:
+                raise LineLost(f"it is there, and has not finished its {words['do']} in {self._wait_s:g} s")
+
+    def _note_wait(self, reason: str) -> None:
+        if reason != self._waits_because:
+            self._waits_because = reason
+            log.warning(
+                "%s of slot %d is stopped (%s), and the run waits for a person at the robot: rlhpc robot resume, there",
+                self._name, self._slot, reason,
+            )  # fmt: skip
+
+    def _lose(self, lost: LineLost) -> None:
+        self._why = str(lost)
+        self.timing.lost += 1
+        log.warning("%s of slot %d was lost: %s", self._name, self._slot, lost)
+        if self._line is not None:
+            self._line.close()
+
+    def _seen(self, found: Message, name: str) -> Any:
+        obs, space = give(found.arrays, name), self.observation_space
+        parts = space.spaces if hasattr(space, "spaces") else {"": space}
+        given = obs if isinstance(obs, dict) else {"": obs}
+        for key, part in parts.items():
+            if key not in given or given[key].shape != part.shape:
+                raise LineLost(
+                    f"it showed { ({key: each.shape for key, each in given.items()})!r}, which is not what it said"
+                )
+        rows = {key: given[key].astype(part.dtype)[None] for key, part in parts.items()}
+        return rows if isinstance(obs, dict) else rows[""]
+
+    def close(self) -> None:
+        """Lets the robot go."""
+        if self._line is not None and not self._line.lost:
+            try:
+                self._line.say({"do": "leave", "number": 0})
+                self._line.hear(_LOOK_S * 10)  # it says that it has stopped
+            except LineLost:
+                pass
+        if self._meeting is not None:
+            self._meeting.close()

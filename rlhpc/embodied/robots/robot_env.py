@@ -1,0 +1,312 @@
+"""A robot as an environment: one slot, in real time. `env_id` is the `module:Class` of a `Robot`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from rlhpc.embodied.envs.base import Step, Timing, VectorEnv
+from rlhpc.embodied.envs.episode_tracker import Episodes
+from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
+from rlhpc.embodied.robots.driver import Observation as Seen
+from rlhpc.embodied.robots.limits import RESUME_MODES, Limits, RobotStopped, StaleObservation
+from rlhpc.embodied.robots.safety import SafetyCore, safe_robot
+from rlhpc.runtime.context import check_run
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
+import threading
+from collections.abc import Mapping
+
+import gymnasium
+
+from rlhpc.embodied.envs.interface import reset_env, step_env
+
+__all__ = ["Observation", "OneRobotEnv", "Pace", "Robot", "RobotVectorEnv", "Seen", "Verdict", "above_0"]
+
+log = logging.getLogger(__name__)
+
+#: Commands in a row that may be refused because the policy takes too long.
+_REFUSALS = 20
+#: Stops in a row, each at a reset, after which a robot that needs no person's word is given up.
+_STOPS = 3
+
+
+class OneRobotEnv(VectorEnv):
+    """Vector environment of one robot, whose chunks end with its episode, and where a command was refused."""
+
+    num_envs = 1
+
+    def chunk_step(self, actions: np.ndarray) -> Step:
+        """Executes an action chunk until its end, or that of the episode (`VectorEnv.chunk_step`). The rest is dropped:
+        it was chosen for a scene that is no more."""
+        length = actions.shape[1]
+        if length == 1:
+            return self.step(actions[:, 0])
+        rewards, executed = np.zeros((1, length), np.float32), np.zeros((1, length), bool)
+        for i in range(length):
+            obs, reward, terminations, truncations, infos = self.step(actions[:, i])
+            rewards[:, i], executed[:, i] = reward, "lost" not in infos
+            if not executed[0, i] or terminations[0] or truncations[0]:
+                break
+        infos["chunk"] = {"rewards": rewards, "mask": executed}
+        return obs, rewards.sum(1), terminations, truncations, infos
+
+
+class RobotVectorEnv(OneRobotEnv):
+    """One robot. Its episodes cannot be resumed.
+
+    `kwargs`: `hz` (10), steps a second; `max_change`, `stale_s` and `resume`, see `Limits`; `late` (keep), whether it keeps to
+    the last command or must `stop` when the step for the next one is over; the others are the robot's own. A stop for
+    safety ends the episode as truncated, without an entry in the statistics (`infos["lost"]`), and the next one begins when a
+    person has said so. So does a command that is refused, but that the next one begins at once.
+
+    Args:
+        cfg: Section `env.train` or `env.eval`.
+        num_envs: 1.
+        slot_offset: Global number of the slot.
+        seed: Of the run.
+        robot: The robot, if there is one already; its safety core, if something else closes it.
+    """
+
+    holds_hardware = True
+    on_wait: Callable[[str], None]
+    timing: Timing
+
+    def __init__(
+        self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, robot: Robot | SafetyCore | None = None
+    ) -> None:
+        kwargs = {str(name): value for name, value in (cfg.kwargs or {}).items()}
+        pace = Pace.of(num_envs, kwargs)
+        self.control_hz = pace.hz
+        self._period, self._stops_late = 1.0 / pace.hz, pace.late == "stop"
+        if robot is None:
+            self._core = safe_robot(cfg.env_id, "env.env_id", kwargs, pace.limits)
+        elif isinstance(robot, SafetyCore):
+            self._core = robot
+        else:
+            self._core = SafetyCore(robot, pace.limits)
+        self.observation_space, self.action_space = self._core.observation_space, self._core.action_space
+        self.max_episode_steps = cfg.max_episode_steps or 0
+        self.episodes = Episodes(cfg, 1, slot_offset, seed, self.max_episode_steps)
+        self.timing = self._core.timing
+        self.on_wait = check_run
+        self._refusals = 0
+        self._tick = 0.0
+
+    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Starts an episode (`VectorEnv.reset`)."""
+        if seed is not None:
+            self.episodes.reseed(seed)
+        return self._begin(), {}
+
+    def _begin(self) -> Any:
+        """Begins an episode, once the robot may move; returns its first observation."""
+        (seed,) = self.episodes.begin(np.array([0]))
+        for stops in range(1 << 62):
+            self._core.wait_for_person(self.on_wait)
+            try:
+                observation = self._core.begin(seed)
+                break
+            except RobotStopped:
+                if stops + 1 >= _STOPS and self._core.limits.resume == "auto":
+                    raise
+        self._tick = time.monotonic()
+        return _row(observation.obs)
+
+    def refresh(self) -> Any:
+        """Returns an observation as of now (`VectorEnv.refresh`). A robot that must be stopped says so in the next step."""
+        self._tick = time.monotonic()
+        try:
+            return _row(self._core.observe().obs)
+        except RobotStopped:
+            return self._newest()
+
+    def step(self, actions: np.ndarray) -> Step:
+        """Takes one step in its time (`VectorEnv.step`)."""
+        try:
+            verdict = self._move(actions)
+        except (RobotStopped, StaleObservation) as refusal:
+            return self._lost(refusal)
+        except BaseException:
+            self._core.end()
+            raise
+        self._refusals = 0
+        rewards, terminations, truncations = self._count(verdict)
+        obs, infos = self._newest(), {}
+        if terminations[0] or truncations[0]:
+            infos = {"final_obs": obs, "episode": self.episodes.report(np.array([True]))}
+            log.info("an episode of the robot: %s", self.timing)
+            obs = self._begin()
+        return obs, rewards, terminations, truncations, infos
+
+    def _lost(self, refusal: RlhpcError) -> Step:
+        """Ends the episode at a stop, or at a command that was refused."""
+        self._refusals = self._refusals + 1 if isinstance(refusal, StaleObservation) else 0
+        if self._refusals >= _REFUSALS:
+            raise RlhpcError(
+                f"{refusal}, {_REFUSALS} times in a row: the policy is slower than stale_s ({self._core.limits.stale_s:g})"
+            ) from None
+        log.info("an episode of the robot is lost: %s; %s", refusal, self.timing)
+        infos = {"final_obs": self._newest(), "episode": self.episodes.report(np.array([False]))}
+        infos["lost"] = np.array([True])
+        return self._begin(), np.zeros(1, np.float32), np.array([False]), np.array([True]), infos
+
+    def _count(self, verdict: Verdict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        success = None if verdict.success is None else np.array([verdict.success])
+        return self.episodes.add(
+            np.array([verdict.reward], np.float32), np.array([verdict.failed]), success, np.array([True])
+        )
+
+    def _move(self, actions: np.ndarray) -> Verdict:
+        """Sends the command and waits for the end of the step; returns its reward."""
+        before = self._core.observation
+        ends_at = self._tick + self._period
+        within_s = max(ends_at - time.monotonic(), 0.0) + self._period if self._stops_late else None
+        sent_at = self._core.command(actions[0], within_s)
+        self._tick = max(ends_at, sent_at)
+        self.timing.late += sent_at > ends_at
+        assert before is not None
+        self.timing.latency_s.append(sent_at - before.taken_at)
+        if (pause_s := self._tick - time.monotonic()) > 0:
+            time.sleep(pause_s)
+        self.timing.dropped += self._core.observe().taken_at == before.taken_at
+        return self._core.judge()
+
+    def _newest(self) -> Any:
+        observation = self._core.observation
+        assert observation is not None
+        return _row(observation.obs)
+
+    def close(self) -> None:
+        """Stops it, and lets go of it."""
+        self._core.close()
+
+
+class Pace(NamedTuple):
+    """Rate and limits of a robot: see `RobotVectorEnv`."""
+
+    hz: float
+    stale_s: float
+    max_change: float | None
+    late: str
+    resume: str
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of its commands."""
+        return Limits(self.stale_s, self.max_change, self.resume)
+
+    @classmethod
+    def of(cls, num_envs: int, kwargs: dict[str, Any]) -> Pace:
+        """Takes what concerns it out of `kwargs`.
+
+        Raises:
+            ConfigError: A number is not above 0, another value is none, or a rank has several robots.
+        """
+        if num_envs != 1:
+            raise ConfigError(
+                f"a robot is one slot: set env.train.num_envs, env.eval.num_envs to 1 (a rank has {num_envs})"
+            )
+        hz = above_0("hz", kwargs.pop("hz", 10.0))
+        stale_s = above_0("stale_s", kwargs.pop("stale_s", 0.5))
+        change = kwargs.pop("max_change", None)
+        if (late := kwargs.pop("late", "keep")) not in ("keep", "stop"):
+            raise ConfigError(f"env.train.kwargs.late is {late!r}; a robot may keep to its last command, or stop")
+        if (resume := kwargs.pop("resume", "person")) not in RESUME_MODES:
+            raise ConfigError(
+                f"env.train.kwargs.resume is {resume!r}; after a stop for safety a robot waits for a person, or goes on (auto)"
+            )
+        return cls(hz, stale_s, None if change is None else above_0("max_change", change), late, resume)
+
+
+def above_0(name: str, value: Any) -> float:
+    """Returns a number of `kwargs`.
+
+    Raises:
+        ConfigError: It is not a finite number above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ConfigError(f"env.train.kwargs.{name} is {value!r}; it must be a number above 0")
+    return float(value)
+
+
+def _row(obs: Any) -> Any:
+    return {key: part[None] for key, part in obs.items()} if isinstance(obs, dict) else np.asarray(obs)[None]
+
+
+class SimulatedRobot(Robot):
+    """What a robot does between commands, it goes on doing: the last one, or nothing after a stop.
+
+    Args:
+        simulates: Id of a gymnasium environment with a `Box` of actions, of which 0 is to do nothing.
+        moves_hz: Its own steps a second.
+        drop: Share of its observations that get lost.
+        simulator: Arguments of the environment.
+    """
+
+    control_mode = "velocity"
+
+    def __init__(
+        self, simulates: str, moves_hz: float = 50.0, drop: float = 0.0, simulator: Mapping[str, Any] | None = None
+    ) -> None:
+        self._simulates = simulates
+        self._env = gymnasium.make(simulates, **(simulator or {})).unwrapped
+        self.observation_space, self.action_space = self._env.observation_space, self._env.action_space
+        self._period, self._drop, self._rng = 1.0 / moves_hz, drop, np.random.default_rng(0)
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._reward, self._ended = 0.0, False
+        self.stop()
+
+    def _live(self) -> None:
+        while not self._closed.wait(self._period):
+            with self._lock:
+                if not self._ended:
+                    obs, reward, ended, _, _ = step_env(self._env, self._simulates, self._command)
+                    self._ended = ended
+                    self._reward += reward
+                    if self._rng.random() >= self._drop:
+                        self._seen = Observation(obs, time.monotonic())
+
+    def reset(self, seed: int) -> None:
+        """See `Robot.reset`."""
+        with self._lock:
+            self._seen = Observation(reset_env(self._env, self._simulates, seed=seed)[0], time.monotonic())
+            self._reward, self._ended = 0.0, False
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._live, name="simulated-robot", daemon=True)
+            self._thread.start()
+
+    def act(self, action: np.ndarray) -> None:
+        """See `Robot.act`."""
+        self._command = np.array(action)
+
+    def observe(self) -> Observation:
+        """See `Robot.observe`."""
+        with self._lock:
+            return self._seen
+
+    def judge(self, obs: Any, action: np.ndarray) -> Verdict:
+        """What it was rewarded with since it was last asked."""
+        del obs, action
+        with self._lock:
+            reward, self._reward = self._reward, 0.0
+            return Verdict(reward, failed=self._ended)
+
+    def stop(self) -> None:
+        """See `Robot.stop`."""
+        self._command = np.zeros(self.action_space.shape, self.action_space.dtype)
+
+    def close(self) -> None:
+        """See `Robot.close`."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._env.close()

@@ -1,0 +1,286 @@
+"""What env ranks have in common: they simulate a share of the slots and speak with the rollout ranks that act on them."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from rlhpc.algorithms.nonfinite import nonfinite, skips
+from rlhpc.checkpoint.async_writer import SavingWorker
+from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
+from rlhpc.embodied.config import PlayingConfig
+from rlhpc.embodied.envs import make_env
+from rlhpc.embodied.envs.base import VectorEnv
+from rlhpc.embodied.envs.observations import Obs, as_arrays, as_given, join, take
+from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, open_lanes, put_until_left
+from rlhpc.embodied.rollout.slot_map import OUTCOMES, SlotMap, within
+from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, Shape
+from rlhpc.embodied.rollout.work_sharing import Turn
+from rlhpc.runs.device import own_device, seed_process
+from rlhpc.runtime.context import current
+from rlhpc.runtime.devices import empty_cache
+from rlhpc.runtime.errors import CheckpointError
+
+FILE = "env-{rank}.pt"
+Cfg = TypeVar("Cfg", bound=PlayingConfig)
+
+
+class SimulatingWorker(SavingWorker, Generic[Cfg]):
+    """What env ranks have in common; a kind of run says what rewards and log-probabilities belong to."""
+
+    envs: list[VectorEnv]
+
+    def __init__(self, cfg: Cfg) -> None:
+        super().__init__()
+        self.cfg: Cfg = cfg
+        self.envs = []
+        self._waited = 0.0
+
+    @property
+    def given_seed(self) -> int:
+        """Of the run's environments."""
+        own = self.cfg.env.train.seed
+        return own if own is not None else self.cfg.runner.seed
+
+    def init_worker(self, slots: SlotMap, seed: int | None = None) -> dict[str, Any]:
+        """Builds the environments and resets them.
+
+        Args:
+            slots: Which rank has which slots.
+            seed: Of these environments, where it is another one than the run's.
+
+        Returns:
+            `observation_space`, `action_space` (of one slot) and `supports_state`.
+        """
+        cfg = self.cfg.env.train
+        self.slots, self.steps = slots, self.cfg.algorithm.rollout_steps
+        self.seed = self.given_seed if seed is None else seed
+        # Simulators ask torch for an accelerator, and silently take the CPU if there is none.
+        device = own_device(self)
+        seed_process(self.seed, "env", self.rank)
+        self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.stages)]
+        self.envs = [self._made(len(share), share.start, device) for share in self.shares]
+        self.obs: list[Obs] = [as_arrays(env.reset()[0]) for env in self.envs]
+        #: Slots of each stage whose episode was acted on by nobody for a while.
+        self._mixed = [np.zeros(len(share), bool) for share in self.shares]
+        first = self.envs[0]
+        count = sum(map(len, self.shares))
+        self.log.info("simulates %d of %d slots of %s", count, slots.num_envs, cfg.env_id)
+        return {
+            "observation_space": first.observation_space,
+            "action_space": first.action_space,
+            "supports_state": all(env.supports_state for env in self.envs),
+        }
+
+    def _made(self, count: int, first: int, device: torch.device) -> VectorEnv:
+        """Environments of `count` slots from `first` on."""
+        cfg = self.cfg.env.train
+        env = make_env(cfg, count, slot_offset=first, seed=self.seed, stage="train")
+        if cfg.reward_model is None:
+            return env
+        from rlhpc.embodied.rewards.success_reward import JudgedEnv
+
+        return JudgedEnv(env, cfg, device)
+
+    def connect(self, slots: SlotMap) -> None:
+        """Connects to the channels, once the driver has created them; again, with a new map, as others come and go."""
+        self.slots = slots
+        self.peers = [slots.rollouts_of(stage, self.rank) for stage in range(slots.stages)]
+        near = agree_on_device(self, slots, [env.can_stay_on_device for env in self.envs])
+        for env, peers in zip(self.envs, near, strict=True):
+            env.on_device = all(peers)
+        self.lanes = open_lanes(self, self.slots, self.envs[0].observation_space, near)
+        if any(env.on_device for env in self.envs):
+            self.log.info("observations stay on the accelerator on their way to the policy")
+        self._outcomes = self.connect_channel(OUTCOMES)
+
+    def interact(self, turn: Turn) -> dict[str, np.ndarray]:
+        """Simulates the decisions of a turn in every slot.
+
+        While the policy acts on one stage, this rank simulates the others. Where a rollout rank has gone, nobody acts on its
+        slots for the rest of the step: they get actions of others, which nobody learns from, and episodes with such actions
+        are left out; a stage on which nobody acts stands still.
+
+        Where rollouts are `whole`, every slot begins a new episode first, whose start depends on seed, step and turn alone.
+
+        Returns:
+            Episodes that ended, with counts (`EpisodeLog.report`).
+
+        Raises:
+            NonFinite: A simulator gave a number that is not finite, and `runner.on_nonfinite` is stop.
+        """
+        stages, begun, self._waited = range(self.slots.stages), time.perf_counter(), 0.0
+        outcomes = [self.outcomes_of(turn.step, share) for share in self.shares]
+        if self.shape().whole:
+            self.new_episodes(turn.step, turn.begin)
+        episodes, before = EpisodeLog(), current().service.lane.crossed
+        for stage in stages:
+            if (fresh := self.envs[stage].refresh()) is not None:  # a robot has gone on since the last rollout
+                self.obs[stage] = fresh
+            self._send(stage, outcomes[stage], 0)
+        for t in range(turn.decisions):
+            for stage in stages:
+                env, actions = self.envs[stage], self._receive(stage)
+                if actions is None:
+                    continue
+                obs, rewards, terminations, truncations, infos = env.chunk_step(actions)
+                self.obs[stage] = obs
+                episodes.count_skipped(infos)
+                if t + 1 < turn.decisions:
+                    self._send(stage, outcomes[stage], t + 1)
+                ended = outcomes[stage].add(t, rewards, terminations, truncations, infos)
+                if ended is not None:
+                    episodes.add(turn.begin + t, self.shares[stage].start, infos, self._as_meant(stage, ended))
+        for stage in stages:
+            self._tell(stage, outcomes[stage], turn.decisions)
+        by_device = current().service.lane.crossed - before
+        on_accelerator = sum(
+            len(peers) for env, peers in zip(self.envs, self.peers, strict=True) if env.can_stay_on_device
+        )
+        return episodes.report(
+            restarts=sum(env.restarts for env in self.envs),
+            by_device=by_device,
+            by_host=max(0, on_accelerator * (turn.decisions + 1) - by_device),
+            busy_s=time.perf_counter() - begun - self._waited,
+            timing=[env.timing for env in self.envs],
+        )
+
+    @abstractmethod
+    def shape(self) -> Shape:
+        """Of the outcomes."""
+
+    def outcomes_of(self, step: int, share: range) -> Outcomes:
+        """What collects the outcomes of a step."""
+        shape = self.shape()
+
+        def spoiled(what: str, t: int, rows: np.ndarray) -> None:
+            if not skips(self.cfg):
+                slots = ", ".join(str(share.start + slot) for slot in np.flatnonzero(rows)[:5])
+                name = self.cfg.env.train.env_id
+                raise nonfinite(
+                    f"step {step}, decision {t}: the {what} of slot {slots} of {name} (env-{self.rank}) is not finite"
+                )
+
+        return Outcomes(
+            share, self.steps, chunk=shape.chunk, reward_per_action=shape.reward_per_action, whole=shape.whole,
+            spoiled=spoiled,
+        )  # fmt: skip
+
+    def new_episodes(self, step: int, begin: int = 0) -> None:
+        """Begins new episodes, whose starts depend on seed, step, and decisions of the step before them alone."""
+        words = [self.seed, step, begin] if begin else [self.seed, step]
+        seed = int(np.random.SeedSequence(words).generate_state(1)[0])
+        if self.cfg.env.train.use_fixed_reset_state_ids:
+            seed = self.seed
+        self.obs = [as_given(env.reset(seed=seed)[0]) for env in self.envs]
+        for mixed in self._mixed:
+            mixed[:] = False
+
+    def _send(self, stage: int, outcomes: Outcomes, t: int) -> None:
+        obs = outcomes.shown(t, self.obs[stage])
+        self.lanes.put(stage, lambda common: take(obs, within(common, self.shares[stage])))
+
+    def _receive(self, stage: int) -> np.ndarray | None:
+        """Actions in all slots of a stage; None if nobody acts."""
+        begun = time.perf_counter()
+        parts = self.lanes.get(stage)
+        self._waited += time.perf_counter() - begun
+        chosen = [part for _, part in parts if part is not None]
+        if not chosen:
+            return None
+        for common, part in parts if len(chosen) < len(parts) else ():
+            if part is None:
+                self._mixed[stage][within(common, self.shares[stage])] = True
+        shape = chosen[0].shape[1:]
+        actions: np.ndarray = join(
+            [np.resize(chosen[0], (len(common), *shape)) if part is None else part for common, part in parts]
+        )
+        return actions
+
+    def _as_meant(self, stage: int, ended: np.ndarray) -> np.ndarray:
+        """Those slots, of some whose episodes have ended, in which the policy alone acted."""
+        mixed = self._mixed[stage]
+        found: np.ndarray = ended[~mixed[ended]]
+        mixed[ended] = False
+        return found
+
+    def _tell(self, stage: int, outcomes: Outcomes, made: int) -> None:
+        """Gives the rollout ranks a stage's outcomes."""
+        last = outcomes.shown(made, self.obs[stage])
+        for index, (rank, common) in enumerate(self.peers[stage]):
+            if self.lanes.has_gone(stage, index):
+                continue
+            part, key = within(common, self.shares[stage]), self.slots.to_rollout_key(stage, self.rank, rank)
+            try:
+                put_until_left(
+                    self._outcomes, outcomes.part(part, take(last, part), made), key, (self.slots.rollout_name, rank)
+                )
+            except PeerLeft:
+                self.lanes.lose(stage, index)
+
+    # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Writes `env-<rank>.pt`: per vector environment its slots, its simulators' state and what the policy sees."""
+        units = [
+            {
+                "start": share.start,
+                "stop": share.stop,
+                "obs": as_arrays(obs),
+                "state": env.state_dict() if env.supports_state else None,
+            }
+            for share, obs, env in zip(self.shares, self.obs, self.envs, strict=True)
+        ]
+        save_state(Path(folder) / FILE.format(rank=self.rank), {"rng": rng_state(), "units": units})
+
+    def load(self, folder: str) -> bool:
+        """Restores the slots from the files of all env ranks of a checkpoint, whatever its layout was.
+
+        Returns:
+            False where the simulators cannot be restored; their episodes start anew.
+        """
+        units = [
+            unit for file in sorted(Path(folder).glob(FILE.format(rank="*"))) for unit in load_state(file)["units"]
+        ]
+        own = Path(folder) / FILE.format(rank=self.rank)
+        if own.is_file():
+            set_rng_state(load_state(own)["rng"])
+        restored = [self._restore(stage, units, Path(folder)) for stage in range(self.slots.stages)]
+        return all(restored)
+
+    def _restore(self, stage: int, units: list[dict[str, Any]], folder: Path) -> bool:
+        share, env = self.shares[stage], self.envs[stage]
+        known = {slot: (unit, slot - unit["start"]) for unit in units for slot in range(unit["start"], unit["stop"])}
+        whole = any(range(unit["start"], unit["stop"]) == share and unit["state"] is not None for unit in units)
+        if not whole and not all(slot in known and known[slot][0]["state"] is not None for slot in share):
+            return False
+        try:
+            if whole:
+                unit = known[share.start][0]
+                env.load_state_dict(unit["state"])
+            else:
+                env.load_state_dict(env.merge_states([_slot_state(env, *known[slot]) for slot in share]))
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder}: the environments' state does not fit this run: {error!r}") from error
+        rows = [take(unit["obs"], slice(index, index + 1)) for unit, index in (known[slot] for slot in share)]
+        self.obs[stage] = join(rows)
+        return True
+
+    def offload(self) -> None:
+        """Gives back what observations on their way took of the accelerator. The simulators stay."""
+        current().service.lane.park()
+        empty_cache()
+
+    def close(self) -> None:
+        """Closes the simulators."""
+        for env in self.envs:
+            env.close()
+
+
+def _slot_state(env: VectorEnv, unit: dict[str, Any], index: int) -> Any:
+    return env.slot_state(unit["state"], index)
