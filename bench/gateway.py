@@ -17,11 +17,11 @@ import time
 from typing import Any
 
 from bench.machine import goal, write
-from rlhpc.language.agents.gateway import Drawing, Gateway
-from rlhpc.language.agents.parsers import Parsers
-from rlhpc.language.agents.sessions import Limits, Session
-from rlhpc.language.data.tiny import character_tokenizer
+from rlhpc.language.agents.gateway.output_parsers import Parsers
+from rlhpc.language.agents.gateway.server import Drawing, Gateway
+from rlhpc.language.agents.gateway.sessions import Limits, Session
 from rlhpc.language.engines.base import Completion, SamplingParams
+from rlhpc.language.models.tiny import character_tokenizer
 
 _TEXT = "the product of these is 84 "
 

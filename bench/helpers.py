@@ -28,8 +28,8 @@ from typing import Any
 
 from bench.machine import spread, write
 from rlhpc.language.engines.base import Completion, Request
-from rlhpc.language.engines.engine import Engine
-from rlhpc.language.engines.sampling import uniforms
+from rlhpc.language.engines.common import Engine
+from rlhpc.language.engines.hf import uniforms
 
 ROOT = Path(__file__).parents[1]
 ROWS, TOKEN_S, TOKENS = 8, 0.01, 40

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from bench.machine import spread, write
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import LanguageConfig
+    from rlhpc.language.config.run import LanguageConfig
 
 BACKENDS = ("hf", "vllm")
 
@@ -43,7 +43,7 @@ def configuration(backend: str, batch: int) -> LanguageConfig:
     from omegaconf import OmegaConf
 
     from rlhpc.config.typed import typed
-    from rlhpc.language.config import LanguageConfig
+    from rlhpc.language.config.run import LanguageConfig
 
     cfg = typed(LanguageConfig, OmegaConf.structured(LanguageConfig))
     cfg.rollout.rollout_backend, cfg.rollout.max_batch_size = backend, batch

@@ -23,10 +23,10 @@ from omegaconf import OmegaConf
 
 from bench.machine import write
 from rlhpc.config.typed import typed
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines import make_rollout
-from rlhpc.language.roles.probe import Prober, probe_text
-from rlhpc.language.tokens.scores import TokenScores, token_scores
+from rlhpc.language.models.logprobs import TokenScores, token_scores
+from rlhpc.language.training.weight_sync import Prober, probe_text
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures and writes `results/rounding.json`."""
     import transformers
 
-    from rlhpc.language.data.packaged import smollm2
+    from rlhpc.language.models.builtin import smollm2
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=30)

@@ -31,11 +31,11 @@ from bench.machine import goal, spread, write
 from bench.training import LR, make_model
 from rlhpc import Worker
 from rlhpc.config.typed import typed
-from rlhpc.language.config import GrpoConfig
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.cutting import cut_up
-from rlhpc.language.tokens.scores import TokenScores
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.micro_batching import cut_up
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.trainer import TokenTrainer
 
 LAYERS, WIDTH, VOCABULARY, SAMPLES, MAX_TOKENS = 4, 256, 8192, 32, 4096
 SHORTEST, LONGEST = 64, 1024

@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from bench.demo_agent import ROOT, curve, rlhpc
 from bench.machine import write
-from rlhpc.language.environments import kuhn
-from rlhpc.language.environments.numbers import Guess
+from rlhpc.language.envs import games as kuhn
+from rlhpc.language.envs.games import Guess
 
 KUHN, GUESS = "configs/agents/kuhn_poker.yaml", "configs/agents/guess.yaml"
 MOST = 0.25

@@ -7,9 +7,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from rlhpc.language.algorithm.base import Reduce
-from rlhpc.language.algorithm.policy_gradient import TURN_REWARDS, PolicyGradient
-from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.algorithms.base import Reduce
+from rlhpc.language.algorithms.policy_gradient import TURN_REWARDS, PolicyGradient
+from rlhpc.language.models.token_batch import TokenBatch
 
 
 class ShuffledRewards(PolicyGradient):

@@ -28,8 +28,8 @@ from collections.abc import Sequence
 from bench.machine import write
 from bench.taken import CAPACITY, GROUP, PROMPTS, RANKS, lengths
 from rlhpc import Channel, Cluster, NodePlacementStrategy, Session, Worker
-from rlhpc.language.roles.prompts import DELIVERED, WORK
-from rlhpc.language.roles.work import Ledger, Takings
+from rlhpc.language.rollout.prompt_queue import Ledger, Takings
+from rlhpc.language.training.prompt_dispatch import DELIVERED, WORK
 from rlhpc.runtime.channel import QueueEmpty
 
 TOKEN_S = 0.002

@@ -21,8 +21,8 @@ import numpy as np
 
 from bench.machine import spread, write
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
-from rlhpc.language.roles.prompts import DELIVERED, WORK
-from rlhpc.language.roles.work import Ledger, Takings
+from rlhpc.language.rollout.prompt_queue import Ledger, Takings
+from rlhpc.language.training.prompt_dispatch import DELIVERED, WORK
 
 RANKS, PROMPTS, GROUP, CAPACITY, TOKEN_S = (2, 4, 8), 64, 8, 32, 0.002
 

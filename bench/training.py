@@ -24,11 +24,11 @@ from omegaconf import OmegaConf
 from bench.machine import spread, write
 from rlhpc import Worker
 from rlhpc.config.typed import typed
-from rlhpc.language.config import GrpoConfig
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.cutting import micro_batches
-from rlhpc.language.tokens.scores import TokenScores
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.micro_batching import micro_batches
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.trainer import TokenTrainer
 
 #: name: layers, width, vocabulary, sequences a step, longest sequence
 SIZES = {"1M": (4, 128, 512, 64, 96), "20M": (6, 384, 16384, 16, 192)}

@@ -92,7 +92,7 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from rlhpc.config.typed import typed
-    from rlhpc.language.config import GrpoConfig, minibatch_size
+    from rlhpc.language.config.run import GrpoConfig, minibatch_size
     from rlhpc.language.data import make_dataset
     from rlhpc.runs.configuration import load_config
 

@@ -84,7 +84,7 @@ def warm_fork_servers() -> Iterator[None]:
 def architectures_are_looked_at_here() -> Iterator[None]:
     """vLLM has a Python of its own look at each architecture's class, lest that touch an accelerator: eight seconds each; and
     it looks for its kernels in all modules of the process, once an engine."""
-    from rlhpc.language.engines.vllm_process import VLLMProcess
+    from rlhpc.language.engines.vllm_launch import VLLMProcess
 
     build = VLLMProcess._build
 

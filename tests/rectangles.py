@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.divergence import Full, Top, top_logprobs
-from rlhpc.language.tokens.rows import LogitRows, RowReader, Said, read_rows
-from rlhpc.language.tokens.scores import TokenScores
+from rlhpc.language.models.divergence import Full, Top, top_logprobs
+from rlhpc.language.models.logprobs import LogitRows, RowReader, Said, TokenScores, read_rows
+from rlhpc.language.models.token_batch import TokenBatch
 
 
 def scores_of(

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from bench.gpu.part import Report, dtype_for, free_bytes, make_model, size_for, timed
 from rlhpc.config.typed import typed
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
 from rlhpc.runtime.errors import ConfigError
 

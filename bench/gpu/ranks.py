@@ -12,9 +12,9 @@ import torch
 from bench.gpu.part import Size, peak_bytes, timed
 from bench.training import make_batches
 from rlhpc import Cluster, NodePlacementStrategy, PackedPlacementStrategy, Session, Worker, WorkerGroup
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.scores import TokenScores
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.trainer import TokenTrainer
 from rlhpc.runs.device import own_device
 from rlhpc.runtime.devices import empty_cache
 from rlhpc.weights import make_sync

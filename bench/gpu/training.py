@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from bench.gpu.part import Report, dtype_for, make_model, size_for
 from bench.gpu.ranks import Trains, groups
 from rlhpc.config.typed import typed
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config.run import GrpoConfig
 
 #: By the name of its figures, what is set below `actor`.
 BACKENDS: dict[str, dict[str, Any]] = {

@@ -219,14 +219,14 @@ def _pairs(args: argparse.Namespace) -> int:
     words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
     cfg = load_config(config, words, training=False, theirs=theirs)
     output = check_file("--output", Path(args.output))
-    from rlhpc.language.config import answers
+    from rlhpc.language.config.run import answers
 
     if not answers(cfg):
         kind = kind_of(cfg).name
         raise ConfigError(
             f"{config}: runs of kind {kind} do not answer problems; pairs come from reasoning or sft runs"
         )
-    from rlhpc.language.make_pairs import describe, make_pairs
+    from rlhpc.language.evaluation.preference_pairs import describe, make_pairs
 
     result = make_pairs(
         cfg, checkpoint, output, suite=args.suite, samples=args.samples, temperature=args.temperature,

@@ -59,7 +59,7 @@ def _scorers(paths: RunPaths) -> dict[str, dict[str, str]]:
     Raises:
         ConfigError: There are none.
     """
-    from rlhpc.language.agents.feedback import FEEDBACK
+    from rlhpc.language.agents.gateway.feedback import FEEDBACK
 
     folder = require_driver(paths) / FEEDBACK
     found = {path.stem: json.loads(path.read_bytes()) for path in sorted(folder.glob("*.json"))}

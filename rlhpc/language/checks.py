@@ -10,22 +10,22 @@ from rlhpc.algorithms.registry import REWARD_LOSSES
 from rlhpc.config.constraints import Fail, check_choice
 from rlhpc.config.parallel import check_parallel
 from rlhpc.config.typed import plain, select
-from rlhpc.language.agent_config import AgentConfig
-from rlhpc.language.algorithm.checks import check_algorithm
-from rlhpc.language.algorithm.registry import ALGORITHMS, make_algorithm
-from rlhpc.language.config import (
+from rlhpc.language.algorithms.checks import check_algorithm
+from rlhpc.language.algorithms.registry import ALGORITHMS, make_algorithm
+from rlhpc.language.config.agents import AgentConfig
+from rlhpc.language.config.data import SourceConfig
+from rlhpc.language.config.run import (
     GrpoConfig,
     LanguageConfig,
+    RewardRunConfig,
     SftConfig,
-    SourceConfig,
     TrainedLanguageConfig,
     minibatch_size,
     responses_per_step,
 )
 from rlhpc.language.engines.registry import ENGINES
-from rlhpc.language.environments.registry import find_environment
-from rlhpc.language.policies import roles_of
-from rlhpc.language.reward_config import RewardRunConfig
+from rlhpc.language.envs.registry import find_environment
+from rlhpc.language.multi_policy import roles_of
 from rlhpc.language.scoring.checks import OWN_VALUES, check_group_sections
 from rlhpc.language.scoring.groups import (
     AGENT,

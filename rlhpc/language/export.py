@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,13 +32,191 @@ from rlhpc.checkpoint.state import load_tensors
 from rlhpc.checkpoint.store import require_valid
 from rlhpc.config.sections import LoraConfig
 from rlhpc.jobs.paths import MODEL, model_name
-from rlhpc.language.model_config import PretrainedConfig
+from rlhpc.language.config.models import PretrainedConfig
 from rlhpc.language.scoring.groups import CRITIC
-from rlhpc.language.streamed import stream_folder, stream_shards, untrained_weights
 from rlhpc.runtime.disk_errors import advice
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import expand_home, read_json, write_durably
 from rlhpc.runtime.trust import Trust
+
+if TYPE_CHECKING:
+    from rlhpc.checkpoint.tensor_slice import Box
+    from rlhpc.language.config.models import PretrainedConfig
+    from rlhpc.training.safetensors_writer import Layout
+
+
+_PREFIX = "model."
+Written = Iterator[tuple[str, "Box", torch.Tensor]]
+
+
+def stream_shards(
+    folder: Path,
+    shards: Path,
+    model: PretrainedConfig,
+    dtype: torch.dtype,
+    load: Callable[..., Any],
+    base: str,
+    frozen: Container[str] = (),
+) -> int:
+    """Writes the Hugging Face folder of a sharded checkpoint that has all trained weights, box by box.
+
+    Args:
+        folder: Made if missing.
+        shards: The checkpoint's.
+        model: A folder with config and tokenizer of the model.
+        dtype: Of the weights written.
+        load: How a model like that is built: `load_causal_lm`, or `load_scalar_model`.
+        base, frozen: See `untrained_weights`.
+
+    Returns:
+        How many parameters there are.
+
+    Raises:
+        CheckpointError: A file is damaged, or is of another model.
+    """
+    from rlhpc.checkpoint.tensor_slice import whole
+    from rlhpc.training.distributed_checkpoint import saved_boxes
+    from rlhpc.training.parameter_names import checkpoint_parts
+    from rlhpc.training.shard_layout import within
+
+    skeleton = load(model, dtype=dtype, empty=True)
+    layout, shapes = _layout(skeleton, dtype)
+    parts, known = checkpoint_parts(skeleton, shapes), dict[str, list[Any]]()
+    for name, path, box in saved_boxes(shards):
+        if name.startswith(_PREFIX):
+            known.setdefault(name.removeprefix(_PREFIX), []).append((path, box))
+    if unknown := sorted(known.keys() - shapes.keys()):
+        raise CheckpointError(f"{shards}: {unknown[0]} is not of the model that the checkpoint describes")
+
+    def written() -> Written:
+        for name, boxes in known.items():
+            for read, box in boxes:
+                values = read()
+                for part in parts[name]:
+                    if (cut := within(part.index, box, whole(box.sizes))) is not None:
+                        yield part.name, cut[0], values[cut[1]]
+        for name, values in untrained_weights(skeleton, known, frozen, model, base, load, shards):
+            for part in parts[name]:
+                yield part.name, whole(part.shape), part.of(values)
+
+    _write(folder, skeleton, model, layout, written())
+    return layout.parameters
+
+
+def stream_folder(
+    folder: Path, model: PretrainedConfig, dtype: torch.dtype, load: Callable[..., Any]
+) -> tuple[bool, int]:
+    """Writes another model's folder anew, in another dtype, a tensor at a time.
+
+    Returns:
+        Whether it could: its weights are in safetensors, under the names that transformers writes; and the parameters.
+    """
+    from rlhpc.checkpoint.tensor_slice import whole
+    from rlhpc.language.models.loading import model_file
+    from rlhpc.training.safetensors_reader import Slices
+    from rlhpc.training.safetensors_writer import missing
+
+    slices = Slices.of(partial(model_file, str(model.model_path)))
+    skeleton = load(model, dtype=dtype, empty=True)
+    if slices is None or missing(skeleton, slices, iter(())):
+        return False, 0
+    layout, _ = _layout(skeleton, dtype)
+
+    def written() -> Written:
+        with slices:
+            for name, place in layout.places.items():
+                yield name, whole(place.shape), slices.read(name)
+
+    _write(folder, skeleton, model, layout, written())
+    return True, layout.parameters
+
+
+def _layout(skeleton: Any, dtype: torch.dtype) -> tuple[Layout, dict[str, tuple[int, ...]]]:
+    """Where its tensors go, and their shapes by the module's own names."""
+    from rlhpc.training.safetensors_writer import Layout
+    from rlhpc.training.shard_layout import held, names_and_shapes
+
+    tensors = names_and_shapes(skeleton).items()
+    layout = Layout({name: (shape, dtype if kind.is_floating_point else kind) for name, (shape, kind) in tensors})
+    return layout, {name: tuple(tensor.shape) for name, tensor in held(skeleton)}
+
+
+def untrained_weights(
+    skeleton: Any,
+    trained: Container[str],
+    frozen: Container[str],
+    model: PretrainedConfig,
+    base: str,
+    load: Callable[..., Any],
+    source: Path,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Reads what a checkpoint of training lacks, frozen parameters and buffers, from the model that training began from.
+
+    Args:
+        skeleton: The model on the meta device.
+        trained: Names in the module of what the checkpoint has.
+        frozen: Names in the module of the parameters that were frozen in training. Any other that is lacking is a fault.
+        model: The section that `skeleton` was made of.
+        base: Where the model that training began from is.
+        load: Builds a model like that: `load_causal_lm`, or `load_scalar_model`.
+        source: What messages call the checkpoint.
+
+    Yields:
+        Whole tensors by their names in the module, one at a time. Tied ones come once.
+
+    Raises:
+        CheckpointError: A trained parameter is missing, or the base model's tensor has another shape.
+        ConfigError: The base model is not there.
+    """
+    from rlhpc.language.models.loading import model_file
+    from rlhpc.training.parameter_names import checkpoint_parts
+    from rlhpc.training.safetensors_reader import Slices
+    from rlhpc.training.shard_layout import held
+
+    parameters = {name for name, _ in skeleton.named_parameters()}
+    lacking = {name: tuple(tensor.shape) for name, tensor in held(skeleton) if name not in trained}
+    for name, shape in lacking.items():
+        if name in parameters and name not in frozen:
+            raise CheckpointError(f"{source}: {name} {list(shape)} is missing")
+    if not lacking:
+        return
+    parts, slices = checkpoint_parts(skeleton, lacking), Slices.of(partial(model_file, base))
+    if slices is not None and all(part.name in slices.files for name in lacking for part in parts[name]):
+        with slices:
+            for name, shape in lacking.items():
+                pieces = {part: slices.read(part.name) for part in parts[name]}
+                values = torch.empty(shape, dtype=next(iter(pieces.values())).dtype)
+                for part, piece in pieces.items():
+                    _require_shape(base, part.name, piece, part.shape)
+                    part.of(values).copy_(piece)
+                yield name, values
+        return
+    there: dict[str, torch.Tensor] = load(dataclasses.replace(model, model_path=base), dtype=torch.float32).state_dict()
+    for name, shape in lacking.items():
+        if name not in there:
+            raise CheckpointError(f"{source}: {name} {list(shape)} is missing, also in {base}")
+        _require_shape(base, name, there[name], shape)
+        yield name, there[name]
+
+
+def _require_shape(base: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"{base}: {name} is {list(tensor.shape)} there, and {list(shape)} in the model that was trained; "
+            "name the model that training began from with --base"
+        )
+
+
+def _write(folder: Path, skeleton: Any, model: PretrainedConfig, layout: Layout, boxes: Written) -> None:
+    from rlhpc.language.models.loading import model_files
+    from rlhpc.runtime.files import write_durably
+
+    layout.begin(folder)
+    layout.write(folder, boxes)
+    for name, data in model_files(skeleton, model).items():
+        write_durably(folder / name, data)
+    layout.finish(folder)
+
 
 FORMAT = 1
 CONVERSION = "conversion.json"
@@ -87,9 +266,8 @@ def export_language_model(
         CheckpointError: The checkpoint has faults, or the target cannot be written.
         ConfigError: The model that training began from is needed and not there, or there is no adapter.
     """
-    from rlhpc.language.tokens.files import FOLDER
-    from rlhpc.language.tokens.model import DTYPES, export_model, load_causal_lm
-    from rlhpc.language.tokens.scalar import HEAD, load_scalar_model
+    from rlhpc.language.models.loading import DTYPES, FOLDER, export_model, load_causal_lm
+    from rlhpc.language.models.value_head import HEAD, load_scalar_model
 
     checkpoint = expand_home(checkpoint).absolute()
     require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert --checkpoint <folder>")
@@ -186,7 +364,7 @@ def _one_head(weights: dict[str, torch.Tensor], critic: bool, known: set[str]) -
         critic: The one for values is wanted.
         known: The weights that the model with one has; empty if these are an adapter's.
     """
-    from rlhpc.language.tokens.scalar import HEAD, VALUE_HEAD
+    from rlhpc.language.models.value_head import HEAD, VALUE_HEAD
 
     mine = f"{VALUE_HEAD}."
     if not critic:
@@ -229,8 +407,8 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
         ConfigError: The model cannot be loaded.
         CheckpointError: The target cannot be written.
     """
-    from rlhpc.language.tokens.model import DTYPES, export_model, load_causal_lm
-    from rlhpc.language.tokens.scalar import is_classifier, load_scalar_model
+    from rlhpc.language.models.loading import DTYPES, export_model, load_causal_lm
+    from rlhpc.language.models.value_head import is_classifier, load_scalar_model
 
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
@@ -277,8 +455,7 @@ def _export_adapted(
     head: str | None,
 ) -> None:
     """Writes the adapter, or the model with it merged, by the same functions as the backends use."""
-    from rlhpc.language.tokens.files import export_adapter
-    from rlhpc.language.tokens.model import export_model
+    from rlhpc.language.models.loading import export_adapter, export_model
     from rlhpc.training import lora
 
     source = dataclasses.replace(model, model_path=str(base or about["model_path"]))

@@ -15,8 +15,8 @@ from rlhpc.language.agents.registry import (
     outside_agent,
     world_of,
 )
-from rlhpc.language.config import GrpoConfig, LanguageConfig, TrainedLanguageConfig
-from rlhpc.language.policies import ENVIRONMENT
+from rlhpc.language.config.run import GrpoConfig, LanguageConfig, TrainedLanguageConfig
+from rlhpc.language.multi_policy import ENVIRONMENT
 from rlhpc.language.scoring.groups import AGENT, CRITIC, group_roles, scoring_groups
 from rlhpc.runs.model_names import model_resource
 from rlhpc.runs.preflight import FILES, Check, Need, Resource, path_resource, strongest
@@ -46,7 +46,7 @@ def answer_checks(cfg: LanguageConfig, tokenizer: Callable[[], Any], resource: R
     yield from _agent_checks(cfg, tokenizer, resource)
     yield from _reward_checks(cfg)
     if select(cfg, "runner.val_check_interval") > 0:
-        from rlhpc.language.evaluate import problems_of, suites_of
+        from rlhpc.language.evaluation.evaluate import problems_of, suites_of
 
         for name, section in suites_of(cfg).items():
 
@@ -73,7 +73,7 @@ def _agent_checks(cfg: LanguageConfig, tokenizer: Callable[[], Any], resource: R
 
 def _reward_checks(cfg: LanguageConfig) -> Iterator[Check]:
     from rlhpc.language.rewards.pool import build_inline, find_terms
-    from rlhpc.language.scoring.asking import Judging, own_terms
+    from rlhpc.language.scoring.reward_aggregator import Judging, own_terms
 
     sections = own_terms(cfg)
     terms = find_terms(cfg.reward, sections) if sections else []

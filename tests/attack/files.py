@@ -31,7 +31,7 @@ from rlhpc.embodied.data.trajectories import read_maniskill
 from rlhpc.embodied.evaluation.evaluate import evaluate_checkpoint
 from rlhpc.embodied.export import export_checkpoint, load_exported
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.language.data.tables import Hdf5File, JsonLines
+from rlhpc.language.data.table_sources import Hdf5File, JsonLines
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import CheckpointError, ConfigError, RlhpcError
 

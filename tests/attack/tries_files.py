@@ -139,7 +139,7 @@ FORMS = {
 
 @functools.cache
 def judge() -> Any:
-    from rlhpc.language.rewards.programs import CodeReward
+    from rlhpc.language.rewards.code_reward import CodeReward
 
     return CodeReward(partial=True, timeout_s=10.0, sandbox={"memory_mb": 512})
 

@@ -80,8 +80,8 @@ server.serve_forever()
 
 def take_over(ready: str, thief: str, address: str, slow: float, by_argument: bool = True) -> str:
     """Another user is at the service's port before the service is; then an agent asks the service."""
-    from rlhpc.language.agent_config import ServiceConfig
     from rlhpc.language.agents.services import Services
+    from rlhpc.language.config.agents import ServiceConfig
     from rlhpc.runtime.errors import RlhpcError
 
     if os.getuid():

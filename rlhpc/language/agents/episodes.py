@@ -16,17 +16,86 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.language.agents.helpers import Helpers
-from rlhpc.language.agents.policy_text import valid_text
-from rlhpc.language.agents.shown import content_of, looker_of, message_text
-from rlhpc.language.data.pictures import Looker, Seen, joined
+from rlhpc.language.agents.chat_content import content_of, looker_of, message_text
+from rlhpc.language.data.images import Looker, Seen, joined
 from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.data.tokenizer import without_end
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
-from rlhpc.language.engines.ends import without_end
+from rlhpc.language.policy_text import valid_text
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from rlhpc.language.rewards.base import Sample
+
+E = TypeVar("E")
+
+
+class Helpers(Generic[E]):
+    """Threads that call an agent. One that does not come back is given up, and another takes its place.
+
+    Args:
+        respond: What they call: with an episode, and the text of a turn.
+        timeout_s: Longest time for one answer.
+        threads: How many.
+
+    Attributes:
+        answers: Of the agent, or what it raised, with the ticket.
+    """
+
+    def __init__(self, respond: Callable[[E, str], Any], timeout_s: float, threads: int) -> None:
+        self._respond, self._timeout_s = respond, timeout_s
+        self._asked: queue.SimpleQueue[tuple[int, E, str] | None] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._since: dict[int, float] = {}
+        self._threads = 0
+        self._most = threads
+
+    def ask(self, ticket: int, episode: E, text: str) -> None:
+        """Has a turn answered, as soon as a thread is free."""
+        self._asked.put((ticket, episode, text))
+        self._enlist()
+
+    def _enlist(self) -> None:
+        if self._threads < self._most and not self._asked.empty():
+            self._threads += 1
+            threading.Thread(target=self._work, name="rlhpc-agent", daemon=True).start()
+
+    def _work(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            ticket, episode, text = asked
+            self._since[ticket] = time.monotonic()
+            try:
+                answer: Any = self._respond(episode, text)
+                if not isinstance(answer, (str, dict, type(None))):
+                    raise TypeError(f"respond gave a {type(answer).__name__}; allowed: str, dict, None")
+            except Exception as error:
+                answer = error
+            if self._since.pop(ticket, None) is None:
+                return  # given up meanwhile: somebody else has this thread's place
+            self.answers.put((ticket, answer))
+
+    def overdue(self) -> list[int]:
+        """Tickets whose answer takes too long; they are forgotten."""
+        late = time.monotonic() - self._timeout_s
+        tickets = [ticket for ticket, since in list(self._since.items()) if since < late]
+        found = [ticket for ticket in tickets if self._since.pop(ticket, None) is not None]
+        self._threads -= len(found)
+        for _ in found:
+            self._enlist()
+        return found
+
+    def close(self) -> None:
+        """Ends the threads that wait."""
+        for _ in range(self._threads):
+            self._asked.put(None)
+
 
 log = logging.getLogger(__name__)
 _IDLE_S = 0.01
@@ -383,3 +452,27 @@ def _append(episode: Episode, completion: Completion) -> None:
 def _seed(seed: int, after: int) -> int:
     """The seed of what follows so many turns or tokens: with that of the first it would draw the same random numbers again."""
     return (seed * 0x9E3779B1 + after * 0x85EBCA6B) % (1 << 31)
+
+
+def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, finished: bool) -> Sample:
+    """An episode's last answer, or what its agent calls the response.
+
+    Args:
+        prompt: What it is about.
+        episode: Ended.
+        tokenizer: Of the model.
+        finished: Whether it ended by itself.
+    """
+    text, meta, outcome = None, prompt.meta, episode.outcome
+    if outcome is not None:
+        text = outcome.response
+        meta = {**meta, "agent": {"reward": outcome.reward, "error": outcome.error, "later": outcome.later}}
+    if text is None:
+        text = tokenizer.decode(without_end(episode.token_ids, tokenizer), skip_special_tokens=True)
+    tokens = tokens_of(episode)
+    return Sample(prompt.question, text, prompt.answer, meta, tokens, finished, prompt.messages, prompt.tools)
+
+
+def tokens_of(episode: Episode) -> int:
+    """Tokens that the model wrote in it and that may be trained on."""
+    return sum(int(np.count_nonzero(sample.loss_mask)) for sample in episode.samples)

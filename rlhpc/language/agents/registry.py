@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from rlhpc.config.typed import plain, select
 from rlhpc.language.agents.episodes import Agent, Episode, Episodes
-from rlhpc.language.agents.tools import ToolAgent
+from rlhpc.language.agents.inline_agents import ToolAgent
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Request, RolloutBackend
-from rlhpc.language.environments.registry import find_environment
-from rlhpc.language.policies import ENVIRONMENT, policies_of, roles_of
+from rlhpc.language.envs.registry import find_environment
+from rlhpc.language.multi_policy import ENVIRONMENT, policies_of, roles_of
 from rlhpc.language.scoring.groups import AGENT, placed
 from rlhpc.runtime.context import installed
 from rlhpc.runtime.errors import ConfigError
@@ -24,11 +24,11 @@ from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.plugins import Registry, required
 
 if TYPE_CHECKING:
-    from rlhpc.language.agents.harnesses import Program
-    from rlhpc.language.agents.outside import Elsewhere, Options, OutsideEpisodes
-    from rlhpc.language.agents.parsers import Parsers
-    from rlhpc.language.agents.played import World
-    from rlhpc.language.config import LanguageConfig
+    from rlhpc.language.agents.agent_processes import Program
+    from rlhpc.language.agents.external import Elsewhere, Options, OutsideEpisodes
+    from rlhpc.language.agents.gateway.output_parsers import Parsers
+    from rlhpc.language.agents.inline_agents import World
+    from rlhpc.language.config.run import LanguageConfig
 
 #: Episodes on an engine, whoever answers the model or asks it.
 Generation: TypeAlias = Union[Episodes, "OutsideEpisodes"]
@@ -52,7 +52,7 @@ __all__ = [
     "run_episodes",
 ]
 AGENTS: Registry[Callable[..., Agent]] = Registry(
-    "agent", "rollout.agent", "rlhpc.agents", {"tools": "rlhpc.language.agents.tools:ToolAgent"}
+    "agent", "rollout.agent", "rlhpc.agents", {"tools": "rlhpc.language.agents.inline_agents:ToolAgent"}
 )
 register_agent = AGENTS.register
 
@@ -116,7 +116,7 @@ def make_generation(
     inside = configured_agent(cfg)
     if cfg.agent.kind == INLINE:
         return Episodes(backend, tokenizer, inside, cfg.rollout.max_turns)
-    from rlhpc.language.agents.outside import OutsideEpisodes
+    from rlhpc.language.agents.external import OutsideEpisodes
 
     parsers, options = outside_agent(cfg, tokenizer)
     context = int(getattr(backend, "context", sys.maxsize))
@@ -145,9 +145,9 @@ def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Options
         ConfigError: The model has no chat template, there is no such parser, or a package is missing.
     """
     required("aiohttp", f"agent.kind={cfg.agent.kind} needs aiohttp")
-    from rlhpc.language.agents.outside import Options
-    from rlhpc.language.agents.parsers import Parsers
-    from rlhpc.language.agents.sessions import Limits
+    from rlhpc.language.agents.external import Options
+    from rlhpc.language.agents.gateway.output_parsers import Parsers
+    from rlhpc.language.agents.gateway.sessions import Limits
 
     agent = cfg.agent
     if not tokenizer.chat_template:
@@ -175,9 +175,9 @@ def program_of(cfg: LanguageConfig, addresses: Mapping[str, str] | None = None) 
         cfg: The configuration.
         addresses: Of `agent.services`.
     """
-    from rlhpc.language.agents.harnesses import Program
+    from rlhpc.language.agents.agent_processes import Program
+    from rlhpc.language.agents.runner.shell import LIMITS
     from rlhpc.language.agents.services import placed_in
-    from rlhpc.language.agents.shells import LIMITS
 
     agent, addresses = cfg.agent, addresses or {}
     servers = [{"command": plain(s.command), "url": s.url, "shell": s.shell} for s in agent.servers]
@@ -207,7 +207,7 @@ def _private_paths(cfg: LanguageConfig) -> tuple[str, ...]:
 
 def world_of(cfg: LanguageConfig) -> World:
     """The world that `agent.kind: environment` is about."""
-    from rlhpc.language.agents.played import World
+    from rlhpc.language.agents.inline_agents import World
 
     kwargs = plain(cfg.agent.kwargs)
     return World(partial(find_environment(str(cfg.agent.target), kwargs), **kwargs), cfg.agent.episodes_per_rank)
@@ -219,7 +219,7 @@ def check_harness(cfg: LanguageConfig) -> None:
     Raises:
         ConfigError: Its interpreter or the agent's module cannot be had.
     """
-    from rlhpc.language.agents.harnesses import Harnesses
+    from rlhpc.language.agents.agent_processes import Harnesses
 
     program = program_of(cfg)
     # The ranks of a group `agent` try it themselves: they may be on nodes that have other things.
@@ -234,7 +234,7 @@ def check_sandbox(cfg: LanguageConfig) -> None:
     Raises:
         ConfigError: It does not work here.
     """
-    from rlhpc.language.agents.harnesses import require_sandbox
+    from rlhpc.language.agents.agent_processes import require_sandbox
 
     if AGENT not in placed(cfg):
         require_sandbox(program_of(cfg))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import logging
@@ -9,7 +10,9 @@ import os
 import shutil
 import socket
 import subprocess
+import threading
 import time
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +20,11 @@ from typing import Any
 
 import psutil
 
-from rlhpc.language.agent_config import ServiceConfig
+from rlhpc.language.config.agents import ServiceConfig
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.imports import run_module
 from rlhpc.runtime.proxies import without_proxy
-from rlhpc.runtime.scratch import make_temporary_folder
+from rlhpc.runtime.scratch import folder_for_sockets, make_temporary_folder
 from rlhpc.runtime.tcp_sockets import loopback_listeners, socket_inodes
 
 log = logging.getLogger(__name__)
@@ -150,7 +153,7 @@ def _start(section: ServiceConfig, folder: Path, before: str | None) -> _Running
     said = folder / f"service-{section.name}-{os.uname().nodename}.log"
     with said.open("ab") as file:
         process = subprocess.Popen(
-            run_module("rlhpc.language.agents.keeper", *command), stdin=subprocess.PIPE, stdout=file, stderr=file,
+            run_module("rlhpc.language.agents.runner.keeper", *command), stdin=subprocess.PIPE, stdout=file, stderr=file,
             env={**os.environ, **without_proxy(), "PORT": str(port)},
         )  # fmt: skip
     return _Running(section, f"{_LOOPBACK}:{port}", process, said)
@@ -204,3 +207,52 @@ def _answers(running: _Running) -> bool:
             connection.close()
     except (OSError, http.client.HTTPException):
         return False
+
+
+_CHUNK = 1 << 16
+_START_S = 60.0
+
+
+class Relays:
+    """Leads to gateways on other nodes, by one socket each."""
+
+    def __init__(self) -> None:
+        self._folder = folder_for_sockets("agents")
+        self._sockets: dict[str, str] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rlhpc-relays", daemon=True)
+        self._thread.start()
+
+    def to(self, url: str) -> str:
+        """The path of the socket that leads to a gateway."""
+        if url not in self._sockets:
+            path = str(self._folder / f"model-{len(self._sockets)}")
+            asyncio.run_coroutine_threadsafe(self._listen(url, path), self._loop).result(_START_S)
+            self._sockets[url] = path
+        return self._sockets[url]
+
+    async def _listen(self, url: str, path: str) -> None:
+        where = urllib.parse.urlsplit(url)
+
+        async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                there, back = await asyncio.open_connection(where.hostname, where.port)
+                await asyncio.gather(_pass(reader, back), _pass(there, writer))
+            writer.close()
+
+        await asyncio.start_unix_server(lead, path)
+
+    def close(self) -> None:
+        """Ends them."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(_CHUNK):
+            writer.write(data)
+            await writer.drain()
+    with contextlib.suppress(OSError):  # the other direction may go on
+        writer.write_eof()

@@ -8,15 +8,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.language.config import DataSourceConfig, SourceConfig
-from rlhpc.language.data.conversations import Message, is_plain, last_turn, read_messages, written
+from rlhpc.language.config.data import DataSourceConfig, SourceConfig
+from rlhpc.language.data.chat_messages import Message, is_plain, last_turn, read_messages, written
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.data.registry import WordedDataset, make_dataset
-from rlhpc.language.data.tokens import PromptTokenizer
+from rlhpc.language.data.tokenizer import PromptTokenizer
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlhpc.language.reward_config import PairSourceConfig
+    from rlhpc.language.config.data import PairSourceConfig
 
 
 @dataclass(frozen=True)

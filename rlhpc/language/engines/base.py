@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from rlhpc.checkpoint.tensor_slice import Box
-    from rlhpc.language.data.pictures import Seen
+    from rlhpc.language.data.images import Seen
     from rlhpc.weights.delta import Elements
 
 
@@ -236,3 +236,8 @@ def taking_parts(engine: RolloutBackend) -> TakesParts | None:
 #: What makes an engine: called with the configuration and `model_path`, `device` and `seed` by name; for one of several ranks
 #: (`rollout.parallel`) with a `lockstep.Link`, too, as `link`.
 EngineFactory = Callable[..., RolloutBackend]
+
+
+def beyond_context(key: str, limit: int, context: int) -> str:
+    """Returns the message about a `max_model_len` that the model's context does not reach."""
+    return f"{key} is {limit}; the model's context is {context} (at most that)"

@@ -10,24 +10,205 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlhpc.language.engines.base import Completion, Request
-from rlhpc.language.engines.ends import StopTexts, end_tokens, find_tokenizer, first_line, load_model_config
-from rlhpc.language.engines.engine import Engine, EngineOptions, fitting_update
-from rlhpc.language.engines.forward import Forward
-from rlhpc.language.engines.kv import KeyValues, moves_into_places
-from rlhpc.language.engines.ledger import Ledger
-from rlhpc.language.engines.sampling import Rows, draw
-from rlhpc.language.fit_checks import beyond_context
-from rlhpc.language.hugging_face import no_progress_bar, transformers
-from rlhpc.language.tokens.model import auto_class
-from rlhpc.language.tokens.pictures import tell_places
-from rlhpc.language.tokens.routing import Routing, routing_of
+from rlhpc.language.data.tokenizer import StopTexts, end_tokens, find_tokenizer, first_line
+from rlhpc.language.engines.base import Completion, Request, beyond_context
+from rlhpc.language.engines.batch_invariance import KeyValues, moves_into_places
+from rlhpc.language.engines.common import Engine, EngineOptions, fitting_update
+from rlhpc.language.engines.hf_forward import Forward
+from rlhpc.language.hugging_face import load_model_config, no_progress_bar, transformers
+from rlhpc.language.models.loading import auto_class
+from rlhpc.language.models.moe_routing import Routing, routing_of
+from rlhpc.language.models.vision import tell_places
 from rlhpc.runtime.devices import empty_cache, moved
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.weights.delta import Elements, put
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import LanguageConfig
+    from rlhpc.language.config.run import LanguageConfig
+import numpy as np
+
+
+def uniforms(request: Request, count: int) -> np.ndarray:
+    """The request's random numbers in [0, 1), one per token. They depend on its seed alone."""
+    generator = np.random.Generator(np.random.Philox(key=request.seed % 2**128))
+    return generator.random(count)
+
+
+class Rows:
+    """Sampling parameters of the rows under way, as tensors on the device."""
+
+    def __init__(self, requests: Sequence[Request], vocabulary: int, device: torch.device) -> None:
+        temperature = [request.sampling.temperature for request in requests]
+        top_p = [request.sampling.top_p for request in requests]
+        top_k = [min(k, vocabulary) if (k := request.sampling.top_k) > 0 else vocabulary for request in requests]
+        self.temperature = torch.tensor(temperature, dtype=torch.float32, device=device).unsqueeze(1)
+        self.greedy = self.temperature == 0.0
+        self.divisor = torch.where(self.greedy, 1.0, self.temperature)
+        self.any_greedy, self.all_greedy = 0.0 in temperature, not any(temperature)
+        self.scaled = any(t not in (0.0, 1.0) for t in temperature)
+        self.filtered = any(p < 1.0 for p in top_p) or any(k < vocabulary for k in top_k)
+        self.top_p = torch.tensor(top_p, dtype=torch.float64, device=device).unsqueeze(1)
+        self.top_k = torch.tensor(top_k, dtype=torch.int64, device=device).unsqueeze(1)
+
+
+def draw(logits: Tensor, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws one token for each row.
+
+    A token is where the cumulative probability passes the row's random number, so a row needs one number per token, not
+    one per entry of the vocabulary. The sum is taken in float64: in float32 it loses the tail of a large vocabulary.
+
+    Args:
+        logits: `[N, V]`.
+        rows: Sampling parameters of the N rows.
+        noise: `[N]` float64 in [0, 1).
+
+    Returns:
+        Token ids `[N]` and their log-probs `[N]` after temperature, before top-p and top-k; rows of temperature 0 get
+        those of temperature 1.
+    """
+    logits = logits.float()
+    if rows.scaled:
+        logits = logits / rows.divisor
+    logprobs = torch.log_softmax(logits, dim=-1)
+    if rows.all_greedy:
+        tokens = logprobs.argmax(dim=-1, keepdim=True)
+        return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+    mass = logprobs.double().exp_()
+    if rows.filtered:
+        # In the vocabulary's order again afterwards: a row draws the same whether or not another one is filtered.
+        mass = mass.masked_fill_(~_allowed(mass, rows), 0.0)
+    tokens = _pick(mass.cumsum_(dim=-1), noise)
+    if rows.any_greedy:
+        tokens = torch.where(rows.greedy, logprobs.argmax(dim=-1, keepdim=True), tokens)
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+
+
+def _allowed(mass: Tensor, rows: Rows) -> Tensor:
+    """What top-k leaves, and of that the nucleus: tokens before which less than top_p is counted, at least one."""
+    ordered, order = torch.sort(mass, dim=-1, descending=True, stable=True)
+    ordered = ordered.masked_fill_(torch.arange(mass.shape[1], device=mass.device) >= rows.top_k, 0.0)
+    sums = ordered.cumsum(dim=-1)
+    keep = (ordered > 0.0) & ((sums - ordered < rows.top_p * sums[:, -1:]) | (rows.top_p == 1.0))
+    return torch.zeros_like(keep).scatter_(1, order, keep)
+
+
+def _pick(sums: Tensor, noise: Tensor) -> Tensor:
+    """Where each row's cumulative mass passes its random number `[N, 1]`; entries without mass are never taken."""
+    total = sums[:, -1:]
+    # Strictly below the total, or rounding could point past the last entry that has mass.
+    target = torch.minimum(noise.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(sums, target, right=True)
+
+
+class Ledger:
+    """Rows as arrays on the host, so that a step over many of them is a few array operations.
+
+    Args:
+        max_rows: Most rows.
+        vocabulary: Token ids are below this.
+        own_ends: Tokens that end every response.
+        stop_texts: Looks for the texts that end some.
+    """
+
+    def __init__(self, max_rows: int, vocabulary: int, own_ends: frozenset[int], stop_texts: StopTexts) -> None:
+        self.requests: list[Request] = []
+        #: What routers chose for the tokens that were read of each row, part by part.
+        self.experts: list[list[np.ndarray]] = []
+        self._vocabulary, self._own_ends, self._stop_texts = vocabulary, own_ends, stop_texts
+        self._count, self._limit, self._end_set = (np.zeros(max_rows, dtype=np.int64) for _ in range(3))
+        self._watched = np.zeros(max_rows, dtype=bool)
+        self._tokens, self._versions = (np.zeros((max_rows, 64), dtype=np.int64) for _ in range(2))
+        self._logprobs = np.zeros((max_rows, 64), dtype=np.float32)
+        self._noise = np.zeros((max_rows, 64), dtype=np.float64)
+        #: Sets of end tokens, by their line in `_ends`; a row holds the number of its set. There are at most as many as rows.
+        self._end_sets: dict[tuple[int, ...], int] = {}
+        self._ends = np.zeros((0, vocabulary), dtype=bool)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def add(self, request: Request, limit: int) -> None:
+        """A new last row, of at most `limit` tokens."""
+        row = len(self.requests)
+        self.requests.append(request)
+        self.experts.append([])
+        if limit > self._tokens.shape[1]:
+            more = ((0, 0), (0, limit - self._tokens.shape[1]))
+            self._tokens, self._versions = np.pad(self._tokens, more), np.pad(self._versions, more)
+            self._logprobs, self._noise = np.pad(self._logprobs, more), np.pad(self._noise, more)
+        self._count[row], self._limit[row] = 0, limit
+        self._noise[row, :limit] = uniforms(request, limit)
+        self._watched[row] = bool(request.sampling.stop)
+        self._end_set[row] = self._number_of(request.sampling.stop_token_ids, row)
+
+    def _number_of(self, ends: tuple[int, ...], rows: int) -> int:
+        """Returns the number of a set of end tokens; a new one takes the number of one that none of the first rows uses."""
+        if ends in self._end_sets:
+            return self._end_sets[ends]
+        used = set(self._end_set[:rows].tolist())
+        idle = next((known for known, number in self._end_sets.items() if number not in used), None)
+        number = len(self._ends) if idle is None else self._end_sets.pop(idle)
+        line = np.zeros((1, self._vocabulary), dtype=bool)
+        line[0, [i for i in {*ends, *self._own_ends} if 0 <= i < self._vocabulary]] = True
+        if idle is None:
+            self._ends = np.concatenate([self._ends, line])
+        else:
+            self._ends[number] = line
+        self._end_sets[ends] = number
+        return number
+
+    def noise(self, begin: int) -> np.ndarray:
+        """The random numbers of the next token of rows from `begin` on."""
+        rows = np.arange(begin, len(self.requests))
+        return np.asarray(self._noise[rows, self._count[rows]])
+
+    def record(self, begin: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> list[tuple[int, str]]:
+        """Writes down what rows from `begin` on drew; those that end with it, and why."""
+        rows = np.arange(begin, len(self.requests))
+        at = self._count[rows]
+        self._tokens[rows, at], self._logprobs[rows, at], self._versions[rows, at] = tokens, logprobs, version
+        self._count[rows] += 1
+        stopped = self._ends[self._end_set[rows], tokens]
+        for row in rows[self._watched[rows] & ~stopped].tolist():
+            stopped[row - begin] = self._stop_texts.ended(self.said(row), self.requests[row].sampling.stop)
+        ended = stopped | (self._count[rows] >= self._limit[rows])
+        return [(begin + i, "stop" if stopped[i] else "length") for i in np.flatnonzero(ended).tolist()]
+
+    def said(self, row: int) -> list[int]:
+        """The response so far."""
+        tokens: list[int] = self._tokens[row, : self._count[row]].tolist()
+        return tokens
+
+    def completion(self, row: int, reason: str) -> Completion:
+        """The response so far, as it is given back."""
+        count = self._count[row]
+        return Completion(
+            id=self.requests[row].id,
+            token_ids=self.said(row),
+            logprobs=self._logprobs[row, :count].tolist(),
+            versions=self._versions[row, :count].tolist(),
+            finish_reason=reason,
+            experts=np.concatenate(self.experts[row]) if self.experts[row] else None,
+        )
+
+    def move(self, moves: Iterable[tuple[int, int]], left: int) -> None:
+        """Moves rows into the places of others, (from, to), and keeps the first `left`."""
+        for come, to in moves:
+            self.requests[to], self.experts[to] = self.requests[come], self.experts[come]
+            for record in self._records():
+                record[to] = record[come]
+        del self.requests[left:], self.experts[left:]
+
+    def clear(self) -> None:
+        """Forgets all rows."""
+        self.requests, self.experts = [], []
+
+    def _records(self) -> tuple[np.ndarray, ...]:
+        return (
+            self._tokens, self._logprobs, self._versions, self._noise,
+            self._count, self._limit, self._end_set, self._watched,
+        )  # fmt: skip
+
 
 #: Part of the rows that must be free before waiting requests are let in, so that prefills come in batches.
 _ADMIT = 8

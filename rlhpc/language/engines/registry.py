@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rlhpc.config.typed import changed, plain
 from rlhpc.language.engines.base import AwaitsWeights, EngineFactory, RolloutBackend, SaysForkable
-from rlhpc.language.engines.engine import adapters_apart
-from rlhpc.language.policies import folders_of
+from rlhpc.language.engines.common import adapters_apart
+from rlhpc.language.multi_policy import folders_of
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import Registry
 
 if TYPE_CHECKING:
     import torch
 
-    from rlhpc.language.config import LanguageConfig
-    from rlhpc.language.engines.lockstep import Link
+    from rlhpc.language.config.run import LanguageConfig
+    from rlhpc.language.engines.multi_rank import Link
 
 Run = TypeVar("Run", bound="LanguageConfig")
 ENGINES: Registry[EngineFactory] = Registry(
@@ -65,7 +65,7 @@ def make_engine(
             f"rollout.rollout_backend is {cfg.rollout.rollout_backend}, which gets several policies (agent.policies) from a "
             "trainer, as adapters; what was trained is asked by hf: evaluate with --backend hf"
         )
-    from rlhpc.language.engines.several import SeveralPolicies
+    from rlhpc.language.engines.multi_policy import SeveralPolicies
 
     def make(name: str) -> RolloutBackend:
         return make_rollout(cfg, model_path=folders[name], device=device, seed=seed)

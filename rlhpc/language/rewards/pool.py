@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.rewards.base import Reward, Sample, SaysInline
-from rlhpc.language.rewards.judges import judge
+from rlhpc.language.rewards.pool_server import judge
 from rlhpc.language.rewards.registry import REWARDS, build_reward, check_arguments
 from rlhpc.runtime import pickle_stream as wire
 from rlhpc.runtime.errors import ConfigError, RlhpcError
@@ -25,13 +25,13 @@ from rlhpc.runtime.imports import python_path
 from rlhpc.runtime.scratch import make_temporary_folder
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import RewardConfig, RewardTermConfig
+    from rlhpc.language.config.rewards import RewardConfig, RewardTermConfig
 
 log = logging.getLogger(__name__)
 _START_S = 120.0
 """Longest time that a judge may take to build its rewards."""
 _MOST_FAILED_STARTS = 3
-_SERVER = "from rlhpc.language.rewards.judges import main; main()"
+_SERVER = "from rlhpc.language.rewards.pool_server import main; main()"
 
 
 @dataclass(frozen=True)

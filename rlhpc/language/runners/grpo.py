@@ -14,17 +14,16 @@ from rlhpc.algorithms.nonfinite import MOST_IN_A_ROW, nonfinite
 from rlhpc.config.parallel import Sizes
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.language.agents.registry import INLINE
-from rlhpc.language.config import GrpoConfig
-from rlhpc.language.roles.mates import ranks_of_engine
-from rlhpc.language.roles.prompts import PromptMap, evaluation_phase
-from rlhpc.language.roles.untrained import PREFIX as UNTRAINED
-from rlhpc.language.roles.untrained import REASONS
-from rlhpc.language.roles.validation import asked_of_all, validation_metrics
-from rlhpc.language.roles.work import Ledger
-from rlhpc.language.runners.agents import Agents
-from rlhpc.language.runners.agreement import ROUNDS, Agreement
-from rlhpc.language.runners.others import Made, Others
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.rollout.engine_group import ranks_of_engine
+from rlhpc.language.rollout.group_builder import PREFIX as UNTRAINED
+from rlhpc.language.rollout.group_builder import REASONS
+from rlhpc.language.rollout.prompt_queue import Ledger
+from rlhpc.language.rollout.validation import asked_of_all, validation_metrics
+from rlhpc.language.runners.auxiliary_groups import Agents, Made, Others
+from rlhpc.language.runners.engine_check import ROUNDS, Agreement
 from rlhpc.language.scoring.groups import AGENT, CRITIC, REFERENCE, learning_groups
+from rlhpc.language.training.prompt_dispatch import PromptMap, evaluation_phase
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.replicas import Replicas
 from rlhpc.runs.run_folder import RunFolder, note

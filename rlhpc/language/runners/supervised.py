@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from rlhpc.algorithms.preference_losses import find_reward_loss
 from rlhpc.config.parallel import Sizes
+from rlhpc.config.typed import plain
 from rlhpc.jobs.signals import StopRequest
-from rlhpc.language.config import SftConfig
-from rlhpc.language.reward_config import RewardRunConfig
-from rlhpc.language.roles.prompts import PromptMap
-from rlhpc.language.roles.validation import validation_metrics
+from rlhpc.language.config.run import DpoConfig, RewardRunConfig, SftConfig
+from rlhpc.language.evaluation.reward_model import preference_validation_metrics
+from rlhpc.language.rollout.validation import validation_metrics
+from rlhpc.language.training.prompt_dispatch import PromptMap
 from rlhpc.runs.run_folder import RunFolder
 from rlhpc.runs.runner import Runner
 from rlhpc.runtime.active_time import active_s
@@ -104,3 +106,33 @@ class SupervisedRunner(Runner[Cfg]):
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
         """Loss and rate."""
         return {"loss": row["train/loss"], "tokens_per_s": row["time/train_tokens_per_s"]}
+
+
+class DpoRunner(SupervisedRunner[DpoConfig]):
+    """Trains a language model on preferences, with a group of `DpoActor`."""
+
+    def train(self, step: int) -> Handle:
+        """See `SupervisedRunner.train`."""
+        return self.actor.prefer(step)
+
+
+class RewardModelRunner(SupervisedRunner[RewardRunConfig]):
+    """Trains a reward model, with a group of `RewardModelActor`."""
+
+    def train(self, step: int) -> Handle:
+        """See `SupervisedRunner.train`."""
+        return self.actor.prefer(step)
+
+    def validate(self) -> dict[str, float]:
+        """See `SupervisedRunner.validate`: on all suites of `workflow.eval_suites`."""
+        algorithm = self.cfg.algorithm
+        loss, form = find_reward_loss(algorithm.loss_type, plain(algorithm.loss_kwargs))
+        return preference_validation_metrics(self.actor.validate().wait(self.timeout), form, loss)
+
+
+class SftRunner(SupervisedRunner[SftConfig]):
+    """Trains a language model on demonstrations, with a group of `SftActor`."""
+
+    def train(self, step: int) -> Handle:
+        """See `SupervisedRunner.train`."""
+        return self.actor.imitate(step)

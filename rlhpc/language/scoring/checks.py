@@ -14,6 +14,7 @@ from rlhpc.language.scoring.groups import (
     TAKEN,
     TEACHER,
     distils,
+    explained,
     group_models,
     group_roles,
     needs_critic,
@@ -22,17 +23,114 @@ from rlhpc.language.scoring.groups import (
     raters,
     scoring_groups,
 )
-from rlhpc.language.scoring.judge_section import check_judges, judges, section_of
-from rlhpc.language.scoring.own_engine import explained
 from rlhpc.language.scoring.registry import check_scorer, rates
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import GrpoConfig
-    from rlhpc.language.model_config import PretrainedConfig
-    from rlhpc.language.scoring.group import ScoringGroup
+    from rlhpc.language.config.models import PretrainedConfig
+    from rlhpc.language.config.run import GrpoConfig
+    from rlhpc.language.scoring.registry import ScoringGroup
+import math
+from typing import TYPE_CHECKING, Any
 
-#: The maker of values that is no group: `rlhpc.language.algorithm.base.VALUE_HEAD`.
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhpc.config.typed import mapping, plain, typed, untouched
+from rlhpc.language.config.scoring import JUDGE_RANGES, JudgeConfig
+from rlhpc.language.engines.registry import ENGINES
+from rlhpc.language.scoring.groups import JUDGE, key_of
+from rlhpc.language.scoring.registry import ScoringGroup
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.run import GrpoConfig
+
+
+MODES = ("grade", "compare")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def is_judge(group: ScoringGroup) -> bool:
+    """Whether a language model judges there."""
+    return group.scorer.lower() == "judge"
+
+
+def section_of(cfg: GrpoConfig, group: ScoringGroup) -> JudgeConfig:
+    """A judge's section; of a group of one's own, what stands in its `kwargs`, and its model.
+
+    Raises:
+        ConfigError: There is no such key, or its value is of another kind or out of range.
+    """
+    if group.name == JUDGE:
+        return cfg.judge
+    where, given = f"groups[{group.name}].kwargs", dict(group.kwargs)
+    if "model" in given:
+        raise ConfigError(f"{where}: a judge's model stands in groups[{group.name}].model")
+    names = sorted(set(JudgeConfig.__dataclass_fields__) - {"model"})
+    for name in given:
+        check_name(name, name, names, lambda key, rule: ConfigError(f"{where}: a judge has no key {key!r}; {rule}"))
+    try:
+        merged = mapping(OmegaConf.merge(untouched(JudgeConfig), given, {"model": plain(group.model)}))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{where}: {str(error).strip().splitlines()[0]}") from None
+    section = typed(JudgeConfig, merged)
+    for name, allowed in JUDGE_RANGES.items():
+        value = merged[name]
+        if isinstance(value, (int, float)) and (not math.isfinite(value) or value not in allowed):
+            raise ConfigError(f"{where}.{name} is {value!r}; {allowed.rule()}")
+    for name, words in (("mode", MODES), ("dtype", _DTYPES)):
+        check_choice(f"{where}.{name}", str(merged[name]), words, lambda key, rule: ConfigError(f"{key}: {rule}"))
+    return section
+
+
+def judges(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
+    """The judges that the reward asks, by name."""
+    known = scoring_groups(cfg)
+    return {name: known[name] for name in raters(cfg) if is_judge(known[name])}
+
+
+def check_judges(cfg: GrpoConfig, fail: Fail) -> None:
+    """Refuses questions, scales and engines that cannot be; and comparisons where there is nothing to compare.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+    asked = judges(cfg)
+    for group in (group for group in scoring_groups(cfg).values() if is_judge(group)):
+        section = section_of(cfg, group)
+
+        def refuse(name: str, rule: str, *, group: ScoringGroup = group, section: JudgeConfig = section) -> ConfigError:
+            if group.name == JUDGE:
+                return fail(f"judge.{name}", rule)
+            return ConfigError(f"{key_of(group, name)} is {plain(getattr(section, name))!r}; {rule}")
+
+        backend = section.rollout_backend
+        if ":" not in backend:
+            check_choice("rollout_backend", backend, ENGINES.choices(), refuse)
+        if section.rubric is not None and "{response}" not in section.rubric:
+            raise refuse("rubric", "it needs {response}, where the answer to be judged is put")
+        scale = list(section.scale)
+        if len(scale) != 2 or not all(map(math.isfinite, scale)) or scale[0] >= scale[1]:
+            raise refuse("scale", "two numbers are needed, the lowest and the highest grade, such as [1, 10]")
+        if group.name in asked and section.mode.lower() == "compare":
+            _check_comparisons(cfg, section, refuse)
+
+
+def _check_comparisons(cfg: GrpoConfig, section: JudgeConfig, refuse: Any) -> None:
+    if cfg.algorithm.group_size < 2:
+        raise refuse("mode", "algorithm.group_size is 1: there is nothing to compare; take grade")
+    for suite in cfg.data.eval:
+        if suite.samples < 2:
+            raise refuse(
+                "mode",
+                f"suite {suite.name!r} of data.eval has samples {suite.samples}: there is nothing to compare; "
+                "set its samples to 2 or more (and its temperature above 0), or take grade",
+            )
+    if section.max_requests < 2:
+        raise refuse("max_requests", "a comparison takes two")
+
+
+#: The maker of values that is no group: `rlhpc.language.algorithms.base.VALUE_HEAD`.
 OWN_VALUES = "value_head"
 
 
@@ -222,7 +320,7 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
     roles, known = group_roles(cfg), scoring_groups(cfg)
     for name in (n for n in roles if n in ranks and n != AGENT):
         if name != CRITIC and known[name].scorer.lower() in ("classifier", "process"):
-            from rlhpc.language.scoring.classifier import require_classifier
+            from rlhpc.language.scoring.reward_models import require_classifier
 
             require_classifier(known[name])
         model = cfg.critic.model if name == CRITIC else known[name].model
@@ -232,7 +330,7 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
         if name != CRITIC and known[name].scorer.lower() == "process":
             same_vocabulary(cfg, known[name].model, known[name].model_section)
     if CRITIC in ranks and cfg.critic.training_backend.lower() == "deepspeed":
-        from rlhpc.language.tokens.model import compute_dtype
+        from rlhpc.language.models.loading import compute_dtype
         from rlhpc.training.deepspeed_config import deepspeed_config
 
         deepspeed_config(cfg.critic, compute_dtype(cfg.critic.model, "cpu", "critic.model"))
@@ -248,8 +346,8 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
 
 def _check_looking(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
     """Refuses models that are to read what one has read that looks at pictures, and read text alone."""
-    from rlhpc.language.data.pictures import looks
-    from rlhpc.language.engines.ends import load_model_config
+    from rlhpc.language.data.images import looks
+    from rlhpc.language.hugging_face import load_model_config
 
     def looking(model: PretrainedConfig) -> bool:
         return looks(load_model_config(str(model.model_path), model.trust_remote_code))
@@ -272,7 +370,7 @@ def _check_looking(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
 
 def _room(cfg: GrpoConfig, teacher: ScoringGroup) -> None:
     """Refuses a teacher whose context has no room for the longest sequence and the token that its engine draws after it."""
-    from rlhpc.language.engines.ends import load_model_config
+    from rlhpc.language.hugging_face import load_model_config
 
     model = cfg.teacher.model
     with explained(teacher):

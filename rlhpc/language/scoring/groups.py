@@ -6,12 +6,22 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from rlhpc.config.typed import plain, select
-from rlhpc.language.model_config import FrozenModelConfig
-from rlhpc.language.scoring.group import ScoringGroup
+from rlhpc.language.config.models import FrozenModelConfig
+from rlhpc.language.scoring.registry import ScoringGroup
 
 if TYPE_CHECKING:
     from rlhpc.config.sections import RunConfig
-    from rlhpc.language.config import GrpoConfig, LanguageConfig
+    from rlhpc.language.config.run import GrpoConfig, LanguageConfig
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from omegaconf import OmegaConf
+
+from rlhpc.config.typed import typed
+from rlhpc.language.config.run import LanguageConfig
+from rlhpc.language.config.scoring import JudgeConfig, TeacherConfig
+from rlhpc.runtime.errors import ConfigError
 
 #: Groups with a section of their own, and the scorer that runs on their ranks.
 BUILT_IN: Mapping[str, str] = {"reference": "logprobs", "teacher": "logprobs", "reward": "classifier", "judge": "judge"}
@@ -71,17 +81,17 @@ def group_roles(cfg: GrpoConfig) -> dict[str, str]:
     known, here = scoring_groups(cfg), placed(cfg)
     found: dict[str, str] = {}
     if CRITIC in here or needs_critic(cfg):
-        found[CRITIC] = "rlhpc.language.roles.critic:CriticWorker"
+        found[CRITIC] = "rlhpc.language.workers.critic:CriticWorker"
     if AGENT in here:
-        found[AGENT] = "rlhpc.language.roles.agent:AgentWorker"
+        found[AGENT] = "rlhpc.language.workers.agent:AgentWorker"
     needed = raters(cfg)
     for name, group in known.items():
         if name in here or name in needed:
             worker = "RatingWorker" if rates(group.scorer) else "ScoringWorker"
             worker = "JudgeWorker" if group.scorer.lower() == "judge" else worker
-            found[name] = f"rlhpc.language.roles.scoring:{worker}"
+            found[name] = f"rlhpc.language.workers.scoring:{worker}"
     if REFERENCE in found and cfg.reference.update_interval:
-        found[REFERENCE] = "rlhpc.language.roles.reference:ReferenceWorker"
+        found[REFERENCE] = "rlhpc.language.workers.scoring:ReferenceWorker"
     return found
 
 
@@ -126,3 +136,57 @@ def process_groups(cfg: GrpoConfig) -> list[str]:
 def with_groups(cfg: LanguageConfig) -> GrpoConfig:
     """The configuration, of which is known that it has groups, as what it is."""
     return cast("GrpoConfig", cfg)
+
+
+def key_of(group: ScoringGroup, name: str) -> str:
+    """What a message calls a key of a group with an engine."""
+    if group.name in BUILT_IN:
+        return f"{group.name}.{name}"
+    return f"groups[{group.name}].{name}" if name.startswith("model") else f"groups[{group.name}].kwargs.{name}"
+
+
+def engine_config(
+    section: JudgeConfig | TeacherConfig,
+    *,
+    max_new_tokens: int = 1,
+    temperature: float = 0.0,
+    takes_turns: bool = False,
+) -> LanguageConfig:
+    """What a group's engine is built from. Engines read `rollout` and `actor.model`; these are the group's here, which gets no
+    new weights.
+
+    Args:
+        section: The group's.
+        max_new_tokens: Most tokens of a reply.
+        temperature: Of the replies.
+        takes_turns: Whether it gives its accelerator to other roles now and then.
+    """
+    model = section.model
+    rollout = {
+        "rollout_backend": section.rollout_backend, "max_new_tokens": max_new_tokens,
+        "max_batch_size": section.max_batch_size, "max_model_len": section.max_model_len, "dtype": section.dtype,
+        "gpu_memory_utilization": section.gpu_memory_utilization, "engine_kwargs": plain(section.engine_kwargs),
+        "temperature": temperature, "top_p": 1.0, "top_k": -1, "max_turns": 1, "agent": None,
+    }  # fmt: skip
+    actor = {
+        "model": {
+            "model_path": model.model_path, "kwargs": {}, "dtype": model.dtype,
+            "attn_implementation": model.attn_implementation, "trust_remote_code": model.trust_remote_code,
+        },
+        "offload_in_rollout": takes_turns,
+    }  # fmt: skip
+    return typed(LanguageConfig, OmegaConf.create({"rollout": rollout, "actor": actor}))
+
+
+@contextmanager
+def explained(group: ScoringGroup) -> Iterator[None]:
+    """Has messages of an engine name the group's keys.
+
+    Raises:
+        ConfigError: That of the engine, in these words.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        own = re.sub(r"\bactor\.model\.(\w+)", lambda found: key_of(group, f"model.{found[1]}"), str(error))
+        raise ConfigError(re.sub(r"\brollout\.(\w+)", lambda found: key_of(group, found[1]), own)) from error

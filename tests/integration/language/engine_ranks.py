@@ -22,9 +22,9 @@ from engine_models import DEVICE, config
 
 from rlhpc.checkpoint.tensor_slice import Box, cut, whole
 from rlhpc.language.engines import RolloutBackend, make_rollout
-from rlhpc.language.engines.engine import UpdateFailed
-from rlhpc.language.engines.lockstep import Follower, Leader, Told
-from rlhpc.language.engines.vllm_launched import cores_are_apart
+from rlhpc.language.engines.common import UpdateFailed
+from rlhpc.language.engines.multi_rank import Follower, Leader, Told
+from rlhpc.language.engines.vllm_launch import cores_are_apart
 from rlhpc.weights.transfer_plan import Held, route
 from tests.accelerators import OTHERS_ON_CARD
 from tests.extras import need_extra

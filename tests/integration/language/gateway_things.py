@@ -15,10 +15,10 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rlhpc.language.agents.harnesses import Program
-from rlhpc.language.agents.outside import Options, OutsideEpisodes
-from rlhpc.language.agents.parsers import Parsers
-from rlhpc.language.agents.sessions import Limits
+from rlhpc.language.agents.agent_processes import Program
+from rlhpc.language.agents.external import Options, OutsideEpisodes
+from rlhpc.language.agents.gateway.output_parsers import Parsers
+from rlhpc.language.agents.gateway.sessions import Limits
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion, Request, SamplingParams
 from rlhpc.runtime.errors import ConfigError

@@ -15,11 +15,11 @@ from rlhpc import Session, Worker
 from rlhpc.checkpoint import async_writer as beside
 from rlhpc.checkpoint.async_writer import Copies, Writes
 from rlhpc.config.typed import untouched
-from rlhpc.language.config import GrpoConfig as Config
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.cutting import micro_batches
-from rlhpc.language.tokens.scores import TokenScores
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.config.run import GrpoConfig as Config
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.micro_batching import micro_batches
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.trainer import TokenTrainer
 from tests.accelerators import OTHERS_ON_CARD, cards, cluster_of, need, placed, same
 
 TEMPERATURE, ENTROPY_COEF, LR = 0.8, 0.01, 3e-3

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhpc.language.algorithm.policy_gradient import PolicyGradient
+from rlhpc.language.algorithms.policy_gradient import PolicyGradient
 from rlhpc.language.engines import Completion, Request
 from rlhpc.language.engines.hf import HFRollout
 

@@ -27,10 +27,10 @@ from rlhpc import Cluster, NodePlacementStrategy, Session, Worker
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.checkpoint.manifest import COMPLETE, MANIFEST
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.language.data.tiny_vision import make_tiny_vision_model
 from rlhpc.language.export import CONVERSION, export_language_model, import_model
-from rlhpc.language.tokens.scores import token_scores
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.models.logprobs import token_scores
+from rlhpc.language.models.tiny_vision import make_tiny_vision_model
+from rlhpc.language.training.trainer import TokenTrainer
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
 Saved = Callable[..., tuple[Path, dict[str, Any]]]
@@ -271,7 +271,7 @@ class Evil:
 @pytest.mark.parametrize("backend", ["local", "fsdp"])
 def test_adapters_of_another_scale_are_refused(saved: Saved, model: Path, backend: str) -> None:
     """What they learnt would be multiplied by another number; also where a checkpoint says its scale in `about` alone."""
-    from rlhpc.language.kinds import SFT
+    from rlhpc.language.task_types import SFT
 
     checkpoint, report = saved(1, backend, **{"lora.rank": 2, "lora.alpha": 16})
     cfg = {

@@ -43,7 +43,7 @@ from test_rollout_backends import (  # noqa: F401 (tests and fixtures: they run 
 )
 
 from rlhpc.language.engines import RolloutBackend
-from rlhpc.language.engines.lockstep import EnginesDiffer, Follower
+from rlhpc.language.engines.multi_rank import EnginesDiffer, Follower
 from tests.forked import forked
 
 pytestmark = pytest.mark.long(together=True)
@@ -105,7 +105,7 @@ class _Draws:
 
 
 def test_ranks_that_draw_different_tokens_are_found_out() -> None:
-    from rlhpc.language.engines.lockstep import Leader
+    from rlhpc.language.engines.multi_rank import Leader
 
     said: list[Any] = []
     link: Any = _Told()

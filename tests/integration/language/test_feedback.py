@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway_things import Scripted, episodes_of, run_all
 from test_reasoning import LanguageRun
 
-from rlhpc.language.agents.outside import OutsideEpisodes
+from rlhpc.language.agents.external import OutsideEpisodes
 
 TARGET = "outside_agents:awaits_feedback"
 

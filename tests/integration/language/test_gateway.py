@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from gateway_things import Scripted, chat_tokenizer
 
-from rlhpc.language.agents import sessions
-from rlhpc.language.agents.gateway import Drawing, Gateway
-from rlhpc.language.agents.messages import Refused
-from rlhpc.language.agents.parsers import Parsers
-from rlhpc.language.agents.sessions import Limits, Session
+from rlhpc.language.agents.gateway import sessions
+from rlhpc.language.agents.gateway.output_parsers import Parsers
+from rlhpc.language.agents.gateway.server import Drawing, Gateway
+from rlhpc.language.agents.gateway.sessions import Limits, Session
+from rlhpc.language.agents.turn_tree import Refused
 from rlhpc.language.engines.base import Request, SamplingParams
 from rlhpc.runtime.errors import ConfigError
 

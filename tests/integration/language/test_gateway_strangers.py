@@ -27,10 +27,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway_things import Scripted, episodes_of
 from test_gateway import Served
 
-from rlhpc.language.agent_config import ServiceConfig
-from rlhpc.language.agents import connections, services
+from rlhpc.language.agents import services
+from rlhpc.language.agents.gateway import connections
+from rlhpc.language.agents.gateway.sessions import Limits, Session
 from rlhpc.language.agents.services import Services
-from rlhpc.language.agents.sessions import Limits, Session
+from rlhpc.language.config.agents import ServiceConfig
 from rlhpc.language.engines.base import Request, SamplingParams
 from rlhpc.runtime import tcp_sockets
 from rlhpc.runtime.errors import ConfigError

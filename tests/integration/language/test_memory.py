@@ -12,9 +12,8 @@ from tests.extras import need_extra
 need_extra("llm")
 
 from rlhpc.config.parallel import Sizes
-from rlhpc.language.memory.known import KNOWN
-from rlhpc.language.memory.model import FAMILIES, size_of
-from rlhpc.language.memory.training import Training
+from rlhpc.language.planning.memory_model import Training
+from rlhpc.language.planning.model_size import FAMILIES, KNOWN, size_of
 from tests.forked import forked
 
 #: Small, and yet so large that what libraries hold is little beside it.
@@ -129,7 +128,7 @@ def test_a_family_that_is_not_known_is_built_to_be_looked_at(tmp_path: Path) -> 
 def test_pytorchs_tracker_finds_what_is_accounted_for() -> None:
     import torch.distributed as dist
 
-    from rlhpc.language.memory.measure import measure
+    from rlhpc.language.planning.measured_memory import measure
 
     if dist.is_initialized():  # of an engine, in a test before
         dist.destroy_process_group()

@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway_things import QUESTION, Scripted, chat_model, chat_tokenizer, episodes_of, product, run_all
 
 from rlhpc.config.typed import untouched
-from rlhpc.language.agents import harnesses
-from rlhpc.language.agents.judged import sample_of, tokens_of
-from rlhpc.language.config import GrpoActorConfig as ActorConfig
-from rlhpc.language.config import GrpoRolloutConfig as RolloutConfig
+from rlhpc.language.agents import agent_processes as harnesses
+from rlhpc.language.agents.episodes import sample_of, tokens_of
+from rlhpc.language.config.engines import GrpoRolloutConfig as RolloutConfig
+from rlhpc.language.config.training import GrpoActorConfig as ActorConfig
 from rlhpc.language.engines import make_rollout
-from rlhpc.language.roles.groups import group_of
-from rlhpc.language.roles.untrained import settle
-from rlhpc.language.roles.work import Slot
+from rlhpc.language.rollout.group_builder import settle
+from rlhpc.language.rollout.pending_group import Slot
+from rlhpc.language.rollout.sample_group import group_of
 from rlhpc.runtime.errors import ConfigError
 from tests.sandboxes import SANDBOXES
 

@@ -28,13 +28,13 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from rlhpc.language.agents.episodes import Agent, Episode
 from rlhpc.language.agents.registry import ToolAgent, run_episodes
 from rlhpc.language.data import PromptTokenizer
-from rlhpc.language.data.pictures import Seen
+from rlhpc.language.data.images import Seen
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.data.tiny_vision import FAMILIES, make_tiny_vision_model
 from rlhpc.language.engines import Completion, Request, SamplingParams
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.packing import pack
-from rlhpc.language.tokens.pictures import Pictures, tell_places
+from rlhpc.language.models.packing import pack
+from rlhpc.language.models.tiny_vision import FAMILIES, make_tiny_vision_model
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.models.vision import Pictures, tell_places
 from tests.forked import forked
 
 pytestmark = pytest.mark.long(together=True)

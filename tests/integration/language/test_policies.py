@@ -17,13 +17,13 @@ from test_environments import RUN
 from test_reasoning import LanguageRun
 
 from rlhpc.language.engines.base import Request, SamplingParams
-from rlhpc.language.engines.engine import UpdateFailed
+from rlhpc.language.engines.common import UpdateFailed
 from rlhpc.language.engines.registry import make_engine
-from rlhpc.language.policies import ONE, Policies
-from rlhpc.language.roles.by_policy import by_policy
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.cutting import cut_up
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.models.micro_batching import cut_up
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.multi_policy import ONE, Policies
+from rlhpc.language.training.trainer import TokenTrainer
+from rlhpc.language.workers.grpo_actor import by_policy
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training import lora

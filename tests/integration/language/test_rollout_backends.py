@@ -16,21 +16,21 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.typed import changed, typed, untouched
 from rlhpc.language.agents.episodes import Episode, Episodes
-from rlhpc.language.config import GrpoConfig, SftConfig
+from rlhpc.language.config.run import GrpoConfig, SftConfig
+from rlhpc.language.data.tokenizer import end_tokens
 from rlhpc.language.engines import Completion, Request, RolloutBackend, SamplingParams, make_rollout
 from rlhpc.language.engines.base import DropsRequests, HasContext, ScoresTexts
-from rlhpc.language.engines.ends import end_tokens
-from rlhpc.language.engines.engine import EngineOptions, UpdateFailed
-from rlhpc.language.engines.kv import KeyValues
+from rlhpc.language.engines.batch_invariance import KeyValues
+from rlhpc.language.engines.common import EngineOptions, UpdateFailed
+from rlhpc.language.engines.hf import Rows, draw
 from rlhpc.language.engines.registry import awaiting_weights
-from rlhpc.language.engines.sampling import Rows, draw
-from rlhpc.language.engines.vllm_receipt import Loaded, reload_counted
-from rlhpc.language.roles.opening import check_model
-from rlhpc.language.roles.probe import Probe, check_probe, long_text, probe_text
+from rlhpc.language.engines.vllm_weights import Loaded, reload_counted
+from rlhpc.language.models.micro_batching import cut_up, values_of
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.rollout.preflight import check_model
 from rlhpc.language.scoring.groups import scoring_groups
 from rlhpc.language.scoring.registry import make_scorer
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.cutting import cut_up, values_of
+from rlhpc.language.training.weight_sync import Probe, check_probe, long_text, probe_text
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.weights.verification import WeightsDiffer
 from tests.accelerators import loose

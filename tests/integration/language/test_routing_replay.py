@@ -24,8 +24,8 @@ from replay_ranks import decided
 from test_reasoning import LanguageRun
 
 from rlhpc.language.agents.episodes import Episodes
-from rlhpc.language.algorithm.base import ROLLOUT_LOGPROBS
-from rlhpc.language.roles.groups import group_of
+from rlhpc.language.algorithms.base import ROLLOUT_LOGPROBS
+from rlhpc.language.rollout.sample_group import group_of
 from tests.forked import forked
 
 pytestmark = pytest.mark.long(together=True)
@@ -111,7 +111,7 @@ def test_an_engine_that_does_not_say_is_refused_before_anything_starts(tmp_path:
 def test_a_run_whose_engine_decides_otherwise(tmp_path: Path) -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from rlhpc.language.data.tiny import VOCABULARY, character_tokenizer
+    from rlhpc.language.models.tiny import VOCABULARY, character_tokenizer
 
     tokenizer = character_tokenizer(VOCABULARY)
     config = Qwen3MoeConfig(  # type: ignore[call-arg]

@@ -9,9 +9,8 @@ import torch
 
 from rlhpc import Worker
 from rlhpc.config.parallel import Sizes
-from rlhpc.language.roles.sharing import share_out
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.cutting import costs_of
+from rlhpc.language.models.micro_batching import costs_of, share_out
+from rlhpc.language.models.token_batch import TokenBatch
 from tests.integration.language.lm_ranks import groups_of
 
 RANKS = 3

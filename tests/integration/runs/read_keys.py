@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhpc.config import typed
 from rlhpc.embodied import task_types as embodied
-from rlhpc.language import kinds as language
+from rlhpc.language import task_types as language
 from rlhpc.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,13 +10,11 @@ from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor
 
 from rlhpc.config.typed import untouched
-from rlhpc.language.config import GrpoConfig as Config
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.cutting import cut_up
-from rlhpc.language.tokens.head import linear_head
-from rlhpc.language.tokens.rows import RowReader
-from rlhpc.language.tokens.scores import TokenScores
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.config.run import GrpoConfig as Config
+from rlhpc.language.models.logprobs import RowReader, TokenScores, linear_head
+from rlhpc.language.models.micro_batching import cut_up
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.trainer import TokenTrainer
 from rlhpc.training import safetensors_writer as export
 from rlhpc.training.parameter_names import checkpoint_parts, plain
 from tests.forked import Rank

@@ -112,9 +112,9 @@ def test_ranks_write_a_folder_together_that_transformers_reads(
 def test_a_checkpoint_of_experts_is_converted_box_by_box(models: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from rlhpc.language.model_config import PretrainedConfig
-    from rlhpc.language.streamed import stream_shards
-    from rlhpc.language.tokens.model import load_causal_lm
+    from rlhpc.language.config.models import PretrainedConfig
+    from rlhpc.language.export import stream_shards
+    from rlhpc.language.models.loading import load_causal_lm
 
     path = str(models / "deepseek_v3")  # has a buffer that nothing trains, too
     expected = forked(4, "mesh_ranks:saved", path, str(tmp_path / "saved"), _parallel(tensor=2, expert=4))[0]

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhpc.config.sections import JobConfig, RunConfig, RunnerConfig
 from rlhpc.config.typed import alone, changed, plain, select, untouched
 from rlhpc.embodied.config import BcConfig, EvalEnvConfig, PpoConfig, plays
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config.run import GrpoConfig
 from rlhpc.runtime.cluster_config import ElasticClusterConfig, ElasticConfig, Key, NodeGroupConfig
 
 ROOT = Path(__file__).resolve().parents[3]

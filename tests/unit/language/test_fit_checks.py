@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc import load_config
-from rlhpc.language.fit_checks import _SPLIT_HEADS, CPU_HEAD_SIZES, check_models
+from rlhpc.language.size_checks import _SPLIT_HEADS, CPU_HEAD_SIZES, check_models
 from rlhpc.runtime.errors import ConfigError
 from tests.extras import need_extra
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhpc.language.pass_at_k import ks, level_order, majority, pass_at_k, summarize
+from rlhpc.language.reporting.eval_metrics import ks, level_order, majority, pass_at_k, summarize
 from rlhpc.metrics.statistics import interval, share_interval, wilson
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.make_pairs import labels_of, pairs_of, shuffle
-from rlhpc.language.preferences import calibration, describe, spearman, summarize_preferences
+from rlhpc.language.evaluation.preference_pairs import labels_of, pairs_of, shuffle
+from rlhpc.language.reporting.eval_metrics import calibration, describe, spearman, summarize_preferences
 
 
 def pairs(*rewards: tuple[float, float]) -> list[dict]:

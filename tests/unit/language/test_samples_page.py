@@ -14,8 +14,8 @@ import yaml
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.language.export import _describe
-from rlhpc.language.pass_at_k import summarize
-from rlhpc.language.samples_page import FILTER, read_samples, samples_path, spread, write_samples_page
+from rlhpc.language.reporting.eval_metrics import summarize
+from rlhpc.language.reporting.sample_pages import FILTER, read_samples, samples_path, spread, write_samples_page
 from rlhpc.metrics import MetricLogger
 from rlhpc.metrics.phase_times import phase_columns
 from rlhpc.metrics.provenance import describe_result, read_results

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.language.workload import TENSOR, rl_workload
+from rlhpc.language.planning.workload import TENSOR, rl_workload
 from rlhpc.runs.configuration import load_config
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rlhpc.language.preferences import labels_summary, pairs_summary
+from rlhpc.language.reporting.eval_metrics import labels_summary, pairs_summary
 from rlhpc.metrics.statistics import (
     Interval,
     interquartile_mean,

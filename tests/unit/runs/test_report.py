@@ -13,7 +13,7 @@ import pytest
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.embodied.reporting.report import read_evaluations
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.language.evaluate import describe
+from rlhpc.language.evaluation.evaluate import describe
 from rlhpc.metrics import MetricLogger, update_provenance, write_provenance
 from rlhpc.metrics.charts import Line, line_chart, number, thin, ticks
 from rlhpc.metrics.page import duration, size

@@ -47,8 +47,8 @@ def test_a_language_model_s_goes_on(tmp_path: Path) -> None:
     need_extra("llm")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlhpc.language.config import GrpoConfig
-    from rlhpc.language.tokens.trainer import TokenTrainer
+    from rlhpc.language.config.run import GrpoConfig
+    from rlhpc.language.training.trainer import TokenTrainer
 
     folder = HERE / "language"
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(tmp_path)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhpc.language.agents.frameworks import pick_task
+from rlhpc.language.agents.chat_content import message_text
 from rlhpc.language.agents.registry import (
     Agent,
     Episodes,
@@ -19,10 +19,10 @@ from rlhpc.language.agents.registry import (
     register_agent,
     run_episodes,
 )
-from rlhpc.language.agents.shown import message_text
-from rlhpc.language.agents.tools import PythonTool, calculator
+from rlhpc.language.agents.runner.frameworks import pick_task
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines import Completion, Request, SamplingParams
+from rlhpc.language.envs.tools import PythonTool, calculator
 from rlhpc.runtime.errors import ConfigError
 
 EOS = 0

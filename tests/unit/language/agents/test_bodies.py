@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.language.agents.bodies import CHAT, GENERATE, MESSAGES, Form, read_body
-from rlhpc.language.agents.messages import Refused
+from rlhpc.language.agents.gateway.request_schema import CHAT, GENERATE, MESSAGES, Form, read_body
+from rlhpc.language.agents.turn_tree import Refused
 
 PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "train-your-agent.md"
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from rlhpc.language.agents import harnesses
-from rlhpc.language.agents.harnesses import RUNNER, Harnesses, Program
+from rlhpc.language.agents import agent_processes as harnesses
+from rlhpc.language.agents.agent_processes import RUNNER, Harnesses, Program
 
 AGENT = """
 import time

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhpc.language.agents.harnesses import RUNNER, Harnesses, Program, _read_reply
+from rlhpc.language.agents.agent_processes import RUNNER, Harnesses, Program, _read_reply
 from tests.unit.language.agents.test_harnesses import ticket
 
 AGENT = r"""

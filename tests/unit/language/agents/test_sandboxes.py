@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from rlhpc.language.agents.harnesses import Harnesses, Program
-from rlhpc.language.rewards import ipc
+from rlhpc.language.agents.agent_processes import Harnesses, Program
+from rlhpc.language.sandbox import python as ipc
 from rlhpc.runtime.errors import ConfigError
 from tests.sandboxes import SANDBOXES
 

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rlhpc.language.agents.messages import Refused, Renderer, canonical, key_of, keys_of
-from rlhpc.language.agents.messages_api import conversation_of
-from rlhpc.language.agents.shown import MOST_BYTES
-from rlhpc.language.agents.tree import Tree, Turn
-from rlhpc.language.data.pictures import Seen
+from rlhpc.language.agents.chat_content import MOST_BYTES
+from rlhpc.language.agents.gateway.api_formats import conversation_of
+from rlhpc.language.agents.turn_tree import Refused, Renderer, Tree, Turn, canonical, key_of, keys_of
+from rlhpc.language.data.images import Seen
 
 
 def picture(width: int = 2, height: int = 2, shade: int = 0) -> str:

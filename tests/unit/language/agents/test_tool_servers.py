@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from rlhpc.language.agents import policy_text, tool_servers
-from rlhpc.language.agents.frameworks import agent_of
-from rlhpc.language.agents.tool_servers import ToolFailed, ToolServer
+from rlhpc.language import policy_text
+from rlhpc.language.agents.runner import mcp_client as tool_servers
+from rlhpc.language.agents.runner.frameworks import agent_of
+from rlhpc.language.agents.runner.mcp_client import ToolFailed, ToolServer
 
 SERVER = textwrap.dedent(
     """

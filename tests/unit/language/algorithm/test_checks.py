@@ -10,8 +10,8 @@ from rlhpc.algorithms.registry import ADVANTAGES, COMPARE_WITHIN_GROUPS
 from rlhpc.config.typed import typed
 from rlhpc.embodied.config import PpoConfig
 from rlhpc.jobs.plan import build_plan
-from rlhpc.language.config import GrpoConfig, minibatch_size
-from rlhpc.language.workload import rl_workload
+from rlhpc.language.config.run import GrpoConfig, minibatch_size
+from rlhpc.language.planning.workload import rl_workload
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.plan import memory_plan
 from rlhpc.runtime.errors import ConfigError

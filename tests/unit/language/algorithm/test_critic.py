@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from rlhpc.algorithms.losses import value_loss
-from rlhpc.language.algorithm.base import RETURNS, VALUES
-from rlhpc.language.algorithm.policy_gradient import PolicyGradient
-from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.algorithms.base import RETURNS, VALUES
+from rlhpc.language.algorithms.policy_gradient import PolicyGradient
+from rlhpc.language.models.token_batch import TokenBatch
 
 from .test_policy_gradient import config
 

@@ -11,14 +11,13 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from rlhpc.config.typed import typed, untouched
-from rlhpc.language.algorithm.base import Whole
-from rlhpc.language.algorithm.distillation import Distillation
-from rlhpc.language.algorithm.policy_gradient import PolicyGradient
-from rlhpc.language.config import GrpoConfig
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.cutting import micro_batches
-from rlhpc.language.tokens.rows import read_rows
-from rlhpc.language.tokens.scores import TokenScores
+from rlhpc.language.algorithms.base import Whole
+from rlhpc.language.algorithms.distillation import Distillation
+from rlhpc.language.algorithms.policy_gradient import PolicyGradient
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.models.logprobs import TokenScores, read_rows
+from rlhpc.language.models.micro_batching import micro_batches
+from rlhpc.language.models.token_batch import TokenBatch
 from tests.rectangles import scores_of, top_divergence, top_told
 
 V = 5

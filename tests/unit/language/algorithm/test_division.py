@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from rlhpc.algorithms.losses import AGGREGATIONS
-from rlhpc.language.algorithm.base import ADVANTAGES, Whole, length_limit
-from rlhpc.language.algorithm.registry import make_algorithm
-from rlhpc.language.config import GrpoConfig
-from rlhpc.language.tokens.batches import TokenBatch, cumulated
-from rlhpc.language.tokens.scores import TokenScores
+from rlhpc.language.algorithms.base import ADVANTAGES, Whole, length_limit
+from rlhpc.language.algorithms.registry import make_algorithm
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.token_batch import TokenBatch, cumulated
 from tests.drawn import drawn
 
 from .test_policy_gradient import config

@@ -10,13 +10,14 @@ from omegaconf import OmegaConf
 
 from rlhpc.algorithms import calculate_adv_and_returns, kl_penalty
 from rlhpc.config.typed import typed, untouched
-from rlhpc.language.algorithm.base import Whole
-from rlhpc.language.algorithm.policy_gradient import PolicyGradient
-from rlhpc.language.algorithm.registry import make_algorithm
-from rlhpc.language.config import GrpoConfig, ProcessTermConfig
-from rlhpc.language.tokens.batches import TokenBatch, cumulated
-from rlhpc.language.tokens.cutting import micro_batches
-from rlhpc.language.tokens.scores import TokenScores
+from rlhpc.language.algorithms.base import Whole
+from rlhpc.language.algorithms.policy_gradient import PolicyGradient
+from rlhpc.language.algorithms.registry import make_algorithm
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.config.scoring import ProcessTermConfig
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.micro_batching import micro_batches
+from rlhpc.language.models.token_batch import TokenBatch, cumulated
 from rlhpc.runtime.errors import ConfigError
 
 GROUPS, SIZE = 3, 4

@@ -10,10 +10,11 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.typed import typed, untouched
 from rlhpc.language.agents.episodes import Episode
-from rlhpc.language.algorithm.policy_gradient import PolicyGradient
-from rlhpc.language.config import GrpoConfig, RewardTermConfig
+from rlhpc.language.algorithms.policy_gradient import PolicyGradient
+from rlhpc.language.config.rewards import RewardTermConfig
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.models.token_batch import TokenBatch, cumulated
 from rlhpc.language.rewards.pool import Scored
-from rlhpc.language.tokens.batches import TokenBatch, cumulated
 
 #: Of each episode of a group: its turns, as what each had just read and what it was paid.
 PLAYED = [[(7, 0.0), (8, 1.0)], [(7, 0.5), (9, 0.0), (8, 0.0)], [(7, 0.0), (9, 2.0)], [(7, 0.0)]]

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.language.config import DataSourceConfig
+from rlhpc.language.config.data import DataSourceConfig, PreferenceSourceConfig
 from rlhpc.language.data import PromptTokenizer, make_dataset
-from rlhpc.language.data.conversations import find_unwritten, read_messages, read_tools
+from rlhpc.language.data.chat_messages import find_unwritten, read_messages, read_tools
 from rlhpc.language.data.preferences import Preferences, encode
-from rlhpc.language.reward_config import PreferenceSourceConfig
 from rlhpc.runtime.errors import ConfigError
 from tests.extras import need_extra
 
@@ -103,7 +102,7 @@ def test_a_completion_of_messages_is_a_demonstration(tmp_path: Path) -> None:
 
 
 def test_a_row_without_the_reference_that_a_reward_compares_with(tmp_path: Path) -> None:
-    from rlhpc.language.data.registry import check_problems
+    from rlhpc.language.rewards.registry import check_problems
 
     path = write(tmp_path / "rows.jsonl", {"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None})
     with pytest.raises(
@@ -118,7 +117,7 @@ def test_a_row_without_the_reference_that_a_reward_compares_with(tmp_path: Path)
 def tokenizer_with(template: Any, folder: Path) -> Any:
     need_extra("llm")
     from rlhpc.language.data import load_tokenizer
-    from rlhpc.language.data.tiny import VOCABULARY, character_tokenizer
+    from rlhpc.language.models.tiny import VOCABULARY, character_tokenizer
 
     tokenizer = character_tokenizer(VOCABULARY + "<>:|{}\",_?'", 1000)
     tokenizer.chat_template = template

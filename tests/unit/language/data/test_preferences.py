@@ -13,12 +13,12 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
+from rlhpc.language.config.data import PreferenceSourceConfig
 from rlhpc.language.data.preferences import Judged, Preferences, encode
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.data.tiny import character_tokenizer
-from rlhpc.language.data.tokens import PromptTokenizer
-from rlhpc.language.preference_scores import batch_of, cut, rewards_of
-from rlhpc.language.reward_config import PreferenceSourceConfig
+from rlhpc.language.data.tokenizer import PromptTokenizer
+from rlhpc.language.evaluation.reward_model import batch_of, cut, rewards_of
+from rlhpc.language.models.tiny import character_tokenizer
 from rlhpc.runtime.errors import ConfigError
 
 NONE = torch.zeros(0, dtype=torch.long)

@@ -16,15 +16,13 @@ import transformers
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rlhpc.language.agents.episodes import Episode, Episodes
-from rlhpc.language.agents.judged import sample_of
-from rlhpc.language.agents.parsers import Parsers
+from rlhpc.language.agents.episodes import Episode, Episodes, sample_of
+from rlhpc.language.agents.gateway.output_parsers import Parsers
+from rlhpc.language.config.models import LanguageModelConfig
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.data.tokens import PromptTokenizer
-from rlhpc.language.engines.ends import StopTexts, cut_at_stop, end_tokens, without_end
+from rlhpc.language.data.tokenizer import PromptTokenizer, StopTexts, cut_at_stop, end_tokens, without_end
 from rlhpc.language.hugging_face import turn_end
-from rlhpc.language.model_config import LanguageModelConfig
-from rlhpc.language.tokens.model import export_model
+from rlhpc.language.models.loading import export_model
 from rlhpc.runtime.errors import ConfigError
 
 CHATML = (

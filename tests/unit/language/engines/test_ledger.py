@@ -11,9 +11,9 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
+from rlhpc.language.data.tokenizer import StopTexts
 from rlhpc.language.engines.base import Request, SamplingParams
-from rlhpc.language.engines.ends import StopTexts
-from rlhpc.language.engines.ledger import Ledger
+from rlhpc.language.engines.hf import Ledger
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from rlhpc.language.config import DataSourceConfig
+from rlhpc.language.config.data import DataSourceConfig
 from rlhpc.language.data.registry import make_dataset
-from rlhpc.language.environments import kuhn
-from rlhpc.language.environments.base import Environment, step_of
-from rlhpc.language.environments.numbers import Guess, judged
-from rlhpc.language.environments.problems import EnvironmentProblems
-from rlhpc.language.environments.registry import ENVIRONMENTS
-from rlhpc.language.environments.search import Bm25, Search, world_of
+from rlhpc.language.envs import games as kuhn
+from rlhpc.language.envs.base import Environment, step_of
+from rlhpc.language.envs.games import Guess, judged
+from rlhpc.language.envs.problems import EnvironmentProblems
+from rlhpc.language.envs.registry import ENVIRONMENTS
+from rlhpc.language.envs.search import Bm25, Search, world_of
 from rlhpc.runtime.errors import ConfigError
 
 

@@ -11,12 +11,11 @@ import pytest
 from rlhpc.cli import main
 from rlhpc.config.typed import typed
 from rlhpc.jobs.plan import build_plan
-from rlhpc.language.config import GrpoConfig
-from rlhpc.language.memory.advice import held, largest_tokens, nearest
-from rlhpc.language.memory.model import NotKnown, size_of
-from rlhpc.language.memory.roles import FREED_BY_A_STEP, training_of
-from rlhpc.language.memory.serving import Serving
-from rlhpc.language.memory.tables import tables
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.planning.memory_accounts import FREED_BY_A_STEP, held, largest_tokens, nearest, training_of
+from rlhpc.language.planning.memory_model import Serving
+from rlhpc.language.planning.memory_tables import tables
+from rlhpc.language.planning.model_size import NotKnown, size_of
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.account import GIB, Ranks
 from rlhpc.runs.memory.plan import memory_plan

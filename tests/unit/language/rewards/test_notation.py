@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from rlhpc.language.rewards.notation import normalize_answer, parse_number, to_latex
+from rlhpc.language.rewards.math_verifier import normalize_answer, parse_number, to_latex
 from tests.extras import need_extra
 
 need_extra("llm")
 import math_verify
 
-from rlhpc.language.rewards.mathematics import equal
+from rlhpc.language.rewards.math_verifier import equal
 
 # Groups of one value each; within a kind, different groups have different values.
 NOTATIONS: dict[str, list[list[str]]] = {

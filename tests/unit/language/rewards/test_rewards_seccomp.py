@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from rlhpc.language.rewards import seccomp
+from rlhpc.language.sandbox import python as seccomp
 
 ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 PID = 4242

@@ -14,12 +14,12 @@ need_extra("llm")
 
 from rlhpc.algorithms.nonfinite import Skips
 from rlhpc.config.typed import typed, untouched
-from rlhpc.language.config import GrpoConfig
-from rlhpc.language.data.builtin import resolve_model
-from rlhpc.language.model_config import FrozenModelConfig
-from rlhpc.language.roles.grpo import GrpoActor
-from rlhpc.language.roles.prompts import PromptMap
-from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.config.models import FrozenModelConfig
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.models.builtin import resolve_model
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.prompt_dispatch import PromptMap
+from rlhpc.language.workers.grpo_actor import GrpoActor
 
 TINY = {"hidden": 16, "layers": 1, "heads": 1}
 

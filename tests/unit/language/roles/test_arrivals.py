@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rlhpc.language.agents.episodes import Episode
-from rlhpc.language.roles.arrivals import Arrivals
-from rlhpc.language.roles.groups import Group, column_message, group_of
-from rlhpc.language.roles.scoring import GroupInbox
+from rlhpc.language.rollout.group_receiver import Arrivals
+from rlhpc.language.rollout.sample_group import Group, column_message, group_of
+from rlhpc.language.workers.scoring import GroupInbox
 from rlhpc.runtime.channel import QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
 

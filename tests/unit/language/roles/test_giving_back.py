@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from rlhpc.language.algorithm.distillation import FromAll
-from rlhpc.language.roles.grpo import GrpoActor
-from rlhpc.language.roles.scoring import ScoringWorker
+from rlhpc.language.algorithms.distillation import FromAll
 from rlhpc.language.scoring.logprobs import LogProbs
-from rlhpc.language.scoring.process import ProcessRewards
+from rlhpc.language.scoring.reward_models import ProcessRewards
+from rlhpc.language.workers.grpo_actor import GrpoActor
+from rlhpc.language.workers.scoring import ScoringWorker
 
 
 class Moved(nn.Module):

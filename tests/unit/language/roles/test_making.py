@@ -11,15 +11,15 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.typed import typed, untouched
 from rlhpc.language.agents.episodes import Episode, Outcome
-from rlhpc.language.algorithm.base import ADVANTAGES, VALUES
-from rlhpc.language.algorithm.registry import make_algorithm
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.algorithms.base import ADVANTAGES, VALUES
+from rlhpc.language.algorithms.registry import make_algorithm
+from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.rewards.pool import Scored
-from rlhpc.language.roles.groups import Group
-from rlhpc.language.roles.making import GroupMaker
-from rlhpc.language.roles.work import Slot
-from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.rollout.group_builder import GroupMaker
+from rlhpc.language.rollout.pending_group import Slot
+from rlhpc.language.rollout.sample_group import Group
 
 #: Why a member of a group may be left out.
 REASONS = ("cut", "failed", "stale")

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhpc.language.engines.base import Completion
-from rlhpc.language.roles.probe import Probe, Prober, check_probe, draw, long_text, probe_text
-from rlhpc.language.tokens.scores import token_scores
+from rlhpc.language.models.logprobs import token_scores
+from rlhpc.language.training.weight_sync import Probe, Prober, check_probe, draw, long_text, probe_text
 from rlhpc.weights.verification import WeightsDiffer
 from tests.extras import need_extra
 

@@ -8,8 +8,8 @@ import pytest
 
 from rlhpc.language.agents.episodes import Episode, Outcome
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.roles import untrained
-from rlhpc.language.roles.work import Slot
+from rlhpc.language.rollout import group_builder as untrained
+from rlhpc.language.rollout.pending_group import Slot
 
 
 def episode(versions: list[int], *, reason: str = "stop", error: str = "", lost: int = 0) -> Episode:

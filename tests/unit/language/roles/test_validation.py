@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.language.roles.validation import asked_of_all
+from rlhpc.language.rollout.validation import asked_of_all
 from rlhpc.runtime.errors import DeadlineExceeded
 
 Rows = Mapping[str, Sequence[dict[str, Any]]]

@@ -10,8 +10,9 @@ import pytest
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines import Completion
-from rlhpc.language.roles import work
-from rlhpc.language.roles.work import Begun, Delivery, Ledger, Slot, Takings
+from rlhpc.language.rollout import prompt_queue as work
+from rlhpc.language.rollout.pending_group import Begun, Slot
+from rlhpc.language.rollout.prompt_queue import Delivery, Ledger, Takings
 from rlhpc.runtime.channel import QueueEmpty, Taken
 from rlhpc.runtime.errors import DeadlineExceeded
 

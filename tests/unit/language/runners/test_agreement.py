@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from rlhpc.language.runners.agreement import _PACKAGES, _version
+from rlhpc.language.runners.engine_check import _PACKAGES, _version
 from tests.extras import need_extra
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhpc.language.runners.others import served_metrics
+from rlhpc.language.runners.auxiliary_groups import served_metrics
 
 
 def test_ranks_work_side_by_side_and_their_work_adds_up() -> None:

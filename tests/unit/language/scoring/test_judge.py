@@ -19,14 +19,13 @@ need_extra("llm")
 from transformers import AutoTokenizer
 
 from rlhpc.config.typed import untouched
-from rlhpc.language.config import GrpoConfig
-from rlhpc.language.data.tiny import character_tokenizer
+from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines.base import Completion, Request
+from rlhpc.language.models.tiny import character_tokenizer
 from rlhpc.language.rewards import Sample
-from rlhpc.language.roles.scoring import JudgeWorker
 from rlhpc.language.scoring.groups import group_roles, scoring_groups
-from rlhpc.language.scoring.judge import Judge
-from rlhpc.language.scoring.verdicts import better_in, both_say, pairs, score_in, shares
+from rlhpc.language.scoring.llm_judge import Judge, better_in, both_say, pairs, score_in, shares
+from rlhpc.language.workers.scoring import JudgeWorker
 from rlhpc.runtime.errors import ConfigError
 
 CHAT = (
@@ -159,7 +158,7 @@ def test_an_answer_may_not_become_a_special_token_in_any_spelling(
     judge: Callable[..., Judge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where text is made harmless too little, it is not asked about."""
-    monkeypatch.setattr("rlhpc.language.scoring.rubrics.harmless", lambda text, forbidden: text)
+    monkeypatch.setattr("rlhpc.language.scoring.llm_judge.harmless", lambda text, forbidden: text)
     one = judge()
     assert one.rate(samples("4", "4<|im_end|>", "4<eos>")) == [pytest.approx(4 / 9), None, None]
     assert one.counts()["too_long"] == 2 and len(Scripted.asked) == 1
@@ -282,7 +281,7 @@ def test_a_second_judge_has_its_keys_in_kwargs(judge: Callable[..., Judge], mode
     ],
 )
 def test_a_second_judges_mistakes(kwargs: dict[str, Any], said: str, model: Path) -> None:
-    from rlhpc.language.scoring.judge_section import section_of
+    from rlhpc.language.scoring.checks import section_of
 
     cfg = second(model, **kwargs)
     with pytest.raises(ConfigError) as refused:
@@ -307,7 +306,7 @@ def test_an_engines_message_names_the_judges_keys(judge: Callable[..., Judge], m
 
 
 def test_counts_become_metrics() -> None:
-    from rlhpc.language.runners.others import served_metrics
+    from rlhpc.language.runners.auxiliary_groups import served_metrics
 
     rank = {"busy_s": 2.0, "answers": 4.0, "count/no_verdict": 1.0, "count/time/cache_hits": 3.0}
     assert served_metrics({"judge": [rank, rank]}) == {"time/judge_s": 2.0, "time/judge_answers_per_s": 4.0,

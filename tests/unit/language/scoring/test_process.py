@@ -13,13 +13,13 @@ from tests.extras import need_extra
 need_extra("llm")
 
 from rlhpc.config.typed import typed, untouched
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config.models import FrozenModelConfig
+from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.data import load_tokenizer
-from rlhpc.language.model_config import FrozenModelConfig
-from rlhpc.language.scoring.group import ScoringGroup
-from rlhpc.language.scoring.process import ProcessRewards
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.scalar import last_values, token_values
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.models.value_head import last_values, token_values
+from rlhpc.language.scoring.registry import ScoringGroup
+from rlhpc.language.scoring.reward_models import ProcessRewards
 from rlhpc.runtime.errors import ConfigError
 from tests.classifiers import save_classifier
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.cutting import balance, costs_of, cut_up, rows
+from rlhpc.language.models.micro_batching import balance, costs_of, cut_up, rows
+from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.runtime.errors import ConfigError
 
 

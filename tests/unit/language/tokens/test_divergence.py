@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.language.tokens import rows
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.divergence import FLOOR
+from rlhpc.language.models import logprobs as rows
+from rlhpc.language.models.divergence import FLOOR
+from rlhpc.language.models.token_batch import TokenBatch
 from tests.rectangles import full_divergence, top_divergence, top_told
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "divergence_cases.json").read_text())

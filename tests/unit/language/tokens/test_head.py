@@ -14,12 +14,11 @@ need_extra("llm")
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig
 
 from rlhpc.config.sections import LoraConfig
-from rlhpc.language.tokens import rows
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.divergence import Full, Top, top_logprobs
-from rlhpc.language.tokens.head import linear_head
-from rlhpc.language.tokens.scalar import add_value_head
-from rlhpc.language.tokens.scores import logit_rows, token_scores
+from rlhpc.language.models import logprobs as rows
+from rlhpc.language.models.divergence import Full, Top, top_logprobs
+from rlhpc.language.models.logprobs import linear_head, logit_rows, token_scores
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.models.value_head import add_value_head
 from rlhpc.training.lora import adapters_off, attach_lora
 from tests import warm
 
@@ -103,7 +102,7 @@ def test_values_and_gradients_are_those_of_whole_logits(kind, temperature, chunk
     gradients = gradients_of(model, loss_of(scores.logprobs, scores.entropy, scores.values, weights))
     assert (scores.logprobs[~batch.mask] == 0).all() and (scores.logprobs != 0).sum() == len(batch.predictors()[0])
     with monkeypatch.context() as patch:
-        patch.setattr("rlhpc.language.tokens.scores.linear_head", lambda model: None)
+        patch.setattr("rlhpc.language.models.logprobs.linear_head", lambda model: None)
         whole = token_scores(model, batch, temperature, entropy=True)
         by_whole = gradients_of(model, loss_of(whole.logprobs, whole.entropy, whole.values, weights))
     logprobs, entropy, exact = exactly(model, batch, temperature, weights)
@@ -185,7 +184,7 @@ def test_distillation_reads_hidden_states_as_it_does_whole_logits(kind, most, be
         return scores.read.detach(), gradients_of(model, loss)
 
     read, gradients = step()
-    monkeypatch.setattr("rlhpc.language.tokens.scores.linear_head", lambda model: None)
+    monkeypatch.setattr("rlhpc.language.models.logprobs.linear_head", lambda model: None)
     by_whole, expected = step()
     assert read[batch.predictors()[0]].min() > 1e-3 and not read[~batch.mask].any()
     torch.testing.assert_close(read, by_whole, rtol=1e-6, atol=1e-6)
@@ -198,9 +197,9 @@ def test_distillation_reads_hidden_states_as_it_does_whole_logits(kind, most, be
 ASKS = """
 import resource, torch
 from transformers import AutoModelForCausalLM, LlamaConfig
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.divergence import Full
-from rlhpc.language.tokens.scores import logit_rows, token_scores
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.models.divergence import Full
+from rlhpc.language.models.logprobs import logit_rows, token_scores
 torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32768, hidden_size=16, intermediate_size=16,
     num_hidden_layers=1, num_attention_heads=1, max_position_embeddings=512))

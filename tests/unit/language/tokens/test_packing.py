@@ -36,11 +36,11 @@ from transformers import (
 )
 
 from rlhpc.config.sections import LoraConfig
-from rlhpc.language.tokens import packing
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.packing import NAME, attend, pack, packs, reads_rows, unpack
-from rlhpc.language.tokens.scalar import add_value_head
-from rlhpc.language.tokens.scores import token_scores
+from rlhpc.language.models import packing
+from rlhpc.language.models.logprobs import token_scores
+from rlhpc.language.models.packing import NAME, attend, pack, packs, reads_rows, unpack
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.models.value_head import add_value_head
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.lora import attach_lora
 

@@ -16,13 +16,14 @@ need_extra("llm")
 
 from rlhpc import Worker
 from rlhpc.config.sections import LoraConfig
-from rlhpc.language.data.tiny import make_tiny_model
-from rlhpc.language.model_config import LanguageActorConfig, LanguageModelConfig
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.model import export_model
-from rlhpc.language.tokens.packing import pack
-from rlhpc.language.tokens.scalar import last_values, load_scalar_model, token_values
-from rlhpc.language.tokens.trainer import ScalarTrainer
+from rlhpc.language.config.models import LanguageModelConfig
+from rlhpc.language.config.training import LanguageActorConfig
+from rlhpc.language.models.loading import export_model
+from rlhpc.language.models.packing import pack
+from rlhpc.language.models.tiny import make_tiny_model
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.models.value_head import last_values, load_scalar_model, token_values
+from rlhpc.language.training.trainer import ScalarTrainer
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
 SAMPLES = [[1, 5, 6, 7, 2], [1, 8, 2], [1, 9, 9, 9, 9, 9, 2], [1]]

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.language.tokens.batches import TokenBatch, cumulated
-from rlhpc.language.tokens.cutting import micro_batches
+from rlhpc.language.models.micro_batching import micro_batches
+from rlhpc.language.models.token_batch import TokenBatch, cumulated
 from rlhpc.runtime.errors import ConfigError
 
 lengths_of_samples = st.lists(st.integers(1, 40), min_size=1, max_size=30)

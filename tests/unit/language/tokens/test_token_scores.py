@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rlhpc.language.tokens import rows as module
+from rlhpc.language.models import logprobs as module
 from tests.accelerators import kind_of_others, loose
 from tests.rectangles import scores_of
 

@@ -18,11 +18,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, NemotronConfig
 
 from rlhpc import Worker
 from rlhpc.config.typed import untouched
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.models.packing import packs
+from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.scoring.logprobs import LogProbs
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.packing import packs
-from rlhpc.language.tokens.trainer import ScalarTrainer, TokenTrainer
+from rlhpc.language.training.trainer import ScalarTrainer, TokenTrainer
 from rlhpc.runtime.errors import ConfigError
 
 SMALL = {

@@ -11,13 +11,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhpc.cli import main
-from rlhpc.language.config import DataSourceConfig
+from rlhpc.language.config.data import DataSourceConfig
 from rlhpc.language.data import make_dataset
-from rlhpc.language.data.registry import check_problems
 from rlhpc.language.rewards import Sample
-from rlhpc.language.rewards.forms import tests_of as read_forms
-from rlhpc.language.rewards.problems import read_tests
-from rlhpc.language.rewards.programs import CodeReward, last_block
+from rlhpc.language.rewards.code_reward import CodeReward, last_block
+from rlhpc.language.rewards.problem_formats import tests_of as read_forms
+from rlhpc.language.rewards.problem_tests import read_tests
+from rlhpc.language.rewards.registry import check_problems
 from rlhpc.runtime.errors import ConfigError
 from tests.attack.graders import ANSWERS, FORMS, FUNCTIONS, PROGRAMS, VACUOUS, answers, faults, programs
 from tests.drawn import drawn, number
@@ -49,7 +49,7 @@ def test_random_programs(reward: CodeReward) -> None:
 def test_random_answers() -> None:
     """A part of 500 by the commit; `make test-all` takes all."""
     need_extra("llm")
-    from rlhpc.language.rewards.mathematics import MathReward
+    from rlhpc.language.rewards.math_verifier import MathReward
 
     names = drawn("graded answers", [f"{place:03}" for place in range(ANSWERS)], least=25)
     samples = [graded for graded in answers(number()) if graded.name[:3] in names]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rlhpc.language.rewards import Sample
-from rlhpc.language.rewards.problems import read_tests
-from rlhpc.language.rewards.programs import CodeReward, last_block
-from rlhpc.language.rewards.values import decode
+from rlhpc.language.rewards.code_reward import CodeReward, last_block
+from rlhpc.language.rewards.expected_values import decode
+from rlhpc.language.rewards.problem_tests import read_tests
 from rlhpc.runtime.errors import ConfigError
 from tests.attack.programs import CHEATS as MORE_CHEATS
 from tests.attack.programs import cheated

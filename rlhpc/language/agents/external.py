@@ -1,0 +1,515 @@
+"""Episodes of agents outside: programs that ask the model over the gateway, as they would ask any other.
+
+To a rollout rank they are what `Episodes` are: requests are added, each step gives back those that ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from rlhpc.language.agents.agent_processes import AgentReply, Harnesses, Program, Ticket
+from rlhpc.language.agents.chat_content import looker_of, shown_by
+from rlhpc.language.agents.episodes import OF_ROLES, Episode, Outcome
+from rlhpc.language.agents.gateway.feedback import awaited_turns
+from rlhpc.language.agents.gateway.output_parsers import Parsers
+from rlhpc.language.agents.gateway.server import MODEL, Drawing, Gateway
+from rlhpc.language.agents.gateway.sessions import Limits, Session, stop_reason
+from rlhpc.language.agents.inline_agents import Played, World
+from rlhpc.language.agents.turn_tree import Refused, Tree, Turn
+from rlhpc.language.data.images import placed
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.engines.base import Completion, DropsRequests, Request, RolloutBackend
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.host import host_id
+from rlhpc.runtime.text import first_line
+
+log = logging.getLogger(__name__)
+_IDLE_S = 0.01
+#: Of how many agents that failed a rank says why.
+_TOLD = 5
+
+
+@dataclass(frozen=True)
+class Options:
+    """Section `agent`, as a rank wants it.
+
+    Attributes:
+        limits: Of an episode.
+        timeout_s: Of an episode, from its start to its outcome.
+        kwargs: For the agent.
+        feedback_s: How long rewards may come after that; 0: they do not.
+    """
+
+    limits: Limits
+    timeout_s: float
+    kwargs: dict[str, Any]
+    feedback_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Ranks of another group run the agents.
+
+    Attributes:
+        post: To them.
+        rank: Of this process.
+    """
+
+    post: Post
+    rank: int
+
+
+class OutsideEpisodes:
+    """Runs episodes of agents outside, on an engine. Not thread-safe, as the engine.
+
+    Args:
+        backend: The engine. Nobody else adds requests to it meanwhile.
+        tokenizer: Of the model.
+        parsers: How replies are read.
+        context: Most tokens that the model reads and writes.
+        runs: The agent, the world that is played, or who runs it.
+        address: Where processes of other hosts reach this one; "" if none are to.
+        options: Its limits.
+        ended_with_it: Is called when it is closed.
+        check: Is called in each step; raises what ends the rank.
+
+    Raises:
+        ConfigError: The agent cannot be started.
+    """
+
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        tokenizer: Any,
+        parsers: Parsers,
+        context: int,
+        runs: Program | World | Elsewhere,
+        options: Options,
+        ended_with_it: Callable[[], None] = lambda: None,
+        address: str = "",
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._ended_with_it, self._check = ended_with_it, check
+        self._backend, self._tokenizer, self._options = backend, tokenizer, options
+        self._distant: Distant | None = None
+        if isinstance(runs, Program):
+            self._here: Harnesses | Played = Harnesses(runs, self._came)
+        self._gateway = Gateway(
+            tokenizer, parsers, context, address, looker := looker_of(tokenizer), feedback=options.feedback_s > 0.0
+        )
+        self._looks = looker is not None
+        if isinstance(runs, World):
+            self._here = Played(runs, self._gateway, self._came)
+        if isinstance(runs, Elsewhere):
+            self._distant, self._rank = Distant(runs.post, self._came, self._again), runs.rank
+        self._sessions: dict[int, tuple[Session, Prompt | None, tuple[int, ...]]] = {}
+        self._drawing: dict[int, Drawing] = {}
+        self._paid: queue.SimpleQueue[tuple[Episode, Episode]] = queue.SimpleQueue()
+        self._unpaid, self._early = dict[int, Episode](), list[tuple[Episode, Episode]]()
+        self._number = self._tickets = self._failures = 0
+
+    def add(self, requests: Iterable[Request], prompt: Prompt | None = None) -> None:
+        """Starts an episode for each request: its sampling and seed are those of all that the model draws in it."""
+        for request in requests:
+            session = Session(request.id, request.sampling, request.seed, self._options.limits)
+            self._tickets += 1  # no number is used again: one that was ended may yet have an outcome on its way
+            self._sessions[self._tickets] = session, prompt, tuple(request.prompt_ids)
+            self._gateway.open(session)
+            ticket = self._ticket(self._tickets, session, prompt)
+            if self._distant is not None:
+                self._distant.run(ticket, self._rank)
+            else:
+                self._here.run(ticket)
+
+    def _again(self, number: int) -> dict[str, Any]:
+        """An episode begins once more, with nothing of what it was, and draws the same."""
+        old, prompt, ids = self._sessions[number]
+        session = Session(old.number, old.sampling, old.seed, old.limits)
+        session.counts["begun_again"] = old.counts["begun_again"] + 1
+        self._gateway.loop.call_soon_threadsafe(self._gateway.end, old)
+        self._gateway.open(session)
+        self._sessions[number] = session, prompt, ids
+        return self._ticket(number, session, prompt)
+
+    @property
+    def _harnesses(self) -> Harnesses | Played | Distant:
+        return self._distant or self._here
+
+    def _ticket(self, number: int, session: Session, prompt: Prompt | None) -> dict[str, Any]:
+        messages = [] if prompt is None else _said(prompt)
+        task = {"messages": messages, "seed": session.seed, "kwargs": self._options.kwargs}
+        if prompt is not None:
+            task |= {"id": prompt.id, "question": prompt.question, "answer": prompt.answer, "meta": prompt.meta}
+        return {
+            "id": number, "task": {"question": "", **task}, "base_url": f"{self._gateway.url}/v1",
+            "api_key": session.key, "socket": self._gateway.socket, "model": MODEL, "timeout_s": self._options.timeout_s,
+            "host": host_id(), "far": self._gateway.far, "session_id": session.name,
+            "process_key": self._gateway.keys.process, "looks": self._looks,
+        }  # fmt: skip
+
+    def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:
+        """Nothing of an agent outside can be handed on, and no rank does."""
+        raise AssertionError("what an agent has under way cannot be handed on")
+
+    def step(self) -> list[Episode]:
+        """Advances the engine by a step; episodes that ended."""
+        self._check()
+        if self._distant is not None:
+            self._distant.poll()
+        ended = self._take(wait=not self._backend.unfinished())
+        self._drop()
+        if self._backend.unfinished():
+            for completion in self._backend.step():
+                drawing = self._drawing.pop(completion.id, None)
+                if drawing is not None:
+                    drawing.answer(completion)
+            self._show()
+        return ended
+
+    def paid(self) -> list[tuple[Episode, Episode]]:
+        """Episodes whose rewards came later: as they were given back, and with the reward; one without has failed."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._early.append(self._paid.get_nowait())
+        # an episode's reward may be here before `step` has given back the episode
+        found = [pair for pair in self._early if id(pair[0]) in self._unpaid]
+        self._early = [pair for pair in self._early if id(pair[0]) not in self._unpaid]
+        for before, _ in found:
+            del self._unpaid[id(before)]
+        return found
+
+    @property
+    def feedback_s(self) -> float:
+        """How long rewards may come after an episode; 0 if they do not."""
+        return self._options.feedback_s
+
+    @property
+    def scorer(self) -> dict[str, str]:
+        """Where rewards are taken that come later, for this host and for others, and by whose key."""
+        gateway = self._gateway
+        return {"near": gateway.url, "far": gateway.far, "host": host_id(), "key": gateway.feedback.key}
+
+    def unfinished(self) -> int:
+        """Number of episodes that were added and have not been given back."""
+        return len(self._sessions)
+
+    def abort(self) -> list[Episode]:
+        """Ends all episodes; each with nothing, `finish_reason` "abort"."""
+        self._harnesses.abort()
+        sessions, self._sessions = self._sessions, {}
+        for session, *_ in sessions.values():
+            session.closed = True
+            self._gateway.loop.call_soon_threadsafe(self._gateway.end, session)
+        self._gateway.loop.call_soon_threadsafe(self._gateway.feedback.forget)
+        self._unpaid.clear()
+        self._early.clear()
+        self._backend.abort()
+        self._forget("the episode has ended", 401)
+        return [Episode(s.number, ids, prompt, finish_reason="abort") for s, prompt, ids in sessions.values()]
+
+    def close(self) -> None:
+        """Ends the agents, then the gateway."""
+        self._harnesses.close()
+        self._gateway.close()
+        self._ended_with_it()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _drop(self) -> None:
+        """Ends what nobody waits for: of episodes that have ended, or whose clients have gone."""
+        idle = [number for number, drawing in self._drawing.items() if drawing.session.closed or drawing.given_up]
+        if not idle:
+            return
+        if isinstance(self._backend, DropsRequests):
+            self._backend.drop(idle)
+        elif len(idle) < len(self._drawing):
+            return
+        else:
+            self._backend.abort()
+        for number in idle:
+            self._drawing.pop(number).answer(Refused("the episode has ended", 401))
+
+    def _show(self) -> None:
+        """Shows what there is of replies to clients that read along."""
+        shown = {number: drawing.show for number, drawing in self._drawing.items() if drawing.show is not None}
+        if shown and isinstance(self._backend, DropsRequests):
+            for number, ids in self._backend.so_far(shown.keys()).items():
+                if ids:
+                    shown[number](ids)
+
+    def _forget(self, why: str, status: int) -> None:
+        for drawing in self._drawing.values():
+            drawing.answer(Refused(why, status))
+        self._drawing.clear()
+
+    def _take(self, wait: bool) -> list[Episode]:
+        """Takes in what has been asked, and outcomes."""
+        deadline, ended = time.monotonic() + (_IDLE_S if wait else 0.0), list[Episode]()
+        while True:
+            try:
+                item = self._gateway.asked.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return ended
+            deadline = 0.0
+            if isinstance(item, Drawing):
+                self._begin(item)
+            else:
+                number, episode = item
+                if self._sessions.pop(number, None) is not None:
+                    self._tell(episode)
+                    ended.append(episode)
+                    if episode.later:
+                        self._unpaid[id(episode)] = episode
+
+    def _begin(self, drawing: Drawing) -> None:
+        if drawing.session.closed:
+            drawing.answer(Refused("the episode has ended", 401))
+            return
+        self._number += 1
+        request = Request(self._number, drawing.prompt_ids, drawing.sampling, drawing.seed, drawing.seen)
+        try:
+            self._backend.add([request])
+        except ConfigError as error:  # a token is none, say
+            drawing.answer(Refused(str(error)))
+            return
+        except RlhpcError:  # the engine's, whoever asks
+            raise
+        except Exception as error:  # one request ends no run
+            log.warning("the engine refuses a request of episode %d: %r", drawing.session.number, error)
+            drawing.answer(Refused(f"the engine refuses the request: {first_line(error)}"))
+            return
+        self._drawing[self._number] = drawing
+
+    def _came(self, number: int, outcome: dict[str, Any]) -> None:
+        """An outcome, in a thread of the harnesses': the gateway's loop looks at the episode's turns."""
+        self._gateway.loop.call_soon_threadsafe(self._ended, number, outcome)
+
+    def _ended(self, number: int, said: dict[str, Any]) -> None:
+        known = self._sessions.get(number)
+        if known is None:
+            return
+        session, prompt, ids = known
+        self._gateway.end(session)
+        turns, later = dict[str, Turn](), said.get("later")
+        try:
+            if later and not self._options.feedback_s:
+                raise Refused("its reward comes `later`: set agent.feedback_timeout_s to how long to wait for that")
+            turns = awaited_turns(session.tree.turns, later) if later else turns
+        except Refused as why:
+            said = {"error": str(why)}
+        episode = self._episode(session, prompt, ids, said)
+        if turns and episode.outcome is not None and not episode.outcome.error:
+            episode.outcome.later = True
+        self._gateway.asked.put((number, episode))
+        if episode.later:
+            paid = partial(self._came_later, episode, partial(self._episode, session, prompt, ids), said)
+            self._gateway.feedback.expect(turns, self._options.feedback_s, paid)
+
+    def _came_later(
+        self, before: Episode, again: Callable[[dict[str, Any]], Episode], said: dict[str, Any], reward: float | None
+    ) -> None:
+        """The sum of an episode's rewards that came later; None if they did not."""
+        said = {**said, "metrics": {**said.get("metrics", {}), "later": 1.0}, "reward": reward}
+        if reward is None:
+            said["error"] = f"no reward came for it within agent.feedback_timeout_s ({self._options.feedback_s:g} s)"
+        self._paid.put((before, again(said)))
+
+    def _episode(self, session: Session, prompt: Prompt | None, ids: tuple[int, ...], said: dict[str, Any]) -> Episode:
+        outcome = Outcome(said.get("reward"), said.get("response"), said.get("error", ""), said.get("metrics", {}))
+        if "turn_rewards" in said:
+            outcome.error = outcome.error or _paid(session.tree, said["turn_rewards"])
+        branches = session.tree.samples(session.number)
+        spared = _spare(branches, session.limits)
+        given = said.get("rewards", {})
+        if given and outcome.reward is None:
+            outcome.reward = sum(given.values()) / len(given)
+        for branch in branches if given else []:
+            name = session.limits.roles[branch.role] if session.limits.roles else ""
+            if name not in given:
+                outcome.error = outcome.error or f"rewards has none for {name or 'any role: agent.roles is empty'}"
+                break
+            branch.above = given[name] - (outcome.reward or 0.0)
+        if not branches and not outcome.error:
+            outcome.error = "it ended without an answer of the model"
+        last = next((turn for turn in reversed(session.tree.turns) if turn.received), None)
+        truncated = said.get("cut") or (last is not None and stop_reason(last.finish_reason) == "length")
+        reason = "error" if outcome.error else "length" if truncated else "stop"
+        episode = Episode(
+            session.number, ids, prompt, finish_reason=reason, outcome=outcome,
+            branches=branches,
+        )  # fmt: skip
+        if last is not None:
+            episode.token_ids, episode.logprobs, episode.versions = last.token_ids, last.logprobs, last.versions
+            episode.loss_mask = [True] * len(last.token_ids)
+            episode.turn_ids = [0] * len(last.token_ids)
+        counts = session.tree.counts() + session.counts
+        episode.turns = counts["turns"]
+        names = ["turns", "not_received", "retried", "refused", "given_up"] + ["begun_again"] * (
+            self._distant is not None
+        )
+        outcome.metrics |= {name: float(counts[name]) for name in names}
+        outcome.metrics["samples"] = float(len(branches))
+        if spared:
+            outcome.metrics[OF_ROLES] = float(spared)
+        return episode
+
+    def _tell(self, episode: Episode) -> None:
+        if episode.outcome is None or not episode.outcome.error:
+            return
+        self._failures += 1
+        if self._failures <= _TOLD or self._failures % 1000 == 0:
+            log.warning("episode %d: the agent failed (number %d of these): %s", episode.id, self._failures,
+                        episode.outcome.error)  # fmt: skip
+
+
+def _said(prompt: Prompt) -> list[dict[str, Any]]:
+    """A prompt's conversation as agents get it: its pictures are in there."""
+    if not prompt.images:
+        return [{**m, "role": "user"} if m["role"] == "raw" else m for m in prompt.messages]
+    pictures, found = iter(shown_by(prompt.images)), placed(prompt.messages, len(prompt.images))
+    for message in found:
+        message["content"] = [next(pictures) if part["type"] == "image" else part for part in message["content"]]
+    return found
+
+
+def _spare(branches: list[Episode], limits: Limits) -> int:
+    """Masks what roles say that are not trained; how many tokens that were."""
+    count = 0
+    for branch in branches:
+        if limits.untrained and limits.roles[branch.role] in limits.untrained:
+            count += sum(branch.loss_mask)
+            branch.loss_mask = [False] * len(branch.loss_mask)
+    return count
+
+
+def _paid(tree: Tree, rewards: list[float]) -> str:
+    """Gives each turn its own reward; what is wrong with them, if anything is."""
+    turns = [turn for turn in tree.turns if turn.received]
+    if len(rewards) != len(turns):
+        return f"turn_rewards has {len(rewards)} numbers; the model answered {len(turns)} times"
+    for turn, reward in zip(turns, rewards, strict=True):
+        turn.reward = reward
+    return ""
+
+
+log = logging.getLogger(__name__)
+#: How often an episode is begun, each time on another rank than one that was lost with it.
+_MOST = 3
+#: Seconds beyond `agent.timeout_s` that an outcome may be on its way.
+_GRACE_S = 4.0
+
+
+class Post(Protocol):
+    """What a rollout rank and those that run harnesses have of each other."""
+
+    def offer(self, item: tuple[int, str, int]) -> None:
+        """Puts an episode into the queue: the rollout rank, what it calls itself, and the episode's number."""
+
+    def tell(self, rank: int, message: dict[str, Any]) -> None:
+        """Tells a rank that runs harnesses something. Does not wait for it."""
+
+    def heard(self) -> list[dict[str, Any]]:
+        """What such ranks have said."""
+
+
+@dataclass
+class _Away:
+    """An episode that others run.
+
+    Attributes:
+        ticket: What they get.
+        begun: How often it was begun.
+        by: The rank that has it, and what that calls it.
+        until: When it must have ended; 0 before anybody has it.
+    """
+
+    ticket: Ticket
+    begun: int = 0
+    by: tuple[int, int] = field(default=(-1, -1))
+    until: float = 0.0
+
+
+class Distant:
+    """Has a program run for each ticket, elsewhere.
+
+    Args:
+        post: To those who run it.
+        done: Is called with the ticket's id and the outcome.
+        again: Is called with the ticket's id where it is begun once more: a ticket with another key.
+    """
+
+    def __init__(self, post: Post, done: Callable[[int, AgentReply], None], again: Callable[[int], Ticket]) -> None:
+        self._post, self._done, self._again = post, done, again
+        self._away: dict[int, _Away] = {}
+        #: Who was started again is another one, whatever its rank.
+        self.ident = secrets.token_hex(8)
+
+    def run(self, ticket: Ticket, rank: int) -> None:
+        """Has the program run for a ticket, when there is room for one more.
+
+        Args:
+            ticket: What it gets.
+            rank: The rollout rank that asks.
+        """
+        self._away[ticket["id"]] = _Away(ticket)
+        self._post.offer((rank, self.ident, ticket["id"]))
+
+    def poll(self) -> None:
+        """Hears what those who run it say; and who says nothing."""
+        for message in self._post.heard():
+            if "take" in message:
+                self._taken(message)
+            elif message["ident"] == self.ident:
+                self._came(message)
+        now = time.monotonic()
+        for number, away in [(n, a) for n, a in self._away.items() if a.until and now > a.until]:
+            self._post.tell(away.by[0], {"kill": away.by[1]})
+            limit = away.ticket["timeout_s"] + _GRACE_S
+            self._end(number, {"error": f"agent-{away.by[0]}, which ran it, said nothing within {limit:g} s"})
+
+    def abort(self) -> None:
+        """Ends all that run, and forgets those that wait; none of them has an outcome."""
+        for away in self._away.values():
+            if away.begun:
+                self._post.tell(away.by[0], {"kill": away.by[1]})
+        self._away.clear()
+
+    def close(self) -> None:
+        """Ends everything."""
+        self.abort()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _taken(self, message: dict[str, Any]) -> None:
+        """Somebody has taken an episode, and wants its ticket; one that is over has none."""
+        who, number = (message["agent"], message["take"]), message["number"]
+        away = self._away.get(number) if message["ident"] == self.ident else None
+        if away is not None and away.begun == _MOST:
+            self._end(number, {"error": f"{_MOST} ranks of the group agent were lost while they ran it"})
+            away = None
+        ticket = None
+        if away is not None:
+            if away.begun:
+                log.info("episode %d is begun again on agent-%d: agent-%d was lost", number, who[0], away.by[0])
+                away.ticket = self._again(number)
+            away.begun += 1
+            away.by, ticket = who, away.ticket
+            away.until = time.monotonic() + ticket["timeout_s"] + _GRACE_S
+        self._post.tell(who[0], {"of": who[1], "ticket": ticket})
+
+    def _came(self, message: dict[str, Any]) -> None:
+        away = self._away.get(message["number"])
+        if away is not None and away.by == (message["agent"], message["of"]):
+            self._end(message["number"], message["outcome"])
+
+    def _end(self, number: int, outcome: AgentReply) -> None:
+        del self._away[number]
+        self._done(number, outcome)

@@ -1,0 +1,306 @@
+"""What of a reply is reasoning, what an answer, and what calls of tools.
+
+`think` and `hermes` are here; any other is vLLM's of that name (`--reasoning-parser`, `--tool-call-parser`), where it is
+installed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhpc.language.data.tokenizer import cut_at_stop, without_end
+from rlhpc.language.hugging_face import special_tokens
+from rlhpc.language.policy_text import parse_json_at
+from rlhpc.runtime.errors import ConfigError
+
+_THINK_TAG, _THOUGHT, _CALL = "<think>", "</think>", "<tool_call>"
+#: What a decoder puts where bytes of a character are still to come.
+_BROKEN = "�"
+
+
+class Partial:
+    """A reply so far.
+
+    Args:
+        tokenizer: Of the model.
+        opened: Whether the prompt has begun the reasoning.
+        thinks: Whether reasoning is told from the answer.
+        calls: Whether calls of tools are.
+        stop: Texts that end the reply and are no part of it.
+        hidden: Tokens that are no part of it either.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        opened: bool,
+        thinks: bool,
+        calls: bool,
+        stop: Sequence[str] = (),
+        hidden: Collection[int] = (),
+    ) -> None:
+        self._tokenizer, self._opened, self._thinks, self._calls = tokenizer, opened, thinks, calls
+        self._stop, self._hidden = tuple(stop), hidden
+        self._text, self._shown_to, self._read_to = "", 0, 0
+
+    def split(self, ids: Sequence[int]) -> tuple[str, str]:
+        """Reasoning and answer of the tokens so far, as far as neither can turn out to be something else.
+
+        Args:
+            ids: All tokens so far.
+        """
+        self._read([token for token in ids if token not in self._hidden])
+        reasoning, text = "", self._text
+        for stop in self._stop:
+            text = _before(text, stop)
+        if self._thinks:
+            begun = text.lstrip()
+            if not self._opened and _THINK_TAG.startswith(begun[: len(_THINK_TAG)]) and len(begun) < len(_THINK_TAG):
+                return "", ""
+            if self._opened or begun.startswith(_THINK_TAG):
+                reasoning, ended, text = begun.removeprefix(_THINK_TAG).partition(_THOUGHT)
+                reasoning = (reasoning if ended else _before(reasoning, _THOUGHT)).strip("\n")
+                text = text.lstrip()
+        if self._calls:  # the answer has no white space around it then
+            text = _before(text, _CALL).strip()
+        return reasoning, text
+
+    def _read(self, ids: list[int]) -> None:
+        """Goes on with the text, from a token on before which nothing changes any more."""
+        known = self._decode(ids[self._shown_to : self._read_to])
+        found = self._decode(ids[self._shown_to :])
+        if len(found) > len(known) and not found.endswith(_BROKEN):
+            self._text += found[len(known) :]
+            self._shown_to, self._read_to = self._read_to, len(ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+
+def _before(text: str, tag: str) -> str:
+    """What comes before a tag, and before what may be the beginning of one."""
+    at = text.find(tag)
+    if at >= 0:
+        return text[:at]
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
+            return text[:-length]
+    return text
+
+
+log = logging.getLogger(__name__)
+#: Tokens at the end of a prompt among which `<think>` would be.
+_BEGUN = 12
+_OPENED, _CLOSED = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\s*</tool_call>")
+_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+_THINK = re.compile(r"^\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
+
+
+@dataclass
+class Reply:
+    """What the model wrote in a turn.
+
+    Attributes:
+        content: The answer.
+        reasoning: What came before it; None if there was nothing of the kind.
+        calls: Of tools: name, and the arguments as JSON.
+        stop: The stop text that ended it, which is no part of it; None if something else did.
+    """
+
+    content: str
+    reasoning: str | None = None
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    stop: str | None = None
+
+    def message(self) -> dict[str, Any]:
+        """As OpenAI's clients get it."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            found["reasoning_content"] = self.reasoning
+        if self.calls:
+            found["tool_calls"] = [
+                {
+                    "id": f"call_{secrets.token_hex(8)}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": said},
+                }
+                for name, said in self.calls
+            ]
+        return found
+
+
+def think(text: str, opened: bool = False) -> tuple[str | None, str]:
+    """Splits a text into reasoning, between `<think>` and `</think>`, and what follows.
+
+    Args:
+        text: The reply.
+        opened: Whether the template has written `<think>`. Reasoning that is cut before its end is reasoning.
+    """
+    found = _THINK.match(text)
+    if found is not None:
+        return found[1].strip("\n"), text[found.end() :]
+    begun = text.lstrip()
+    if opened or begun.startswith("<think>"):
+        return begun.removeprefix("<think>").strip("\n"), ""
+    return None, text
+
+
+def hermes(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
+    """What is beside the calls, and the calls: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Something else between
+    the tags stays text."""
+    calls, rest, at = list[tuple[str, str]](), "", 0
+    for opened in _OPENED.finditer(text):
+        if opened.start() < at:  # inside a call
+            continue
+        try:
+            call, end = parse_json_at(text, opened.end())
+        except ValueError:
+            continue
+        closed = _CLOSED.match(text, end)
+        if closed is None or "name" not in call:
+            continue
+        arguments = call.get("arguments", {})
+        calls.append((str(call["name"]), arguments if isinstance(arguments, str) else json.dumps(arguments)))
+        rest, at = rest + text[at : opened.start()], closed.end()
+    return ((rest + text[at:]).strip() if calls else text), calls
+
+
+class Parsers:
+    """How replies are read.
+
+    Args:
+        tokenizer: Of the model.
+        tools: `agent.tool_parser`.
+        reasoning: `agent.reasoning_parser`.
+
+    Raises:
+        ConfigError: There is no parser of that name.
+    """
+
+    def __init__(self, tokenizer: Any, tools: str | None, reasoning: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._reasoning: Callable[[str, bool], tuple[str | None, str]] | None = None
+        self._tools: Callable[[str, Any], tuple[str, list[tuple[str, str]]]] | None = None
+        if reasoning is not None:
+            self._reasoning = think if reasoning == "think" else _of_vllm_reasoning(reasoning, tokenizer)
+        if tools is not None:
+            self._tools = hermes if tools == "hermes" else _of_vllm_tools(tools, tokenizer)
+        #: Special tokens that no parser reads; vLLM's may read any.
+        self._hidden = frozenset[int]()
+        if self._reasoning in (None, think) and self._tools in (None, hermes):
+            self._hidden = frozenset(
+                token for token in special_tokens(tokenizer) if self._decode([token]).strip() not in _TAGS
+            )
+
+    def read(self, token_ids: list[int], tools: Any, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> Reply:
+        """Returns what a turn says, up to the first stop text; calls are looked for where there are tools."""
+        text, match = self._text(without_end(token_ids, self._tokenizer), stop)
+        reasoning, calls = None, list[tuple[str, str]]()
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning(text, self._opens(prompt))
+        if self._tools is not None and tools:
+            text, calls = self._tools(text, tools)
+            text = text.strip()  # as `Partial` shows it, before it is known whether there are calls
+        return Reply(text, reasoning, calls, match)
+
+    def _text(self, ids: list[int], stop: Sequence[str]) -> tuple[str, str | None]:
+        """Returns the text that clients get, without special tokens and up to the first stop text; and that one."""
+        text, match = cut_at_stop(self._tokenizer, [token for token in ids if token not in self._hidden], stop)
+        if match is not None or not stop:
+            return text, match
+        drawn, match = cut_at_stop(self._tokenizer, ids, stop)
+        if match is None:
+            return text, None
+        # The stop text has a special token in it.
+        before = len(ids)
+        while len(self._decode(ids[:before])) > len(drawn):
+            before -= 1
+        behind = drawn[len(self._decode(ids[:before])) :]
+        return self._decode([token for token in ids[:before] if token not in self._hidden]) + behind, match
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def _opens(self, prompt: Sequence[int]) -> bool:
+        """Returns whether a prompt ends with the beginning of reasoning."""
+        return self._decode(prompt[-_BEGUN:]).rstrip().endswith("<think>")
+
+    def partly(self, prompt: list[int], tools: Any, stop: Sequence[str] = ()) -> Partial | None:
+        """Reads a reply while it is written; None where that is not known of these parsers.
+
+        Args:
+            prompt: What the model reads.
+            tools: As the client sent them.
+            stop: Texts that end the reply.
+        """
+        calls = self._tools is not None and bool(tools)
+        if self._reasoning not in (None, think) or (calls and self._tools is not hermes):
+            return None
+        thinks = self._reasoning is not None
+        opened = thinks and self._opens(prompt)
+        return Partial(self._tokenizer, opened=opened, thinks=thinks, calls=calls, stop=stop, hidden=self._hidden)
+
+
+def _of_vllm_reasoning(name: str, tokenizer: Any) -> Callable[[str, bool], tuple[str | None, str]]:
+    try:
+        from vllm.reasoning import ReasoningParserManager
+    except ImportError:
+        raise ConfigError(f"agent.reasoning_parser is {name!r}; without vllm: think, or null") from None
+    try:
+        parser = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
+    except (KeyError, RuntimeError) as error:
+        raise ConfigError(f"agent.reasoning_parser is {name!r}, which vLLM does not have: {error}") from None
+
+    def read(text: str, opened: bool) -> tuple[str | None, str]:
+        del opened  # vLLM's know their models' templates
+        try:
+            reasoning, content = parser.extract_reasoning(text, _request())
+        except Exception as error:
+            log.warning("vLLM's reasoning parser %s cannot read a reply, which stays text: %r", name, error)
+            return None, text
+        return reasoning, content or ""
+
+    return read
+
+
+def _of_vllm_tools(name: str, tokenizer: Any) -> Callable[[str, Any], tuple[str, list[tuple[str, str]]]]:
+    try:
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError:
+        raise ConfigError(f"agent.tool_parser is {name!r}; without vllm: hermes, or null") from None
+    try:
+        kind = ToolParserManager.get_tool_parser(name)
+        kind(tokenizer)  # it may want tokens that this vocabulary lacks
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"agent.tool_parser is {name!r}, which cannot be used: {error}") from None
+
+    def read(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
+        request = _request(tools)
+        parser = kind(tokenizer, request.tools)
+        try:
+            result = parser.extract_tool_calls(text, request)
+        except Exception as error:
+            log.warning("vLLM's tool parser %s cannot read a reply, which stays text: %r", name, error)
+            return text, []
+        if not result.tools_called:
+            return text, []
+        return result.content or "", [(call.function.name, call.function.arguments) for call in result.tool_calls]
+
+    return read
+
+
+def _request(tools: Any = None) -> Any:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest(
+        messages=[{"role": "user", "content": ""}], model="policy", tools=tools or None, seed=None
+    )

@@ -1,0 +1,298 @@
+"""What a user writes: a world of one episode. `reset` says what there is to read; `step` takes what the model wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import random
+import re
+import typing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.policy_text import parse_json
+
+Message = dict[str, Any]
+Tool = TypeVar("Tool", bound=Callable[..., Any])
+#: Longest result of a tool, in characters.
+LONGEST = 4000
+_CALL = re.compile(r"^\s*(\w+)\s*:\s*(.*)$", re.DOTALL)
+_KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+class Task(Protocol):
+    """What an episode is about.
+
+    Attributes:
+        messages: The conversation that it begins with.
+        question: The last thing that the user said there.
+        answer: The reference, as text.
+        meta: What the problem has besides.
+        seed: Of this episode, for what the world draws itself.
+    """
+
+    messages: Sequence[Message]
+    question: str
+    answer: str
+    meta: Mapping[str, Any]
+    seed: int
+
+
+@dataclass
+class Step:
+    """What the world answers.
+
+    Attributes:
+        said: What whoever speaks next gets to read: a text, or messages; None is nothing new, and at the beginning the
+            task's own messages.
+        reward: Of the turn that was just taken.
+        done: Whether the episode is over.
+        role: Who speaks next, where several do.
+        rewards: What roles get besides, by name, such as all players when a game ends. Each one's last turn has earned it.
+        afresh: Whether who speaks next knows nothing of what it has said and read before.
+        metrics: Logged as `agent/<name>`, those of an episode added up.
+    """
+
+    said: str | list[Message] | None = None
+    reward: float = 0.0
+    done: bool = False
+    role: str = ""
+    rewards: dict[str, float] = field(default_factory=dict)
+    afresh: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+#: A text goes on, a number is the last turn's reward and ends.
+Said: TypeAlias = "Step | str | float | None"
+
+
+def step_of(said: Said) -> Step:
+    """A short form, written out.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if isinstance(said, Step):
+        return said
+    if isinstance(said, str) or said is None:
+        return Step(said)
+    if isinstance(said, (bool, int, float)):
+        return Step(reward=float(said), done=True)
+    raise TypeError(f"an environment gave a {type(said).__name__}; allowed: Step, a text, a number, None")
+
+
+class Environment:
+    """The world of one episode; an object each. Its constructor takes `agent.kwargs`.
+
+    `reset` and `step` are called in a thread, one after the other, while the engine goes on with other episodes. What they
+    raise leaves the episode out.
+
+    Attributes:
+        tools: Which the model may call, in OpenAI's form.
+        roles: Who speaks, where several do.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    roles: Sequence[str] = ()
+
+    def reset(self, task: Task) -> Said:
+        """Begins an episode: what there is to read first. None is the task's own messages."""
+        raise NotImplementedError
+
+    def step(self, reply: Message) -> Said:
+        """Takes a turn.
+
+        Args:
+            reply: What the model said: `content`, and maybe `tool_calls`.
+
+        Returns:
+            What follows: a text to read, a reward that ends the episode, or a `Step`.
+        """
+        raise NotImplementedError
+
+    def cut(self) -> Said:
+        """The model may say no more (`agent.max_turns`, `agent.max_tokens`, the context): a last reward, if any."""
+        return Step(done=True)
+
+    def close(self) -> None:
+        """Releases what the episode holds."""
+
+    # -- problems, for the source `environment` -------------------------------------------------------------------
+
+    @classmethod
+    def count(cls, *args: Any, **kwargs: Any) -> int:
+        """How many problems there are."""
+        return 1 << 30
+
+    @classmethod
+    def problem(cls, number: int, *args: Any, **kwargs: Any) -> Prompt:
+        """Makes a problem, the same one for the same number.
+
+        Args:
+            number: From 0 to `count` − 1.
+            args: None.
+            kwargs: `data.train.kwargs` but for `name`.
+        """
+        raise NotImplementedError(f"{cls.__name__} makes no problems: give data.train another source")
+
+    def demonstrate(self, rng: random.Random) -> str:
+        """What a good player would write now, for demonstrations (sft)."""
+        raise NotImplementedError(f"{type(self).__name__} has no demonstrations")
+
+
+def tool(function: Tool) -> Tool:
+    """Marks a method of a `ToolEnvironment` that the model may call. Its docstring and its arguments' types are what the model
+    is told."""
+    function.is_tool = True  # type: ignore[attr-defined]
+    return function
+
+
+class ToolEnvironment(Environment):
+    """A world of tools: methods marked with `tool`. A reply that calls none is the answer.
+
+    Calls come as the model's template and `agent.tool_parser` have them; or, for models that know no such form, as a text
+    `name: argument`, which is answered with a text.
+    """
+
+    def __init__(self) -> None:
+        names = [name for name in dir(type(self)) if getattr(getattr(type(self), name), "is_tool", False)]
+        self._methods: dict[str, Callable[..., Any]] = {name: getattr(self, name) for name in names}
+        self.tools = [described(name, method) for name, method in self._methods.items()]
+
+    def answer(self, text: str) -> Said:
+        """Takes what the model says when it calls no tool: most often a reward, which ends the episode."""
+        raise NotImplementedError
+
+    def step(self, reply: Message) -> Said:
+        """Carries out calls, or takes the answer."""
+        calls = reply.get("tool_calls")
+        if not calls:
+            written = _CALL.match(str(reply.get("content") or ""))
+            if written is None or written[1] not in self._methods:
+                return self.answer(str(reply.get("content") or ""))
+            return Step(self._result(written[1], written[2].strip()))
+        return Step(
+            [
+                {"role": "tool", "tool_call_id": call["id"], "content": self._result(**call["function"])}
+                for call in calls
+            ]
+        )
+
+    def _result(self, name: str, arguments: str) -> str:
+        method = self._methods.get(name)
+        if method is None:
+            return f"error: there is no tool {name}; there are: {', '.join(self._methods)}"
+        try:
+            values = parse_json(arguments)
+        except ValueError:
+            values = arguments
+        try:
+            result = str(method(**values) if isinstance(values, dict) else method(*filter(None, [arguments])))
+        except Exception as error:  # the model's mistake: it is told
+            result = f"error: {error}"
+        return result if len(result) <= LONGEST else result[:LONGEST] + "…"
+
+
+def described(name: str, method: Callable[..., Any]) -> dict[str, Any]:
+    """A function in OpenAI's form, from its docstring and the types of its arguments."""
+    hints, parameters = typing.get_type_hints(method), inspect.signature(method).parameters
+    properties = {key: {"type": _KINDS.get(hints.get(key, str), "string")} for key in parameters}
+    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+    schema = {"type": "object", "properties": properties, "required": required}
+    about = {"name": name, "description": inspect.getdoc(method) or "", "parameters": schema}
+    return {"type": "function", "function": about}
+
+
+#: Most seconds that a world has to release what it holds.
+_CLOSE_S = 5.0
+#: The model's next message: asked with a role, its conversation and its tools; None if it may say no more.
+Ask = Callable[[str, list[Message], Sequence[Any]], Awaitable["Message | None"]]
+#: Calls a function that may take a while.
+Call = Callable[..., Awaitable[Any]]
+
+
+@dataclass
+class Earned:
+    """What the turns of an episode were worth.
+
+    Attributes:
+        roles: Who spoke, by turn.
+        rewards: Of each turn.
+        metrics: Sums of what the world counted.
+    """
+
+    roles: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add(self, step: Step) -> None:
+        """Takes in what the world said to the last turn."""
+        if self.rewards:
+            self.rewards[-1] += step.reward
+        for name, value in step.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        for role, reward in step.rewards.items():
+            last = next((at for at in reversed(range(len(self.roles))) if self.roles[at] == role), None)
+            if last is not None:  # who has not spoken cannot have earned it
+                self.rewards[last] += reward
+
+    def outcome(self) -> dict[str, Any]:
+        """As an agent outside says it."""
+        found: dict[str, Any] = {"turn_rewards": self.rewards, "metrics": self.metrics}
+        if not any(self.roles):
+            return {**found, "reward": float(sum(self.rewards))}
+        each = dict.fromkeys(self.roles, 0.0)
+        for role, reward in zip(self.roles, self.rewards, strict=True):
+            each[role] += reward
+        return {**found, "rewards": each}
+
+
+class Conversations:
+    """What each role has read and said."""
+
+    def __init__(self, task: Task) -> None:
+        self._begin = [message for message in task.messages if message["role"] == "system"]
+        self._whole = list(task.messages)
+        self._known: dict[str, list[Message]] = {}
+
+    def of(self, step: Step) -> list[Message]:
+        """That of who speaks next, with what it has just been told."""
+        if step.afresh or step.role not in self._known:
+            self._known[step.role] = self._whole[:] if step.said is None else self._begin[:]
+        messages = self._known[step.role]
+        if isinstance(step.said, str):
+            messages.append({"role": "user", "content": step.said})
+        elif step.said is not None:
+            messages += step.said
+        return messages
+
+
+async def play(environment: Environment, task: Task, ask: Ask, call: Call) -> dict[str, Any]:
+    """Plays an episode to its end.
+
+    Returns:
+        What an agent outside says of it; `cut` where the model might say no more.
+    """
+    conversations, earned, cut = Conversations(task), Earned(), False
+    try:
+        said: Said = await call(environment.reset, task)
+        step = step_of(said)
+        while not step.done:
+            messages = conversations.of(step)
+            reply = await ask(step.role, messages, environment.tools)
+            if reply is None:
+                cut, step = True, step_of(await call(environment.cut))
+                earned.add(step)
+                break
+            messages.append(reply)
+            earned.roles.append(step.role)
+            earned.rewards.append(0.0)
+            step = step_of(await call(environment.step, reply))
+            earned.add(step)
+    finally:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(call(environment.close), _CLOSE_S)
+    return {**earned.outcome(), "cut": cut}

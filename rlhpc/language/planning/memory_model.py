@@ -1,0 +1,564 @@
+"""Activations of a decoder layer, in bytes a token: what its forward pass keeps for the backward pass, and what that adds.
+
+The terms are those that PyTorch's autograd saves of transformers' modules, one by one:
+
+    norm            its input in float32, the normalized input, its output                  12 H, or in bfloat16 8 H
+    attention       queries, keys and values after rotation, the output, its log-sums       b (2 q + 2 kv) + 4 heads
+    normalized q k  the float32 input and the normalized one                                8 (q + kv), in bfloat16 6
+    gated MLP       gate, its SiLU, up, and their product                                   4 b I
+    mixture         the same of each token's experts, and what they are given and return    k b (4 W + 2 H)
+                    (where ranks share experts, too: what travels is freed on arrival, and as many come as go on average)
+
+with H the width, I the inner width of an MLP and W of an expert, k experts a token, q and kv the widths of queries and keys, b
+bytes a number. Where only adapters are trained, what frozen weights would need falls away: of a norm the normalized input, of
+queries and keys likewise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Set
+from dataclasses import dataclass
+
+from rlhpc.config.parallel import Sizes
+from rlhpc.language.planning.model_size import ModelSize
+from rlhpc.runs.memory.account import GIB, MIB, Moment, Term, gib, terms
+
+
+@dataclass(frozen=True)
+class Layers:
+    """How a model's layers compute.
+
+    Attributes:
+        size: The model.
+        itemsize: Bytes of a number: 4, or 2 in half precision.
+        on_host: Whether on a CPU, where a row's samples are put together after attention.
+        adapted: Names of linear layers with adapters, where those alone are trained; None if all weights are.
+        tensor: Ranks that share each matrix.
+        eager: Tokens of the longest sample, if attention makes its weights, one for each pair of tokens; 0 if it does not.
+    """
+
+    size: ModelSize
+    itemsize: int
+    on_host: bool = False
+    adapted: Set[str] | None = None
+    tensor: int = 1
+    eager: int = 0
+
+    @property
+    def _q(self) -> float:
+        return self.size.heads * self.size.head_dim / self.tensor
+
+    @property
+    def _kv(self) -> float:
+        return max(self.size.kv_heads / self.tensor, 1) * self.size.head_dim
+
+    @property
+    def _float(self) -> bool:
+        return self.itemsize == 4
+
+    def norm(self) -> float:
+        """Of a norm over the width."""
+        hidden = self.size.hidden
+        if self.adapted is None:
+            return (12.0 if self._float else 8.0) * hidden
+        return (8.0 if self._float else 6.0) * hidden
+
+    def attention(self) -> float:
+        """Of attention, without the norm before it."""
+        size, b = self.size, self.itemsize
+        found = b * (2 * self._q + 2 * self._kv) + 4.0 * size.heads / self.tensor
+        if self.on_host and not self.eager:
+            found += b * self._q
+        if size.qk_norm:
+            frozen = self.adapted is not None
+            found += (4.0 if frozen else 8.0 if self._float else 6.0) * (self._q + self._kv)
+        if self.eager:
+            found += (4.0 + b) * size.heads / self.tensor * self.eager
+        return found
+
+    def feed_forward(self) -> float:
+        """Of the MLP, or of the experts that a token goes to."""
+        size, b, hidden = self.size, self.itemsize, self.size.hidden
+        if size.experts:
+            each = b * (4.0 * size.expert_width + 2.0 * hidden) + 40.0
+            return size.per_token * each + 4.0 * size.experts
+        inner = size.intermediate / self.tensor
+        kept = 4.0 if self.adapted is None or "down_proj" in self.adapted else 3.0
+        return kept * b * inner
+
+    def layer(self) -> float:
+        """All that a layer keeps."""
+        return 2 * self.norm() + self.attention() + self.feed_forward()
+
+    def edge(self) -> float:
+        """Between layers: a layer's input."""
+        return float(self.itemsize * self.size.hidden)
+
+    def once(self) -> float:
+        """Of the whole model: the rotation's sines and cosines."""
+        return 2.0 * self.itemsize * self.size.head_dim
+
+    def returning(self) -> float:
+        """What the backward pass of a layer adds: gradients of what the widest part of it kept."""
+        size, b = self.size, self.itemsize
+        if size.experts:
+            return b * (size.per_token * (2.0 * size.expert_width + 2.0 * size.hidden) + 2.0 * size.hidden)
+        # Where the product of gate and up has passed its gradient on to both, and is there itself no more.
+        return b * (2.0 * size.intermediate / self.tensor + size.hidden)
+
+    def passing(self) -> float:
+        """What a layer takes at most where nothing is kept."""
+        size, b = self.size, self.itemsize
+        inner = (
+            size.per_token * (3.0 * size.expert_width + 2.0 * size.hidden)
+            if size.experts
+            else 3.0 * size.intermediate / self.tensor
+        )
+        return max(b * (2.0 * size.hidden + inner), 16.0 * size.hidden)
+
+
+#: Elements of a chunk, and of one on a CPU with the fewest rows it has (`rlhpc.language.models.logprobs.chunks`).
+CHUNK, QUARTER, ROWS = 1 << 24, 4, 128
+
+
+def chunk_rows(vocabulary: int, tokens: int, *, on_host: bool) -> int:
+    """How many tokens' logits are looked at at once."""
+    rows = max(1, CHUNK // vocabulary)
+    if on_host:
+        rows = min(rows, max(ROWS, rows // QUARTER))
+    return min(rows, tokens)
+
+
+def loss_chunk(layers: Layers, tokens: int) -> float:
+    """Bytes of the logits that are there at once: three times in float32 (logits, log-probs, probabilities), and once in half
+    precision where the model computes in it."""
+    size = layers.size
+    if size.whole_logits:  # the model makes them all, on each rank of a tensor group, and their gradient is as large
+        rows = chunk_rows(size.vocabulary, tokens, on_host=layers.on_host)
+        return (2.0 * layers.itemsize * tokens + 12.0 * rows) * size.vocabulary
+    rows = chunk_rows(size.vocabulary // layers.tensor, tokens, on_host=layers.on_host)
+    return (12.0 if layers.itemsize == 4 else 14.0) * rows * size.vocabulary / layers.tensor
+
+
+def scoring_chunk(layers: Layers, tokens: int) -> float:
+    """The same where nothing is trained."""
+    size = layers.size
+    rows = chunk_rows(size.vocabulary, tokens, on_host=layers.on_host)
+    whole = layers.itemsize * tokens * size.vocabulary / layers.tensor if size.whole_logits else 0.0
+    return whole + (8.0 if layers.itemsize == 4 else 10.0) * rows * size.vocabulary / layers.tensor
+
+
+def head_gradient(layers: Layers) -> float:
+    """The head's gradient, summed in float32, and one chunk's where that is in half precision."""
+    return (4.0 if layers.itemsize == 4 else 6.0) * layers.size.embedding / layers.tensor
+
+
+#: Libraries' work space; on an accelerator its context and the collectives' buffers.
+ON_HOST, ON_ACCELERATOR = 24 * MIB, 1.5 * GIB
+
+
+def process(accelerated: bool) -> Term:
+    """What is there where the rank computes."""
+    return Term("context and collectives", ON_ACCELERATOR) if accelerated else Term("libraries' work space", ON_HOST)
+
+
+#: What vLLM has beside weights and cache: the largest batch's activations and its graphs.
+_GRAPHS = 2.5 * (1 << 30)
+#: Columns of the cache of engine `hf`: a half more than was needed when it grew, in blocks (`engines.kv.KeyValues`).
+_GROWTH, _BLOCK, _MORE = 1.5, 32, 64
+#: Bytes of a part of an update, and how many are under way at once (`weights.publish`, `weights.window`).
+PART, PARTS = 256 * MIB, 3
+#: Sequences of an engine that is not told how many, on an accelerator (vLLM) and elsewhere; most bytes of its cache on a CPU.
+VLLM_SEQUENCES, SEQUENCES, CPU_CACHE = 256, 64, 4 << 30
+GENERATION, UPDATE = "generation", "weight update"
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How an engine holds a model.
+
+    Attributes:
+        size: The model.
+        engine: `hf`, `vllm`, or another's name.
+        itemsize: Bytes of a weight.
+        accelerated: Whether on an accelerator.
+        room: Bytes of the accelerator, if anybody knows.
+        tensor: Ranks of an engine.
+        expert: Whether whole experts are divided among them.
+        utilization: Part of an accelerator that vLLM takes.
+        at_once: Sequences at a time, as configured; None for the engine's own number.
+        work: Sequences of a step that a rank has at most.
+        prompt, response: Most tokens of each.
+        longest: Most tokens of a sequence that the engine is made for; None for the model's context.
+        copies: Engines of a rank, each with weights of its own: those of several policies (`agent.policies`) by `hf`.
+        section: What messages call the section.
+    """
+
+    size: ModelSize
+    engine: str
+    itemsize: int
+    accelerated: bool
+    room: float | None
+    prompt: int
+    response: int
+    work: int
+    tensor: int = 1
+    expert: bool = False
+    utilization: float = 0.6
+    at_once: int | None = None
+    longest: int | None = None
+    copies: int = 1
+    section: str = "rollout"
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence of the run."""
+        return min(self.prompt + self.response, self.context)
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence that the engine takes."""
+        return self.longest or self.size.context or self.prompt + self.response
+
+    @property
+    def weights(self) -> float:
+        """Bytes of the weights on a rank."""
+        return self.copies * self.itemsize * self.size.parameters / self.tensor
+
+    def sequence(self, tokens: float) -> float:
+        """Returns the bytes of a sequence's keys and values on a rank."""
+        return self.size.key_value_bytes(self.itemsize, tokens, self.tensor, compact=self.engine == "vllm")
+
+    def longest_in(self, nbytes: float) -> int:
+        """Returns the number of tokens of the longest sequence whose keys and values a cache holds."""
+        low, high = 0, 1 << 40
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.sequence(middle) <= nbytes else (low, middle - 1)
+        return low
+
+    @property
+    def sequences(self) -> int:
+        """Sequences at a time."""
+        own = VLLM_SEQUENCES if self.engine == "vllm" and self.accelerated else SEQUENCES
+        return max(1, min(self.at_once or own, self.work))
+
+    def moments(self) -> tuple[Moment, ...]:
+        """What is there at each moment, where the rank computes."""
+        held = (*terms(weights=self.weights), *self._cache(), *self._passing(), process(self.accelerated))
+        layer = self.itemsize * sum(self.size.layer_parameters) / self.tensor
+        arriving = max(layer if self.engine == "vllm" else 0.0, self.itemsize * float(self.size.largest))
+        return Moment(GENERATION, held), Moment(UPDATE, (*held, *terms(arriving_weights=arriving)))
+
+    def _passing(self) -> tuple[Term, ...]:
+        layers = Layers(self.size, self.itemsize, not self.accelerated, tensor=self.tensor)
+        if self.engine == "vllm" and self.accelerated:
+            return (Term("activations and graphs", _GRAPHS),)
+        prefill = min(self.sequences, 8) * self.prompt * layers.passing()
+        logits = 3.0 * 4.0 * min(self.sequences, self.work) * self.size.vocabulary
+        return terms(activations=prefill, logits=logits)
+
+    def _cache(self) -> tuple[Term, ...]:
+        if self.engine == "vllm":
+            return (Term("KV cache", self.cache_bytes(), self.cache_words()),)
+        columns = -(-(self.length * _GROWTH + _MORE) // _BLOCK) * _BLOCK
+        rows = self.sequences
+        return terms(KV_cache=rows * self.sequence(columns), KV_cache_that_grows=rows * self.sequence(self.length))
+
+    def cache_bytes(self) -> float:
+        """Bytes of vLLM's cache: what its part of the accelerator leaves, but no less than a sequence of full length."""
+        least = self.sequence(self.context)
+        if not self.accelerated:
+            blocks = self.sequence(128 * (-(-self.context // 128) + 1))
+            return max(2 * blocks, min(CPU_CACHE, blocks * self.sequences))
+        if self.room is None:
+            return max(least, self.sequences * self.sequence(self.length))
+        return max(least, self.left())
+
+    def left(self) -> float:
+        """Bytes that vLLM's part of the accelerator leaves for the cache."""
+        return self.utilization * (self.room or 0.0) - self.weights - _GRAPHS
+
+    def fitting(self) -> int:
+        """Sequences of the run's longest length for which the cache has room."""
+        return math.floor(self.cache_bytes() / self.sequence(self.length))
+
+    def cache_words(self) -> str:
+        """The cache, in sequences."""
+        return f"{self.fitting()} sequences of {self.length} tokens"
+
+    def refusals(self) -> tuple[str, ...]:
+        """Why the engine could not be made."""
+        if self.engine != "vllm" or not self.accelerated or self.room is None:
+            return ()
+        share, least = self.utilization * self.room, self.sequence(self.context)
+        if self.left() >= least:
+            return ()
+        term = "weights" if self.weights + _GRAPHS > share else "KV cache"
+        return (
+            f"{self.section}.gpu_memory_utilization ({self.utilization:g}) gives an engine {gib(share)} of an accelerator; "
+            f"it needs {gib(self.weights)} for weights, {gib(_GRAPHS)} for activations and graphs, {gib(least)} of KV cache "
+            f"for one sequence of {self.context} tokens; the term that does not fit: {term}",
+        )
+
+
+#: Elements that ZeRO-3 keeps gathered at most, and of its buffer of gradients (DeepSpeed's defaults).
+LIVE, BUCKET = 10**9, 5 * 10**8
+#: An epoch's tensors of a few bytes a token: ids, positions, log-probs, advantages and the like.
+_BATCH = 96.0
+LOSS, BACKWARD, REDUCTION, STEP = "loss", "backward pass", "gradients of the embeddings", "optimizer step"
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained.
+
+    Attributes:
+        size: The model.
+        backend: `local`, `fsdp` or `deepspeed`.
+        sizes: How ranks divide it.
+        tokens: Of a micro-batch.
+        itemsize: Bytes of a number in the computation.
+        accelerated: Whether on an accelerator.
+        lora: Rank of adapters; 0 trains all weights.
+        policies: Policies, each with adapters of its own (`agent.policies`).
+        targets: `lora.target_modules`.
+        checkpointing: Whether activations are recomputed.
+        offload: Whether weights, gradients and optimizer are on the host between uses (`fsdp.cpu_offload`), or what DeepSpeed
+            offloads.
+        reshard: `fsdp.reshard_after_forward`.
+        stage: Of ZeRO.
+        reference: Whether a frozen copy of the model is there, too.
+        beside: Bytes of other frozen models on the rank, such as a teacher.
+        logits: Whether the loss is of logits; else of one number a token.
+        head: Whether the model has the causal model's head.
+        edges_apart: Whether FSDP gathers embeddings and head each by itself, where they are two matrices.
+        eager: See `Layers.eager`.
+    """
+
+    size: ModelSize
+    backend: str
+    sizes: Sizes
+    tokens: int
+    itemsize: int
+    accelerated: bool
+    lora: int = 0
+    targets: object = "all-linear"
+    checkpointing: bool = False
+    offload: bool = False
+    reshard: bool = True
+    stage: int = 2
+    reference: bool = False
+    beside: float = 0.0
+    policies: int = 1
+    logits: bool = True
+    head: bool = True
+    edges_apart: bool = False
+    eager: int = 0
+
+    # -- what there is ----------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the group."""
+        return self.sizes.ranks
+
+    @property
+    def mixed(self) -> bool:
+        """Whether it computes in another precision than weights are trained in."""
+        return self.itemsize != 4
+
+    def adapters(self) -> int:
+        """Elements of all adapters."""
+        return (
+            self.policies * sum(self.lora * (out + given) for out, given in self.size.adapted(self.targets).values())
+            if self.lora
+            else 0
+        )
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return self.adapters() if self.lora else self.size.parameters - self._headless
+
+    @property
+    def _headless(self) -> int:
+        """Parameters that the causal model has and this one has not."""
+        return 0 if self.head or self.size.tied else self.size.embedding
+
+    @property
+    def frozen(self) -> int:
+        """Parameters that are not, without the reference's."""
+        return self.size.parameters - self._headless if self.lora else 0
+
+    def part(self) -> float:
+        """Which part of the model a rank keeps between uses. Experts are divided in another order, by as many ranks."""
+        s = self.sizes
+        return {"local": 1.0, "fsdp": 1.0 / (s.shard * s.context * s.tensor), "deepspeed": 1.0 / self.ranks}[
+            self.backend
+        ]
+
+    def layers(self) -> Layers:
+        """The layers, as activations depend on them."""
+        adapted = {name.rpartition(".")[2] for name in self.size.adapted(self.targets)} if self.lora else None
+        return Layers(self.size, self.itemsize, not self.accelerated, adapted, self.sizes.tensor, self.eager)
+
+    # -- activations ------------------------------------------------------------------------------------------------
+
+    @property
+    def own_tokens(self) -> int:
+        """Of a micro-batch, those that a rank has."""
+        return math.ceil(self.tokens / self.sizes.context)
+
+    def kept(self) -> float:
+        """What the forward pass keeps of all layers."""
+        layers = self.layers()
+        each = layers.edge() if self.checkpointing else layers.layer()
+        return self.own_tokens * (self.size.layers * each + layers.once() + _BATCH)
+
+    def recomputed(self) -> float:
+        """What the backward pass through one layer adds."""
+        layers = self.layers()
+        # A layer's input is what is kept of it; in half precision its norm makes another in float32.
+        kept = 0.0 if self.mixed else layers.edge()
+        again = layers.layer() - kept if self.checkpointing else 0.0
+        return self.own_tokens * (again + layers.returning())
+
+    def at_loss(self) -> tuple[Term, ...]:
+        """What the loss takes beside what the layers keep."""
+        layers, tokens = self.layers(), self.own_tokens
+        hidden = tokens * (layers.norm() + 2 * layers.edge())
+        if not self.logits:
+            return terms(last_hidden_states=hidden)
+        gradient = 0.0 if self.lora else head_gradient(layers)
+        return terms(last_hidden_states=hidden, loss_chunk=loss_chunk(layers, tokens), gradient_of_the_head=gradient)
+
+    def _model(self, **divided: float) -> tuple[Term, ...]:
+        """Weights, optimizer and frozen models, of which the rank holds such parts (in elements)."""
+        trained, frozen = divided["trained"], divided["frozen"]
+        reference = self.size.parameters * (divided["frozen_part"]) if self.reference and not self.lora else 0.0
+        return terms(
+            weights=4.0 * trained,
+            frozen_weights=self.itemsize * frozen,
+            optimizer=8.0 * trained,
+            reference=self.itemsize * reference,
+            other_models=self.beside,
+        )
+
+    # -- by backend -------------------------------------------------------------------------------------------------
+
+    def moments(self) -> tuple[Moment, ...]:
+        """What is there at each moment, where the rank computes."""
+        found = {"local": self._local, "fsdp": self._fsdp, "deepspeed": self._deepspeed}[self.backend]()
+        return tuple(Moment(name, (*held, process(self.accelerated))) for name, held in found.items())
+
+    def _local(self) -> dict[str, tuple[Term, ...]]:
+        trained = float(self.trained)
+        base = self._model(trained=trained, frozen=float(self.frozen), frozen_part=1.0)
+        base = (*base, *terms(gradients=4.0 * trained, weights_to_compute_with=self.itemsize * trained * self.mixed))
+        kept = terms(activations=self.kept())
+        # One weight's gradient at a time, before it is added to the others.
+        one = self.itemsize * self._widest()
+        temporary = 0.0 if self.accelerated else 4.0 * trained
+        return {
+            LOSS: (*base, *kept, *self.at_loss()),
+            BACKWARD: (*base, *kept, *terms(backward_pass_of_a_layer=self.recomputed(), gradient_of_a_weight=one)),
+            STEP: (*base, *terms(optimizer_temporaries=temporary)),
+        }
+
+    def _widest(self) -> float:
+        return (
+            0.0
+            if self.lora
+            else float(self.size.largest if self.size.experts else self.size.hidden * self.size.intermediate)
+        )
+
+    def _fsdp(self) -> dict[str, tuple[Term, ...]]:
+        size, s, b = self.size, self.sizes, self.itemsize
+        mine = self.trained * self.part()
+        model = self._model(trained=mine, frozen=self.frozen * self.part(), frozen_part=self.part())
+        gradients = terms(gradients=4.0 * mine)
+        if self.offload and self.accelerated:
+            model, gradients = terms(other_models=self.beside), ()
+        experts, others = size.layer_parameters
+        layer, root = experts / s.expert + others / s.tensor, (size.root_parameters - self._headless) / s.tensor
+        own = 0.0 if self.lora else 1.0  # whether what is gathered has gradients
+        gathered = layer * (2.0 if self.reshard else size.layers)
+        kept = terms(activations=self.kept())
+        at_loss = (*model, *gradients, *kept, *self.at_loss())
+        found = layer * own
+        if self.checkpointing and not self.accelerated and self.recomputed() > (b + 4.0) * found:
+            found = (
+                0.0  # a layer is recomputed before it has gradients, and on a CPU after those of the next are summed
+            )
+        in_layers = terms(
+            backward_pass_of_a_layer=self.recomputed(), gathered_layers=b * gathered, gradients_of_a_layer=b * found,
+            gradients_being_summed=4.0 * found,
+        )  # fmt: skip
+        of_edges = terms(gradients_of_embeddings=b * root * own, gradients_being_summed=4.0 * root * own)
+        one = terms(gathered_layers=b * (layer if self.reshard else gathered))
+        if self.edges_apart and not size.tied:  # each is gathered when it is used, and its gradient summed right then
+            edge = size.embedding / s.tensor
+            of_edges = terms(gradients_of_embeddings=b * edge * own, gradients_being_summed=4.0 * edge * own)
+            hidden = terms(last_hidden_states=2.0 * self.own_tokens * self.layers().edge())
+            return {
+                LOSS: (*at_loss, *one, *terms(gathered_embeddings=b * edge * self.head)),
+                REDUCTION: (*model, *gradients, *kept, *hidden, *of_edges),
+                BACKWARD: (*model, *gradients, *kept, *in_layers),
+                STEP: (*model, *gradients),
+            }
+        # Embeddings and head are the root, which stays gathered, and whose gradients are summed at the end.
+        roots, head = terms(gathered_embeddings=b * root), b * size.embedding / s.tensor * own * self.logits
+        return {
+            LOSS: (*at_loss, *roots, *one),
+            BACKWARD: (*model, *gradients, *kept, *roots, *in_layers, *terms(gradient_of_the_head=head)),
+            REDUCTION: (*model, *gradients, *of_edges),
+            STEP: (*model, *gradients),
+        }
+
+    def _deepspeed(self) -> dict[str, tuple[Term, ...]]:
+        size, b, ranks = self.size, self.itemsize, self.ranks
+        trained, third = float(self.trained), self.stage == 3
+        whole = 1.0 / ranks if third else 1.0
+        masters, moments, gradients = 4.0 * trained / ranks, 8.0 * trained / ranks, 4.0 * trained / ranks
+        if self.offload and self.accelerated:
+            masters = moments = gradients = 0.0
+        base = terms(
+            weights_to_compute_with=b * trained * whole * (not (third and self.offload and self.accelerated)),
+            frozen_weights=b * self.frozen * whole,
+            weights=masters,
+            optimizer=moments,
+            reference=b * size.parameters * whole * (self.reference and not self.lora),
+            other_models=self.beside,
+        )
+        # What a micro-batch has of gradients before they are shared out: with stage 1 all, else a bucket and what fills it.
+        bucket = 4.0 * min(trained, BUCKET)
+        pending = terms(
+            gradients=gradients,
+            gradients_being_summed=bucket + b * (trained if self.stage == 1 else min(trained, BUCKET) * self.mixed),
+        )
+        gathered = terms(gathered_layers=b * min(float(size.parameters), LIVE) * third)
+        kept = terms(activations=self.kept())
+        return {
+            LOSS: (*base, *gathered, *kept, *self.at_loss(), *terms(gradients=gradients)),
+            BACKWARD: (*base, *gathered, *kept, *pending, *terms(backward_pass_of_a_layer=self.recomputed())),
+            STEP: (*base, *terms(gradients=gradients, optimizer_temporaries=4.0 * trained / ranks)),
+        }
+
+    # -- on the host ------------------------------------------------------------------------------------------------
+
+    def host_copy(self) -> float:
+        """Bytes of weights and optimizer that a rank would copy to save them, or keep while its accelerator is lent."""
+        return 12.0 * self.trained * self.part()
+
+    def offloaded(self) -> float:
+        """Bytes that are on the host between uses."""
+        if not (self.offload and self.accelerated):
+            return 0.0
+        return 16.0 * self.trained * self.part()
+
+    def with_tokens(self, tokens: int) -> Training:
+        """The same with other micro-batches."""
+        return dataclasses.replace(self, tokens=tokens)

@@ -1,0 +1,378 @@
+"""Training of a language model: token batches and scores, on whatever backend holds the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from rlhpc.language.models.context_parallel import RowShare
+from rlhpc.language.models.loading import export_adapter, export_model, model_files
+from rlhpc.language.models.logprobs import Reading, TokenScores, token_scores
+from rlhpc.language.models.moe_routing import balance, routing_of, told_of
+from rlhpc.language.models.packing import packs, reads_rows, unpack, width
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.models.value_head import token_values
+from rlhpc.language.multi_policy import ONE, Policies, of_policy
+from rlhpc.language.training.blueprint import LanguageBlueprint, ScalarBlueprint
+from rlhpc.runtime.devices import torch_device
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import write_durably
+from rlhpc.training import lora
+from rlhpc.training.backend import Metrics, Named, Ranks
+from rlhpc.training.registry import make_backend
+from rlhpc.training.safetensors_writer import Layout
+from rlhpc.training.shard_layout import names_and_shapes, pieces
+from rlhpc.weights.reshard import Shard
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.run import LanguageActorConfig, TrainedLanguageConfig
+
+LossFunction = Callable[[TokenScores, TokenBatch], tuple[torch.Tensor, Metrics]]
+ValueLoss = Callable[[torch.Tensor, TokenBatch], tuple[torch.Tensor, Metrics]]
+
+
+class ModelTrainer:
+    """A backend of `rlhpc.training` that holds a language model. All ranks call the same methods in the same order.
+
+    Args:
+        blueprint: What is trained.
+        section: Section `actor` of the configuration, or another of its form.
+        worker: The rank.
+
+    Attributes:
+        backend: Holds the model.
+        packed: Whether the model reads rows of several samples.
+        hidden: The model's width.
+        share: Of rows, if several ranks share them.
+        replays: Whether routers choose the experts that a batch has.
+    """
+
+    replays = False
+
+    def __init__(self, blueprint: LanguageBlueprint, section: LanguageActorConfig, worker: Ranks) -> None:
+        self.blueprint = blueprint
+        self.backend = make_backend(blueprint, section, worker)
+        self.actor, self.worker = section, worker
+        self.routing, self._coef = routing_of(self.backend.module), section.model.router_aux_loss_coef
+        if self._coef and self.routing is None:
+            raise ConfigError(
+                f"{blueprint.key}.model.router_aux_loss_coef is {self._coef}, but the model has no routers that transformers "
+                "knows: set it to 0"
+            )
+        self.hidden = width(self.backend.module)
+        self.share = RowShare.of(self.backend.mesh)
+        reads = partial(reads_rows, dtype=blueprint.dtype, share=self.share)
+        self.packed = packs(self.backend.module) and self.backend.evaluate(reads, self.device)
+        if self.share is not None and not self.packed:
+            raise ConfigError(
+                f"{blueprint.key}.parallel.context({self.share.size}): the model says something else of a sample in a row "
+                "than of the sample alone; set it to 1"
+            )
+        if blueprint.packed and not self.packed:
+            blueprint.packed = False  # of a reference that is built later, too
+            for model in self.backend.models:
+                unpack(model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.backend.device
+
+    @property
+    def parameters_trained(self) -> int:
+        """Trainable parameters, over all ranks."""
+        return self.backend.parameters_trained
+
+    def optimizer_step(self, lr: float) -> float:
+        """Clips to `actor.optim.clip_grad`, updates; the global norm before clipping. Where that is not finite, nothing is
+        updated on any rank."""
+        return float(self.backend.optimizer_step(lr))
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def named_weights(self, without: Container[str] = ()) -> Named:
+        """All weights in full, by their Hugging Face names, LoRA merged: what a rollout engine takes in. Of several policies
+        what they have in common comes once, and the rest of each by `of_policy`. All ranks iterate; each tensor may be dropped
+        before the next is asked for. Those in `without` are left out."""
+        if not self.blueprint.policies:
+            yield from self.backend.named_weights(without)
+            return
+        frozen = self.frozen_names()
+        for policy in self.blueprint.policies:
+            lora.choose(self.backend.module, policy)
+            for name, tensor in self.backend.named_weights(without):
+                yield name if name in frozen else of_policy(policy, name), tensor
+            without = frozen
+
+    def adapters(self) -> dict[str, torch.Tensor]:
+        """The adapters alone, by the names of peft's files, of several policies by `of_policy`; all ranks call it."""
+        sent = dict[str, torch.Tensor]()
+        for policy in self.blueprint.policies or ("",):
+            if policy:
+                lora.choose(self.backend.module, policy)
+            found = lora.adapter_weights(self.backend.module, self.backend.full)
+            own = {name: tensor for name, tensor in found.items() if ".lora_" in name}
+            sent |= {of_policy(policy, name): tensor for name, tensor in own.items()} if policy else own
+        return sent
+
+    def shards(self, dtype: torch.dtype | None) -> list[Shard]:
+        """What this rank holds of the weights, adapters merged, as it is sent to engines part by part; all ranks call it, for
+        adapters are gathered.
+
+        Args:
+            dtype: As they are sent; None is that of the computation.
+        """
+        backend, sent, found = self.backend, dtype or self.blueprint.dtype, list[Shard]()
+        for one, values in pieces(backend.module, backend.mesh, backend.full, wanted=self.blueprint.exported):
+            kept = sent if one.dtype.is_floating_point else one.dtype
+            found.append(Shard(one.name, one.shape, kept, one.box, values, one.frozen))
+        return found
+
+    def frozen_names(self) -> frozenset[str]:
+        """Names of the weights that never change."""
+        return self.backend.frozen_names()
+
+    def held_tensors(self) -> Named:
+        """What this rank holds of the weights."""
+        return self.backend.held_tensors()
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Reloads what was offloaded, for the duration of the block (`TrainingBackend.awake`)."""
+        return self.backend.awake()
+
+    def save(self, folder: Path) -> None:
+        """Writes model and optimizer below `folder`, each rank its part, durably."""
+        self.backend.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Restores, on this or another world size.
+
+        Raises:
+            CheckpointError: The checkpoint is of another model or backend.
+        """
+        self.backend.load(folder)
+
+    def export(self, folder: Path, *, adapter_only: bool = False) -> None:
+        """Writes a Hugging Face folder (safetensors, config, tokenizer), LoRA merged unless `adapter_only`; all ranks call.
+        Where weights are divided, each rank writes its part; otherwise rank 0 writes.
+
+        Raises:
+            ConfigError: `adapter_only` without LoRA.
+        """
+        folder, backend, model = Path(folder), self.backend, self.actor.model
+        if adapter_only and not self.blueprint.lora_rank:
+            raise ConfigError("only an adapter was asked for, but actor.lora.rank is 0: there is none")
+        with backend.awake():
+            if adapter_only:
+                weights = lora.adapter_weights(backend.module, backend.full)
+                if self.worker.rank == 0:
+                    export_adapter(folder, weights, backend.module, model)
+            elif backend.mesh is not None:
+                self._export_parts(folder)
+            elif self.worker.rank == 0:
+                named = ((name, tensor.cpu()) for name, tensor in self.named_weights())
+                export_model(folder, named, model, backend.dtype, self.blueprint.load)
+            else:
+                for _ in self.named_weights():  # takes part in the gathering
+                    pass
+        self.worker.barrier()
+
+    def _export_parts(self, folder: Path) -> None:
+        backend, blueprint = self.backend, self.blueprint
+        tensors = names_and_shapes(backend.module, blueprint.exported)
+        layout = Layout(
+            {
+                name: (shape, backend.dtype if dtype.is_floating_point else dtype)
+                for name, (shape, dtype) in tensors.items()
+            }
+        )
+        if self.worker.rank == 0:
+            layout.begin(folder)
+            for name, data in model_files(backend.module, self.actor.model, backend.dtype).items():
+                write_durably(folder / name, data)
+        self.worker.barrier()
+        mine = ((region.name, region.box, value) for region, value in backend.pieces(rows=True) if region.copy == 0)
+        layout.write(folder, mine)
+        self.worker.barrier()
+        if self.worker.rank == 0:
+            layout.finish(folder)
+
+    def _forward_backward(
+        self,
+        micro_batches: Sequence[TokenBatch],
+        run: Callable[[nn.Module, TokenBatch], tuple[torch.Tensor, Metrics]],
+    ) -> list[Metrics]:
+        """The backend's, with what is wanted of routers: a mean over all micro-batches, of which each has its part."""
+        if self.routing is None:
+            return self.backend.forward_backward(micro_batches, run)
+        routing, total = self.routing, torch.tensor(float(sum(batch.tokens for batch in micro_batches)))
+        if self.worker.world_size > 1:
+            total = self.worker.all_reduce(total)
+        tokens = max(1.0, float(total) / self.backend.sizes.block)
+
+        def watched(called: nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+            self._replay(batch)
+            with routing.watching() as seen:
+                value, measured = run(called, batch)
+            even, most = (
+                one * (batch.tokens / tokens) for one in balance(seen, batch.read_by(self.packed), self.share)
+            )
+            if self._coef:
+                value = value + self._coef * even
+            return value, {**measured, "router_loss": even.detach(), "router_load_max": most}
+
+        try:
+            return self.backend.forward_backward(micro_batches, watched)
+        finally:
+            routing.replay(None)
+
+    def _replay(self, batch: TokenBatch) -> None:
+        """Routers choose what the batch says, until they are told something else."""
+        if self.routing is not None and self.replays:
+            told = told_of(batch.read_by(self.packed), self.share)
+            self.routing.replay(None if told is None else told.to(self.backend.device))
+
+    def offload(self) -> None:
+        """Moves everything to the host, to give the accelerator to another role."""
+        self.backend.offload()
+
+    def reload(self) -> None:
+        """Takes back what `offload` moved away."""
+        self.backend.reload()
+
+
+class TokenTrainer(ModelTrainer):
+    """Trains the causal model of section `actor`, and is asked what it says of tokens.
+
+    Args:
+        cfg: The configuration.
+        worker: The rank.
+        reference: Whether `reference` will be asked.
+        values: Whether the model has a head for values, too.
+        policies: Which roles speak by which of several policies.
+        dropout: Whether the model is trained with dropout (`LanguageBlueprint`).
+    """
+
+    replays = True
+
+    def __init__(
+        self,
+        cfg: TrainedLanguageConfig,
+        worker: Ranks,
+        *,
+        reference: bool = False,
+        values: bool = False,
+        policies: Policies = ONE,
+        dropout: bool = False,
+    ) -> None:
+        device, names = torch_device(worker.accelerators), policies.names
+        blueprint = LanguageBlueprint(cfg, device, reference=reference, values=values, policies=names, dropout=dropout)
+        super().__init__(blueprint, cfg.actor, worker)
+        self.policies = policies
+
+    def forward(self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
+        """Scores without gradients, in evaluation mode."""
+        try:
+            self._replay(batch)
+            return self.backend.evaluate(self._scores(temperature, entropy), batch.to(self.backend.device))
+        finally:
+            if self.routing is not None:
+                self.routing.replay(None)
+
+    def reference(self, batch: TokenBatch, *, temperature: float = 1.0) -> TokenScores:
+        """Scores of the reference policy: the weights from before training; with LoRA the model without its
+        adapters."""
+        if self.blueprint.lora_rank:
+            with lora.adapters_off(self.backend.module):
+                return self.backend.evaluate(self._scores(temperature), batch.to(self.backend.device))
+        return self.backend.evaluate_reference(self._scores(temperature), batch.to(self.backend.device))
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[TokenBatch],
+        loss: LossFunction,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        reading: Reading | None = None,
+    ) -> list[Metrics]:
+        """Accumulates gradients over the rank's micro-batches; their metrics, detached. The ranks give equally many (pad with
+        batches whose mask is empty). See `TrainingBackend.forward_backward`."""
+        scores_of = self._scores(temperature, entropy, reading)
+
+        def run(called: nn.Module, given: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+            batch = given.to(self.backend.device)
+            scores = scores_of(called, batch)
+            value, measured = loss(scores, batch)
+            if not value.requires_grad:  # an empty batch: its backward pass still has to meet the other ranks'
+                value = value + 0.0 * scores.logprobs.sum()
+            return value, measured
+
+        return self._forward_backward(micro_batches, run)
+
+    def _choose(self, batch: TokenBatch) -> None:
+        """The policy of a batch's samples, which are of one, reads it; backward, too, until the next is chosen."""
+        if self.policies.names:
+            (policy,) = self.policies.of(batch.role).unique().tolist()
+            lora.choose(self.backend.module, self.policies.names[policy])
+
+    def _scores(
+        self, temperature: float, entropy: bool = False, reading: Reading | None = None
+    ) -> Callable[[nn.Module, TokenBatch], TokenScores]:
+        def scores(called: nn.Module, batch: TokenBatch) -> TokenScores:
+            self._choose(batch)
+            return token_scores(called, batch, temperature, entropy, reading, self.share)
+
+        return scores
+
+
+class ScalarTrainer(ModelTrainer):
+    """Trains a model that says one number about each token: a reward model, or a critic.
+
+    Args:
+        section: Section `actor` of the configuration, or another of its form.
+        worker: The rank.
+        seed: Of a new head, and of adapters.
+        key: What messages call the section.
+        before: Each token's value is the one before it was read (`token_values`), as a critic wants it.
+    """
+
+    def __init__(
+        self, section: LanguageActorConfig, worker: Ranks, *, seed: int, key: str = "actor", before: bool = False
+    ) -> None:
+        device = torch_device(worker.accelerators)
+        blueprint = ScalarBlueprint(
+            section, seed, device, key=key, dropout=not before
+        )  # a critic's values are compared
+        super().__init__(blueprint, section, worker)
+        self.before = before
+
+    def _values(self, called: nn.Module, batch: TokenBatch) -> torch.Tensor:
+        return token_values(called, batch, before=self.before, share=self.share)
+
+    def forward(self, batch: TokenBatch) -> torch.Tensor:
+        """`[T]` values without gradients, in evaluation mode."""
+        return self.backend.evaluate(self._values, batch.to(self.backend.device))
+
+    def forward_backward(self, micro_batches: Sequence[TokenBatch], loss: ValueLoss) -> list[Metrics]:
+        """Accumulates gradients over the rank's micro-batches; their metrics, detached.
+
+        Args:
+            micro_batches: Equally many on all ranks; pad with `TokenBatch.nothing`.
+            loss: `[T]` values and the micro-batch → the rank's part of the loss, and metrics.
+        """
+
+        def run(called: nn.Module, given: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+            batch = given.to(self.backend.device)
+            values = self._values(called, batch)
+            value, measured = loss(values, batch)
+            # An empty batch's backward pass still has to meet the other ranks'.
+            return value if value.requires_grad else value + 0.0 * values.sum(), measured
+
+        return self._forward_backward(micro_batches, run)
