@@ -166,7 +166,7 @@ VISITORS = ("many addresses", "the robot's address", "long frames", "deep greeti
 def keep_the_robot_out(what: str) -> str:
     from rlhpc.embodied.robots.joining import places
     from tests.eventually import wait_until
-    from tests.unit.embodied.robots.test_distant_robot import Inside, Outside, Rail
+    from tests.unit.embodied.robots.test_remote_env import Inside, Outside, Rail
 
     if os.getuid():
         raise CannotRunError("needs root, to be two users")

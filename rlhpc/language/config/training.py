@@ -6,13 +6,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import II
 
-from rlhpc.config.sections import (
-    DeepspeedConfig,
-    FsdpConfig,
-    LoraConfig,
-    OptimConfig,
-    ParallelConfig,
-)
+from rlhpc.config.sections import DeepspeedConfig, FsdpConfig, LoraConfig, OptimConfig, ParallelConfig
 from rlhpc.language.config.models import LanguageModelConfig, PolicyModelConfig
 
 

@@ -21,7 +21,7 @@ from rlhpc.jobs.segment import Claim, SegmentFiles
 from rlhpc.jobs.slurm import hasten, scancel
 from rlhpc.runs.elastic_driver import Helpers
 from rlhpc.runtime.errors import RlhpcError, UserError
-from tests.unit.runs.test_helpers import helpers_of
+from tests.unit.runs.test_elastic_driver import helpers_of
 
 #: Jobs of the user: a training of another program, and its array.
 SQUEUE = """#!/bin/sh

@@ -14,7 +14,7 @@ from rlhpc import ConfigError
 from rlhpc.embodied.models import build_model, policy_from_spec
 from rlhpc.embodied.models.normalization import NormStats, read_norm_stats
 from tests.extras import need_extra
-from tests.unit.embodied.models.test_vla import ACTION, SPACE, observations, section
+from tests.unit.embodied.models.test_action_tokens import ACTION, SPACE, observations, section
 
 STATE = {"mean": [0.1, 0.2, 0.3, 0.4, 0.5], "std": [1.0, 2.0, 0.5, 1.0, 3.0], "q01": [-1.0] * 5, "q99": [3.0] * 5}
 ACTIONS = {"mean": [5.0, -4.0, 0.0], "std": [0.5, 2.0, 1.0], "q01": [-1.0, 0.0, 2.0], "q99": [1.0, 4.0, 2.5]}

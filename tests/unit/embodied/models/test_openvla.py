@@ -18,7 +18,7 @@ from rlhpc.embodied.envs.observations import encode_text
 from rlhpc.embodied.models import Policy, build_model
 from rlhpc.embodied.models.normalization import Scaling, read_statistics
 from tests.extras import need_extra
-from tests.unit.embodied.models.test_vla import ACTION, LORA, SPACE, observations, section
+from tests.unit.embodied.models.test_action_tokens import ACTION, LORA, SPACE, observations, section
 
 need_extra("llm")
 

@@ -116,7 +116,7 @@ def test_a_run_does_not_start_with_a_problem_without_tests(tmp_path: Path, capsy
         check_problems(["length", "code"], dataset, "data.train")
     assert raised.value.exit_code == 2
     need_extra("llm")
-    base = Path(__file__).resolve().parents[5] / "configs" / "base" / "grpo.yaml"
+    base = Path(__file__).resolve().parents[4] / "configs" / "base" / "grpo.yaml"
     config = tmp_path / "run.yaml"
     config.write_text(f"defaults: [{base}]\n")
     words = ["runner.name=x", f"data.train.path={path}", "data.train.source=jsonl", "reward.terms=[{name: code}]", "workflow.eval_suites=[]",

@@ -11,7 +11,7 @@ import pytest
 from rlhpc.language.agents.gateway.request_schema import CHAT, GENERATE, MESSAGES, Form, read_body
 from rlhpc.language.agents.turn_tree import Refused
 
-PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "train-your-agent.md"
+PAGE = Path(__file__).parents[5] / "docs" / "how-to" / "train-your-agent.md"
 
 
 def keys_of(form: Form) -> Iterator[str]:

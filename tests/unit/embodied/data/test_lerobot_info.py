@@ -178,7 +178,7 @@ def played(env_id: str, **changes: Any) -> Any:
 def test_the_control_rate_of_an_environment(env_id: str, changes: dict[str, Any], hz: float) -> None:
     section = played(env_id, **changes)
     if changes.get("simulators"):  # another process has not registered it
-        section.env_id = "tests.unit.embodied.data.test_facts:test/Clocked-v0"
+        section.env_id = "tests.unit.embodied.data.test_lerobot_info:test/Clocked-v0"
     env = make_env(section, 1)
     try:
         assert env.control_hz == pytest.approx(hz)
