@@ -31,7 +31,7 @@ def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, A
         f"runner.seed={seed}", f"runner.max_steps={options.steps}", "runner.save_interval=-1", "workflow.demos_expert=null",
         "actor.model.log_std_init=-0.5",
     )  # fmt: skip
-    rlhpc("record", "--expert", "rlhpc.embodied.envs.maniskill_tasks:push_cube", "--config", BC, "--episodes",
+    rlhpc("record", "--expert", "rlhpc.embodied.envs.experts:push_cube", "--config", BC, "--episodes",
           str(options.demonstrations), "--only-success", "--output", str(demos), f"runner.seed={seed}")  # fmt: skip
     first = train(folder, BC, "first", f"demos.path={demos}", *words)
     rlhpc("record", "--run", str(first), "--episodes", str(options.episodes), "--sample", "--output", str(own))

@@ -88,11 +88,11 @@ def allowed() -> bool:
 
 def rank_of_the_far_host() -> None:
     """A rank's life, as `rlhpc.runtime.worker_process` has it, with this host's address in place of the driver's."""
-    from rlhpc.runtime import worker_process as process
+    from rlhpc.runtime import worker_process
 
-    spec = process._spawned(int(sys.argv[1]))
+    spec = worker_process._spawned(int(sys.argv[1]))
     spec.tcp_address = ADDRESSES[1]
-    status = process.run_worker(spec)
+    status = worker_process.run_worker(spec)
     sys.stdout.flush()
     os._exit(status)
 

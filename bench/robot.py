@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         folder = Path(made)
         demos = folder / "demos.h5"
         rlhpc(
-            "record", "--expert", "rlhpc.embodied.envs.maniskill_tasks:push_cube", "--config", BC, "--episodes",
+            "record", "--expert", "rlhpc.embodied.envs.experts:push_cube", "--config", BC, "--episodes",
             str(options.demonstrations), "--only-success", "--output", str(demos),
         )  # fmt: skip
         for seed in range(1, options.seeds + 1):

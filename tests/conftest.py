@@ -71,12 +71,12 @@ def own_notices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def warm_fork_servers() -> Iterator[None]:
     """The fork servers and simulators that this process starts are started warm: no test of theirs is about imports."""
-    from rlhpc.embodied.envs import subprocess_env as processes
-    from rlhpc.runtime.launchers import local as forked
+    from rlhpc.embodied.envs import subprocess_env
+    from rlhpc.runtime.launchers import local
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forked, "subprocess", warm)
-        patch.setattr(processes, "subprocess", warm)
+        patch.setattr(local, "subprocess", warm)
+        patch.setattr(subprocess_env, "subprocess", warm)
         yield
 
 

@@ -1,6 +1,6 @@
 """Members that are not processes: each has its own record, command socket and heartbeat; many share a process.
 
-What a member does is what `rlhpc.runtime.worker_process` does on another host than the driver's, by the same parts: a record in the
+A member does what `rlhpc.runtime.worker_process` does on another host than the driver's, by the same parts: a record in the
 registry, a ZeroMQ socket with CURVE over TCP, heartbeats. Only its data plane (the service thread) is shared by the members of
 a simulating process, and its methods do nothing.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers import slow_files
-from rlhpc.runtime import pickle_stream as wire
+from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.worker_spec import WorkerSpec
 
 #: ZeroMQ's limit of sockets a context is 1023.
@@ -34,7 +34,7 @@ def serve(control: socket.socket) -> None:
     from rlhpc.runtime.worker_process import HEARTBEAT_S
 
     specs: list[WorkerSpec] = []
-    while (message := wire.receive(control)) is not None and message != "go":
+    while (message := pickle_stream.receive(control)) is not None and message != "go":
         specs.append(pickle.loads(message))
     if not specs:
         return
@@ -61,7 +61,7 @@ def serve(control: socket.socket) -> None:
         service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "ready", **note, "record": record})])
         poller.register(commands, zmq.POLLIN)
         sockets.append(note)
-    wire.send(control, {"operations": slow_files.take(), "members": len(specs)})
+    pickle_stream.send(control, {"operations": slow_files.take(), "members": len(specs)})
     control.setblocking(False)
     poller.register(control, zmq.POLLIN)
     nothing = service.pack(None).frames()
@@ -105,16 +105,16 @@ class Simulators:
 
     def start(self, spec: bytes) -> None:
         """Gives one member to the next process."""
-        wire.send(self.controls[self._next % len(self.controls)], spec)
+        pickle_stream.send(self.controls[self._next % len(self.controls)], spec)
         self._next += 1
 
     def go(self) -> None:
         for control in self.controls:
-            wire.send(control, "go")
+            pickle_stream.send(control, "go")
 
     def operations(self) -> int:
         """File operations of all members while they joined."""
-        found: list[dict[str, Any]] = [wire.receive(control) or {} for control in self.controls]
+        found: list[dict[str, Any]] = [pickle_stream.receive(control) or {} for control in self.controls]
         return sum(int(report.get("operations", 0)) for report in found)
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Advantages, losses and KL: functions of tensors, with registries. Needs torch and nothing else.
+"""Advantage estimators, losses and KL estimators: functions of tensors, with registries. They need torch alone.
 
 Names are loaded when they are first used: whoever asks which there are needs no torch.
 """

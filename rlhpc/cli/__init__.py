@@ -1,4 +1,4 @@
-"""The `rlhpc` command. Heavy modules are imported by the command that needs them, when it runs."""
+"""The `rlhpc` command. A command imports heavy modules when it runs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhpc.cli import clean, config, data, doctor, feedback, init, join, replay, robot, run, scale, tune
-from rlhpc.cli import evaluate as policies
-from rlhpc.cli import status as watch
-from rlhpc.cli import train as start
+from rlhpc.cli import (
+    clean,
+    config,
+    data,
+    doctor,
+    evaluate,
+    feedback,
+    init,
+    join,
+    replay,
+    robot,
+    run,
+    scale,
+    status,
+    train,
+    tune,
+)
 from rlhpc.cli.parser import TopParser, add_command
 from rlhpc.runtime.exit_codes import report_errors
 from rlhpc.runtime.files import check_encoding
@@ -49,14 +62,14 @@ def build_parser() -> TopParser:
         init,
         config,
         run,
-        start,
+        train,
         tune,
         join,
         robot,
         scale,
         feedback,
-        watch,
-        policies,
+        status,
+        evaluate,
         data,
         replay,
         doctor,

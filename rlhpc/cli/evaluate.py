@@ -30,7 +30,7 @@ _EXAMPLES = {
     "record": (
         "rlhpc record --run runs/quickstart --episodes 100 --output demos.h5",
         "rlhpc record --checkpoint runs/push/checkpoints/global_step_60 --episodes 200 --only-success --output demos.h5",
-        "rlhpc record --expert rlhpc.embodied.envs.maniskill_tasks:push_cube --config configs/embodied/push_cube_bc.yaml "
+        "rlhpc record --expert rlhpc.embodied.envs.experts:push_cube --config configs/embodied/push_cube_bc.yaml "
         "--only-success --output demos/push_cube.h5",
         "rlhpc record --run runs/push --episodes 200 --to lerobot --videos --task 'push the cube' --output lerobot/push",
     ),
@@ -44,7 +44,7 @@ _EXAMPLES = {
         "rlhpc convert --checkpoint /elsewhere/checkpoints/global_step_60 --output policy",
     ),
     "dagger": (
-        "rlhpc dagger configs/embodied/push_cube_bc.yaml --expert rlhpc.embodied.envs.maniskill_tasks:push_cube "
+        "rlhpc dagger configs/embodied/push_cube_bc.yaml --expert rlhpc.embodied.envs.experts:push_cube "
         "--rounds 2 demos.path=null",
         "rlhpc dagger configs/embodied/panda_pick_hil.yaml --intervene keyboard env.eval.num_envs=1",
         "rlhpc dagger configs/embodied/panda_pick_hil.yaml --intervene keyboard --to lerobot --task 'pick the cube' "

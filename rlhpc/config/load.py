@@ -21,7 +21,7 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import apply_site, find_site
 from rlhpc.config.sweep import SWEEP, is_about_sweep, read_section
 from rlhpc.config.yaml_files import ConfigDumper
-from rlhpc.runtime import env_references as environment_values
+from rlhpc.runtime import env_references
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.text import shown
 from rlhpc.runtime.trust import Trust
@@ -80,7 +80,7 @@ def read_layers(
         ConfigError: Names the file or override, the key, what was found, and what is allowed.
     """
     name = source_name(config)
-    environment_values.watch()
+    env_references.watch()
     files, overrides = _of_one_run(read_files(config, theirs), overrides, name)
     task, origin = read_task_type(files, overrides)
     if theirs is not None:
@@ -187,7 +187,7 @@ def config_to_yaml(cfg: object) -> str:
     Values from the environment (`${oc.env:…}`) stay as they were written: they may be secrets, and a run that is started
     again reads its own.
     """
-    content = OmegaConf.to_container(OmegaConf.create(environment_values.to_plain(cfg)))
+    content = OmegaConf.to_container(OmegaConf.create(env_references.to_plain(cfg)))
     text: str = yaml.dump(content, Dumper=ConfigDumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
     return text
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from rlhpc.runtime import env_references as environment_values
+from rlhpc.runtime import env_references
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.text import cut, shown
 
@@ -133,7 +133,7 @@ def plain_value(value: Any, key: str) -> Any:
     Raises:
         ConfigError: A value is none of these; names its key.
     """
-    value = environment_values.to_plain(value)
+    value = env_references.to_plain(value)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()  # of NumPy or PyTorch
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -1,7 +1,7 @@
 """Evaluation, recording and conversion of policies that only another Python can build: LeRobot's.
 
-`python -m rlhpc.embodied.python_env ANSWER` in that Python takes a pickled call on its input and writes the pickled answer to a
-file. Both sides are this same program; what is pickled never comes from a checkpoint.
+`python -m rlhpc.embodied.python_env ANSWER` in that Python takes a pickled call on its input and writes the pickled answer to
+a file. Both sides are this same program; what is pickled never comes from a checkpoint.
 """
 
 from __future__ import annotations

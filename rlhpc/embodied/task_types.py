@@ -12,8 +12,7 @@ from rlhpc.config.constraints import Fail, Range
 from rlhpc.config.parallel import check_parallel
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import changed
-from rlhpc.embodied import checks
-from rlhpc.embodied import conditional_keys as conditions
+from rlhpc.embodied import checks, conditional_keys
 from rlhpc.embodied.config import RANGES, BcConfig, DemonstratedWorkflowConfig, EmbodiedConfig, PpoConfig, SacConfig
 from rlhpc.embodied.rollout.work_sharing import divisible, most_sharing
 from rlhpc.jobs.paths import CONFIG, RunPaths
@@ -48,7 +47,8 @@ _SHAPES = (
     "add_value_head",
 )  # fmt: skip
 _PLAYING = (
-    "rlhpc.embodied.workers.ppo_actor", "rlhpc.embodied.workers.rollout", "rlhpc.embodied.workers.env", "rlhpc.weights.broadcast",
+    "rlhpc.embodied.workers.ppo_actor", "rlhpc.embodied.workers.rollout", "rlhpc.embodied.workers.env",
+    "rlhpc.weights.broadcast",
     "rlhpc.training", "rlhpc.embodied.models.mlp", "rlhpc.embodied.envs.gymnasium_env",
 )  # fmt: skip
 _COMPARED = (
@@ -352,7 +352,7 @@ PPO = PpoKind(
     },
     "rlhpc.embodied.runners.rollout_runner:EmbodiedRunner",
     preload=_PLAYING,
-    conditions=conditions.PPO,
+    conditions=conditional_keys.PPO,
     curves={
         **_RETURNS,
         "policy_loss": "Policy loss",
@@ -373,7 +373,7 @@ SAC = SacKind(
     },
     "rlhpc.embodied.runners.rollout_runner:OffPolicyRunner",
     preload=(*_PLAYING, "rlhpc.embodied.workers.off_policy"),
-    conditions=conditions.OFF_POLICY,
+    conditions=conditional_keys.OFF_POLICY,
     curves={
         **_RETURNS,
         "entropy": "Entropy",
@@ -395,7 +395,7 @@ BC = BcKind(
         "rlhpc.embodied.envs.gymnasium_env",
         "rlhpc.embodied.data.trajectories",
     ),
-    conditions=conditions.BC,
+    conditions=conditional_keys.BC,
     curves={
         "loss": "Imitation loss",
         "loss_vs_time": "Imitation loss over wall time",

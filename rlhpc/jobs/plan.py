@@ -338,7 +338,7 @@ def render_plan(plan: Plan) -> str:
             lines += [f"  {step.group}: {ranks}", f"    SLURM_HOSTFILE: {' '.join(step.hosts)}"]
             lines.append(f"    {shlex.join(step.argv)}")
         else:
-            how = "forked from" if step.argv[-1].endswith("forkserver") else "started with"
+            how = "forked from" if step.argv[-1].endswith("fork_server") else "started with"
             lines.append(f"  {step.group}: {ranks}, {how} {shlex.join(step.argv)}")
     lines += ["", "placement"]
     for rank, node in enumerate(plan.nodes):

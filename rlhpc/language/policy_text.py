@@ -1,7 +1,7 @@
 """Readers of what a policy wrote: JSON, arguments of tool calls, and text that a tokenizer can encode.
 
 A policy may write anything, and pays for it by the reward alone: a reader here returns a value or raises `ValueError`, never
-`RecursionError` or the like. The standard library and Python 3.8 are enough, as for `runner.py`, which reads it as well.
+`RecursionError` or the like. The standard library and Python 3.8 are enough, as for `main.py`, which reads it as well.
 """
 
 from __future__ import annotations

@@ -12,9 +12,7 @@ from typing import Any, TypeVar
 from rlhpc.config.constraints import Fail, Range
 from rlhpc.config.typed import changed, plain, select, typed
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.language import checks
-from rlhpc.language import conditional_keys as conditions
-from rlhpc.language import size_checks as fit_checks
+from rlhpc.language import checks, conditional_keys, size_checks
 from rlhpc.language.config.data import suite_named
 from rlhpc.language.config.run import (
     CHOICES,
@@ -273,13 +271,13 @@ class LanguageKind(TrainedKind[Cfg]):
         """Refuses wrong names, and what does not fit together."""
         checks.check_common(cfg, fail, training=training)
         if training:
-            fit_checks.check_rows(cfg, fail)
+            size_checks.check_rows(cfg, fail)
 
     def check_placement(self, cfg: Cfg, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
         """Refuses prompts that cannot be shared out evenly, and processes with several accelerators."""
         checks.check_sizes(cfg, cfg.data.prompts_per_step, processes)
         checks.check_accelerators(cfg, accelerators)
-        fit_checks.check_models(cfg, accelerators)
+        size_checks.check_models(cfg, accelerators)
 
     def checks(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
         """Also yields those of agents and rewards, where the model answers while it learns (`Kind.checks`)."""
@@ -536,7 +534,7 @@ class GrpoKind(LanguageKind[GrpoConfig]):
         super().check(cfg, fail, training=training)
         if training:
             checks.check_reasoning(cfg, fail)
-            fit_checks.check_micro_batches(cfg, fail)
+            size_checks.check_micro_batches(cfg, fail)
 
 
 GRPO = GrpoKind(
@@ -547,7 +545,7 @@ GRPO = GrpoKind(
         "rollout": "rlhpc.language.workers.rollout:LanguageRolloutWorker",
     },
     "rlhpc.language.runners.grpo:ReasoningRunner",
-    conditions=conditions.REASONING,
+    conditions=conditional_keys.REASONING,
     curves={
         "reward": "Reward",
         "accuracy": "Accuracy on training prompts",
@@ -575,7 +573,7 @@ SFT = SftKind(
     SftConfig,
     {"actor": "rlhpc.language.workers.supervised_actors:SftActor"},
     "rlhpc.language.runners.supervised:SftRunner",
-    conditions=conditions.SFT,
+    conditions=conditional_keys.SFT,
     curves={"loss": "Loss", **_EACH},
     compared=(*_COMPARED, ("train/loss", "Loss", "cross entropy (nats per token)")),
     headlines=(*_ANSWERS, *_SUPERVISED),
@@ -586,7 +584,7 @@ DPO = DpoKind(
     {"actor": "rlhpc.language.workers.supervised_actors:DpoActor"},
     "rlhpc.language.runners.supervised:DpoRunner",
     choices=DPO_CHOICES,
-    conditions=conditions.DPO,
+    conditions=conditional_keys.DPO,
     curves={"preference_loss": "Loss", "pair_accuracy": "Pairs decided rightly", **_EACH},
     compared=(*_COMPARED, ("train/loss", "Loss", "mean over pairs")),
     headlines=(*_ANSWERS, Headline("train/accuracy", "training pairs decided rightly", "share"), *_SUPERVISED),
@@ -596,7 +594,7 @@ REWARD_MODEL = RewardModelKind(
     RewardRunConfig,
     {"actor": "rlhpc.language.workers.supervised_actors:RewardModelActor"},
     "rlhpc.language.runners.supervised:RewardModelRunner",
-    conditions=conditions.SUPERVISED,
+    conditions=conditional_keys.SUPERVISED,
     curves={"preference_loss": "Loss", **_EACH},
     compared=(*_COMPARED, ("train/loss", "Loss", "mean loss")),
     headlines=(

@@ -1,4 +1,4 @@
-"""Metric rows, progress, timers, provenance, and the report."""
+"""Metric rows, progress, phase times, provenance and the report's parts."""
 
 from rlhpc.metrics.logger import MetricLogger, read_metrics
 from rlhpc.metrics.phase_times import PhaseTimers

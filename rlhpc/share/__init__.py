@@ -1,4 +1,4 @@
-"""What belongs to rlhpc beside its code: the workflow, the profiles, the configurations.
+"""Files that belong to rlhpc beside its code: workflow, profiles, configurations.
 
 In a checkout these are its top-level folders. A wheel has them below this package, so that an installation without the
 repository has them, too.

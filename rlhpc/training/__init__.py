@@ -1,4 +1,4 @@
-"""Training backends: gradients, data parallelism, sharding and the optimizer, behind one contract.
+"""Training backends: gradients, data parallelism, sharding and the optimizer behind one interface.
 
 Names are loaded when they are first used: whoever asks which backends there are needs no torch.
 """

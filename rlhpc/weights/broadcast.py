@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import TYPE_CHECKING
 
-from rlhpc.weights import transport_select as roads
+from rlhpc.weights import transport_select
 from rlhpc.weights.base import NamedTensors, Update
 from rlhpc.weights.sender import PART_BYTES
 from rlhpc.weights.transport import WeightReceiver, WeightSender
@@ -29,7 +29,7 @@ class BroadcastSync:
         part_bytes: Size of a part.
     """
 
-    road = roads.AUTO
+    road = transport_select.AUTO
     part_bytes = PART_BYTES
 
     def __init__(
@@ -64,22 +64,22 @@ class BroadcastSync:
 class HostSync(BroadcastSync):
     """Through shared memory and TCP alone."""
 
-    road = roads.HOST
+    road = transport_select.HOST
 
 
 class IpcSync(BroadcastSync):
     """Between processes that compute on one accelerator."""
 
-    road = roads.IPC
+    road = transport_select.IPC
 
 
 class NcclSync(BroadcastSync):
     """Between accelerators, by NCCL."""
 
-    road = roads.NCCL
+    road = transport_select.NCCL
 
 
 class GlooSync(BroadcastSync):
     """As `NcclSync`, through the host's memory."""
 
-    road = roads.GLOO
+    road = transport_select.GLOO

@@ -11,10 +11,11 @@ import torch
 
 from rlhpc.runtime.comm.shared_memory import spans_of
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.weights.base import NamedTensors, NamedUpdates, Receipt, Update, WeightSync
+from rlhpc.weights.base import NamedTensors, NamedUpdates, Update, WeightSync
 from rlhpc.weights.delta import Elements, put
 from rlhpc.weights.sender import Announcement, Entry, Part
 from rlhpc.weights.verification import Proof
+from rlhpc.weights.version_digest import Receipt
 
 #: `(part, late) -> memory of its segment`, which lives as long as a view of it, or the tensors of its cargo. The memory of a
 #: kept part may be written to. `late`: the part was announced to others with an earlier version.

@@ -22,11 +22,11 @@ from rlhpc.checkpoint.tensor_slice import Box
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import DeadlineExceeded
-from rlhpc.weights.base import digests
 from rlhpc.weights.process_group import Group, GroupLost, Presence, Who
 from rlhpc.weights.transfer_plan import DIGEST, Held, Line, Load, Piece, Routes, loads, route
 from rlhpc.weights.transport_select import HOST
 from rlhpc.weights.verification import COST, WeightsDiffer
+from rlhpc.weights.version_digest import digests
 
 log = logging.getLogger(__name__)
 

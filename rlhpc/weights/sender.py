@@ -27,10 +27,11 @@ from rlhpc.runtime.comm.device_memory import Crossing
 from rlhpc.runtime.comm.shared_memory import ALIGN, HEADER, Segment, SegmentPool, spans_of
 from rlhpc.runtime.devices import SideCopies, locked
 from rlhpc.runtime.errors import DeadlineExceeded
-from rlhpc.weights.base import DELTAS, NamedTensors, Receipt, digests
+from rlhpc.weights.base import DELTAS, NamedTensors
 from rlhpc.weights.delta import Elements, Shadow
 from rlhpc.weights.transport_select import Cargo, Carries
 from rlhpc.weights.verification import COST
+from rlhpc.weights.version_digest import Receipt, digests
 
 #: Where to and where from: flat, uint8, of one size.
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]

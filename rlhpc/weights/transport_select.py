@@ -203,7 +203,9 @@ class Sending:
     def _bucket(self, tensors: Sequence[torch.Tensor]) -> Bucket:
         if self._group is None:
             self._group = Group(self.road, (self._me, *self._receivers), self._me)
-        parts, size = crossings.layout([(_name(one.dtype), tuple(one.shape), one.element_size()) for one in tensors])
+        parts, size = crossings.layout_tensors(
+            [(_name(one.dtype), tuple(one.shape), one.element_size()) for one in tensors]
+        )
         bucket = Bucket(self._group.name, self.road, self._group.members, size, parts)
         flat = self._group.memory(size)
         for into, tensor in zip(bucket.tensors(flat), tensors, strict=True):

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.weights.base import digest, digests
 from rlhpc.weights.delta import Elements
+from rlhpc.weights.version_digest import digest, digests
 
 if TYPE_CHECKING:
-    from rlhpc.weights.base import NamedUpdates, Receipt, Update
+    from rlhpc.weights.base import NamedUpdates, Update
+    from rlhpc.weights.version_digest import Receipt
 import contextlib
 import time
 

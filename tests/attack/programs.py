@@ -249,7 +249,7 @@ def targets() -> Iterator[dict[str, Any]]:
         victim = subprocess.Popen(["sleep", "1000"])
         stack.callback(victim.wait)
         stack.callback(victim.kill)
-        reached = stack.enter_context(ipc.objects())
+        reached = stack.enter_context(ipc.ipc_objects())
         semaphore = libc.semget(0, 1, 0o600)
         stack.callback(libc.semctl, semaphore, 0, 0, 0)
         yield {

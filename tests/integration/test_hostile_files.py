@@ -96,7 +96,7 @@ def test_names_that_are_no_code():
     Trust().check(
         {"env": {"wrappers": ["gymnasium.wrappers:FlattenObservation"], "kwargs": {"note": "a: b", "time": "10:30"}},
          "actor": {"model": {"model_path": "builtin:tiny"}},
-         "workflow": {"demos_expert": "rlhpc.embodied.envs.maniskill_tasks:push_cube"},
+         "workflow": {"demos_expert": "rlhpc.embodied.envs.experts:push_cube"},
          "reward": {"terms": [{"name": "http", "kwargs": {"url": "http://host:80/x"}}]}}, "config.yaml",
     )  # fmt: skip
     for wrapper in ("a.b:C", "gymnasium.wrappers:RecordVideo"):  # which writes files wherever it is told to

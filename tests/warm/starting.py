@@ -47,7 +47,8 @@ PRELOAD = (
     "safetensors.torch", "gymnasium", "PIL.Image", "submitit", "tensorboard.summary.writer.record_writer", "rlhpc.cli",
     "rlhpc.runs.train", "rlhpc.embodied.workers", "rlhpc.embodied.runners", "rlhpc.embodied.envs.gymnasium_env",
     "rlhpc.embodied.models.mlp", "rlhpc.runtime.worker_process", "rlhpc.runtime.worker", "rlhpc.metrics.loggers",
-    "rlhpc.embodied.workers.ppo_actor", "rlhpc.embodied.workers.rollout", "rlhpc.embodied.workers.env", "rlhpc.embodied.runners.rollout_runner",
+    "rlhpc.embodied.workers.ppo_actor", "rlhpc.embodied.workers.rollout", "rlhpc.embodied.workers.env",
+    "rlhpc.embodied.runners.rollout_runner",
     "rlhpc.training.fsdp", "rlhpc.runtime.comm.gloo_auth", "rlhpc.metrics.provenance", "rlhpc.runs.report",
     "rlhpc.embodied.evaluation.evaluate", "rlhpc.embodied.export",
 )  # fmt: skip

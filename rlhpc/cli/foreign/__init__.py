@@ -1,4 +1,4 @@
-"""Configurations of other projects, read and translated."""
+"""Translation of other projects' configurations."""
 
 from rlhpc.cli.foreign.output import report, written
 from rlhpc.cli.foreign.rlinf import translate

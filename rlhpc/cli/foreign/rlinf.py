@@ -10,9 +10,8 @@ import math
 import re
 from typing import Any
 
-from rlhpc.cli.foreign import rlinf_defaults as defaults
+from rlhpc.cli.foreign import rlinf_defaults, rlinf_language
 from rlhpc.cli.foreign import rlinf_embodied as embodied
-from rlhpc.cli.foreign import rlinf_language as language
 from rlhpc.cli.foreign.hydra import Composed
 from rlhpc.cli.foreign.rlinf_embodied import LOSSES
 from rlhpc.cli.foreign.rlinf_unsupported import CRITIC, EMBODIED, EVERYWHERE, LANGUAGE
@@ -37,16 +36,20 @@ def translate(found: Composed, source: str) -> Translation:
     if task == "embodied" and loss in LOSSES:
         kind = f"embodied ({leaves.get('algorithm.adv_type')}, {loss})"
         rows, unmatched = [*RUN, *embodied.PLAYED, *embodied.PPO, *embodied.POLICY, *embodied.SEEING], EMBODIED
-        absent = defaults.EMBODIED
+        absent = rlinf_defaults.EMBODIED
     elif task == "embodied" and loss == "embodied_sac":
         kind = "off_policy (SAC)"
         rows, unmatched = [*RUN, *embodied.PLAYED, *embodied.SAC, *embodied.POLICY], EMBODIED
-        absent = defaults.SAC
+        absent = rlinf_defaults.SAC
     elif task == "reasoning":
-        kind, rows, unmatched = f"reasoning ({leaves.get('algorithm.adv_type')})", [*RUN, *language.ROWS], LANGUAGE
-        if defaults.has_critic(leaves):
-            rows, unmatched = [*rows, *language.CRITIC], [*unmatched, *CRITIC]
-        absent = defaults.language_defaults(leaves)
+        kind, rows, unmatched = (
+            f"reasoning ({leaves.get('algorithm.adv_type')})",
+            [*RUN, *rlinf_language.ROWS],
+            LANGUAGE,
+        )
+        if rlinf_defaults.has_critic(leaves):
+            rows, unmatched = [*rows, *rlinf_language.CRITIC], [*unmatched, *CRITIC]
+        absent = rlinf_defaults.language_defaults(leaves)
     else:
         raise ConfigError(
             f"{source}: runner.task_type {task} with algorithm.loss_type {loss} has no counterpart in rlhpc; imported are "
@@ -95,7 +98,7 @@ def _resume(read: Reading) -> Any:
 def _placement(read: Reading) -> Any:
     """Components by the names that the kind of run has here."""
     if read.leaves["runner.task_type"] == "reasoning":
-        known = ("actor", "rollout", "critic") if defaults.has_critic(read.leaves) else ("actor", "rollout")
+        known = ("actor", "rollout", "critic") if rlinf_defaults.has_critic(read.leaves) else ("actor", "rollout")
     else:
         known = ("actor", "rollout", "env")
     placement: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""What happens to a policy's weights in a step."""
+"""Algorithms of embodied runs: one update of a policy from a batch, by name."""

@@ -1,4 +1,4 @@
-"""The configurations of runs with simulators: what they share, and one module for each kind of run."""
+"""Configuration sections of embodied runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments: vectorised, Gymnasium semantics, auto-reset with the final observation kept."""
+"""Vector environments with Gymnasium's semantics: they reset themselves and keep the final observation."""
 
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.observations import space_from_json, space_to_json

@@ -25,7 +25,6 @@ from gymnasium.wrappers import (
     TimeLimit,
 )
 
-from rlhpc.embodied.envs import gymnasium_env as gymnasium_state
 from rlhpc.embodied.envs.base import Step, VectorEnv, merge_infos
 from rlhpc.embodied.envs.interface import reset_env, step_env, success_of
 from rlhpc.embodied.envs.observations import Obs, boxes_of, encode_text, is_text, text_space
@@ -195,9 +194,9 @@ class GymnasiumVectorEnv(VectorEnv):
         #: For simulators that cannot be pickled but can be replayed: how the episode of each slot began, and its
         #: actions since.
         self._played: list[tuple[Any, list[Any]]] | None = None
-        if gymnasium_state.is_replayed(self.envs[0]):
+        if is_replayed(self.envs[0]):
             self._played = [(None, []) for _ in range(num_envs)]
-        self.supports_state = gymnasium_state.can_save(self.envs[0], self._begun(0))
+        self.supports_state = can_save(self.envs[0], self._begun(0))
 
     def _boxes(self, env_id: str) -> spaces.Dict:
         """The space of several observations; texts are encoded."""
@@ -259,7 +258,7 @@ class GymnasiumVectorEnv(VectorEnv):
     def _reset(self, i: int, fresh: bool = False) -> Any:
         seed = self._slot_seed(i) if fresh or self._fixed else None
         if self._played is not None:
-            self._played[i] = (seed if seed is not None else gymnasium_state.generator_state(self.envs[i]), [])
+            self._played[i] = (seed if seed is not None else generator_state(self.envs[i]), [])
         return reset_env(self.envs[i], self._env_id, seed=seed)[0]
 
     def step(self, actions: np.ndarray) -> Step:
@@ -364,7 +363,7 @@ class GymnasiumVectorEnv(VectorEnv):
         """The slots' state, for a checkpoint (`VectorEnv.state_dict`)."""
         return {
             "slots": [
-                {"simulator": gymnasium_state.save(env, self._begun(i)),
+                {"simulator": save_simulator(env, self._begun(i)),
                  "elapsed": self._elapsed[i], "return": self._returns[i], "episodes": self._episodes[i],
                  "before": self._before[i], "once": self._once[i]}
                 for i, env in enumerate(self.envs)
@@ -375,7 +374,7 @@ class GymnasiumVectorEnv(VectorEnv):
         """See `VectorEnv.load_state_dict`. The bytes come from a checkpoint whose checksums were verified."""
         slots = self.slots_of(state)
         for i, slot in enumerate(slots):
-            begun = gymnasium_state.restore(self.envs[i], slot["simulator"])
+            begun = restore_simulator(self.envs[i], slot["simulator"])
             if self._played is not None and begun is not None:
                 self._played[i] = begun
             self._elapsed[i], self._returns[i] = int(slot["elapsed"]), float(slot["return"])
@@ -418,7 +417,7 @@ def generator_state(env: Any) -> Any:
     return random.get_state(legacy=False) if isinstance(random, np.random.RandomState) else random.bit_generator.state
 
 
-def save(env: Any, begun: tuple[Any, list[Any]] | None) -> bytes:
+def save_simulator(env: Any, begun: tuple[Any, list[Any]] | None) -> bytes:
     """An environment as bytes.
 
     Args:
@@ -431,15 +430,15 @@ def save(env: Any, begun: tuple[Any, list[Any]] | None) -> bytes:
 
 
 def can_save(env: Any, begun: tuple[Any, list[Any]] | None) -> bool:
-    """Whether `save` can."""
+    """Whether `save_simulator` can."""
     try:
-        save(env, begun)
+        save_simulator(env, begun)
     except Exception:  # simulators hold handles of every kind, and pickling them fails in as many ways
         return False
     return True
 
 
-def restore(env: Any, saved: bytes) -> tuple[Any, list[Any]] | None:
+def restore_simulator(env: Any, saved: bytes) -> tuple[Any, list[Any]] | None:
     """Puts an environment into a saved state; returns `begun` of one that was replayed."""
     found = pickle.loads(saved)
     if isinstance(found, list):

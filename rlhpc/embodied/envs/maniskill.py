@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.embodied.envs.base import Step, VectorEnv
 from rlhpc.embodied.envs.episode_tracker import Episodes
-from rlhpc.embodied.envs.maniskill_tasks import (
+from rlhpc.embodied.envs.maniskill_data import (
     convert,
     flat,
     join_states,

@@ -1,1 +1,1 @@
-"""Evaluation."""
+"""Evaluation, recording and intervention: episodes of a trained policy."""

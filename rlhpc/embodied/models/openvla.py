@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of
-from rlhpc.embodied.models import openvla as files
 from rlhpc.embodied.models.action_heads import GaussianHead
 from rlhpc.embodied.models.action_tokens import ActionTokens, TokenPolicy
 from rlhpc.embodied.models.base import Policy, PolicyObs
@@ -75,15 +74,15 @@ class OpenVLAPolicy(TokenPolicy):
                 part.freeze_unused()
         if self.action_head is not None:  # no word is said
             self.vlm.language_model.lm_head.requires_grad_(False)
-        files.load_ours(self, self.source)
+        load_ours(self, self.source)
 
     def load(self, cfg: ModelConfig) -> None:
         """See `TokenPolicy.load`."""
         space, options = self.observation_space, self.options
         self.vlm, self.tokenizer, settings = load_vlm(cfg, "openvla", self.chunk, self.dim, 0)
-        config, self.source = self.vlm.config, files.folder_of(cfg)
-        width, beside = int(config.text_config.hidden_size), files.beside(self.source)
-        self.kind = str(options.get("head") or ("l1" if files.HEAD in beside else "tokens"))
+        config, self.source = self.vlm.config, folder_of(cfg)
+        width, parts = int(config.text_config.hidden_size), beside(self.source)
+        self.kind = str(options.get("head") or ("l1" if HEAD in parts else "tokens"))
         if self.kind not in HEADS:
             raise ConfigError(f"actor.model.kwargs.head is {self.kind!r}; allowed: {', '.join(HEADS)}")
         if self.kind != "tokens" and cfg.attn_implementation == "flash_attention_2":
@@ -91,7 +90,7 @@ class OpenVLAPolicy(TokenPolicy):
                 f"actor.model.attn_implementation: with head {self.kind} attention goes both ways past what is padded, which "
                 "flash_attention_2 does not do here: take sdpa"
             )
-        felt = bool(options.get("proprio", files.PROJECTOR in beside))
+        felt = bool(options.get("proprio", PROJECTOR in parts))
         self.numbers = numbers_in(space) if felt and "state" in boxes_of(space) else 0
         if felt and not self.numbers:
             raise ConfigError(
@@ -99,13 +98,13 @@ class OpenVLAPolicy(TokenPolicy):
             )
         self.state_scaling = None
         self._scale(options)
-        self.action_head, self.proprio_projector = files.load_beside(
-            beside, width, self.dim if self.kind == "l1" else 0, self.numbers
+        self.action_head, self.proprio_projector = load_beside(
+            parts, width, self.dim if self.kind == "l1" else 0, self.numbers
         )
         if self.kind == "l1":
             self.head = GaussianHead(self.dim, cfg.log_std_init, self.chunk)
         self.tokens = ActionTokens(int(config.text_config.vocab_size) - int(config.pad_to_multiple_of))
-        self.eye = files.eye_of(config, settings, space, bool(options.get("center_crop")))
+        self.eye = eye_of(config, settings, space, bool(options.get("center_crop")))
         blank = self.tokenizer.convert_tokens_to_ids(
             "▁"
         )  # Llama's, which was there in training before the first action
@@ -123,7 +122,7 @@ class OpenVLAPolicy(TokenPolicy):
             ConfigError: A folder has none: its actions would be scaled otherwise than in its demonstrations.
         """
         where = str(options.get("statistics") or self.source)
-        self.statistics = files.find_statistics(options, self.source, {"norm_stats": self.vlm.config.norm_stats})
+        self.statistics = find_statistics(options, self.source, {"norm_stats": self.vlm.config.norm_stats})
         gripper = options.get("gripper")
         if gripper not in (None, "rlds"):
             raise ConfigError(f"actor.model.kwargs.gripper is {gripper!r}; allowed: rlds, or none")
@@ -235,8 +234,8 @@ class OpenVLAPolicy(TokenPolicy):
         return (found - self._scaled(inputs["actions"])).abs().mean((1, 2))
 
     def release(self, folder: Any, step: int) -> None:
-        """Writes the policy as its family is released (`openvla_files.release`)."""
-        files.release(self, folder, step)
+        """Writes the policy as its family is released (`release`)."""
+        release(self, folder, step)
 
 
 HEAD, PROJECTOR = "action_head", "proprio_projector"

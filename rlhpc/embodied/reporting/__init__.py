@@ -1,1 +1,1 @@
-"""Reporting."""
+"""Report pages of embodied runs."""

@@ -1,1 +1,1 @@
-"""Rewards."""
+"""Rewards that are networks: success classifiers."""

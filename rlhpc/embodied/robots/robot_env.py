@@ -20,12 +20,7 @@ from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
-import threading
-from collections.abc import Mapping
 
-import gymnasium
-
-from rlhpc.embodied.envs.interface import reset_env, step_env
 
 __all__ = ["Observation", "OneRobotEnv", "Pace", "Robot", "RobotVectorEnv", "Seen", "Verdict", "above_0"]
 
@@ -238,75 +233,3 @@ def above_0(name: str, value: Any) -> float:
 
 def _row(obs: Any) -> Any:
     return {key: part[None] for key, part in obs.items()} if isinstance(obs, dict) else np.asarray(obs)[None]
-
-
-class SimulatedRobot(Robot):
-    """What a robot does between commands, it goes on doing: the last one, or nothing after a stop.
-
-    Args:
-        simulates: Id of a gymnasium environment with a `Box` of actions, of which 0 is to do nothing.
-        moves_hz: Its own steps a second.
-        drop: Share of its observations that get lost.
-        simulator: Arguments of the environment.
-    """
-
-    control_mode = "velocity"
-
-    def __init__(
-        self, simulates: str, moves_hz: float = 50.0, drop: float = 0.0, simulator: Mapping[str, Any] | None = None
-    ) -> None:
-        self._simulates = simulates
-        self._env = gymnasium.make(simulates, **(simulator or {})).unwrapped
-        self.observation_space, self.action_space = self._env.observation_space, self._env.action_space
-        self._period, self._drop, self._rng = 1.0 / moves_hz, drop, np.random.default_rng(0)
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._reward, self._ended = 0.0, False
-        self.stop()
-
-    def _live(self) -> None:
-        while not self._closed.wait(self._period):
-            with self._lock:
-                if not self._ended:
-                    obs, reward, ended, _, _ = step_env(self._env, self._simulates, self._command)
-                    self._ended = ended
-                    self._reward += reward
-                    if self._rng.random() >= self._drop:
-                        self._seen = Observation(obs, time.monotonic())
-
-    def reset(self, seed: int) -> None:
-        """See `Robot.reset`."""
-        with self._lock:
-            self._seen = Observation(reset_env(self._env, self._simulates, seed=seed)[0], time.monotonic())
-            self._reward, self._ended = 0.0, False
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._live, name="simulated-robot", daemon=True)
-            self._thread.start()
-
-    def act(self, action: np.ndarray) -> None:
-        """See `Robot.act`."""
-        self._command = np.array(action)
-
-    def observe(self) -> Observation:
-        """See `Robot.observe`."""
-        with self._lock:
-            return self._seen
-
-    def judge(self, obs: Any, action: np.ndarray) -> Verdict:
-        """What it was rewarded with since it was last asked."""
-        del obs, action
-        with self._lock:
-            reward, self._reward = self._reward, 0.0
-            return Verdict(reward, failed=self._ended)
-
-    def stop(self) -> None:
-        """See `Robot.stop`."""
-        self._command = np.zeros(self.action_space.shape, self.action_space.dtype)
-
-    def close(self) -> None:
-        """See `Robot.close`."""
-        self._closed.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._env.close()

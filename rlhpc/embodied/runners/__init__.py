@@ -1,4 +1,4 @@
-"""The loops: a runner owns phases, timers, checkpoint cadence and the stop decision."""
+"""Training loops of embodied runs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Training."""
+"""Construction of policies on training ranks."""

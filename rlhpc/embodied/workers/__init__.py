@@ -1,4 +1,4 @@
-"""The worker classes of a run: actor (trains), rollout (acts), env (simulates)."""
+"""Worker classes of embodied runs: actor (trains), rollout (acts), env (simulates)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rlhpc doctor`: whether a cluster, as a site file describes it, has what runs need."""
+"""`rlhpc doctor`: checks that a cluster offers what runs need, as its site file describes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlhpc.jobs.doctor import node_checks as here
 from rlhpc.jobs.doctor import node_checks as nodes
-from rlhpc.jobs.doctor import slurm_checks as checks
+from rlhpc.jobs.doctor import slurm_checks
 from rlhpc.jobs.doctor.node_probe import space
 from rlhpc.jobs.doctor.probe_jobs import Probed, look_here, plan_jobs, run_probes, wake_up_s
 from rlhpc.jobs.doctor.slurm_facts import Line, Site, SlurmFacts, render, to_json, worst
@@ -37,22 +37,28 @@ def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: 
     """
     site = Site.of(section)
     folder = here.nearest_folder(expand_home(folder).absolute())
-    lines = [checks.commands(shutil.which), *_here(folder)]
+    lines = [slurm_checks.commands(shutil.which), *_here(folder)]
     if lines[0].level != "pass":
         alone = look_here(site, folder, len(visible_accelerators(os.environ)))
         lines += nodes.gpus_in_torch(alone, os.environ) + nodes.shared_memory(alone) + nodes.node_disks(alone, site)
         return lines + nodes.simulators(alone) + nodes.limits(alone)
     facts = SlurmFacts.gather(getpass.getuser())
-    lines += [checks.version(facts), checks.controller(facts)]
+    lines += [slurm_checks.version(facts), slurm_checks.controller(facts)]
     if lines[-1].level == "fail":
         return lines
-    lines += checks.partitions(facts, site) + checks.accounts(facts, site) + checks.resources(facts, site)
-    lines.append(checks.het_jobs(facts, _refused(facts, site)))
+    lines += (
+        slurm_checks.partitions(facts, site) + slurm_checks.accounts(facts, site) + slurm_checks.resources(facts, site)
+    )
+    lines.append(slurm_checks.het_jobs(facts, _refused(facts, site)))
     jobs = plan_jobs(site, facts, most_nodes) if most_nodes else []
     start_s += wake_up_s(jobs, facts)
     probed = run_probes(jobs, site, folder, start_s=start_s) if jobs else Probed(folder, [])
-    lines += [checks.requeue(facts, probed.jobs, os.environ, site), checks.accounting(facts), checks.min_job_age(facts)]
-    lines += checks.walltime(facts, site) + checks.preemption(facts, site)
+    lines += [
+        slurm_checks.requeue(facts, probed.jobs, os.environ, site),
+        slurm_checks.accounting(facts),
+        slurm_checks.min_job_age(facts),
+    ]
+    lines += slurm_checks.walltime(facts, site) + slurm_checks.preemption(facts, site)
     lines += nodes.started(probed.jobs) + nodes.shared_folder(probed)
     lines += nodes.interface(probed, site) + nodes.ports(probed) + nodes.gpu_masks(probed, os.environ)
     lines += nodes.gpus_in_torch(probed, os.environ)
@@ -86,5 +92,5 @@ def _refused(facts: SlurmFacts, site: Site) -> str | None:
     groups = [group for group in site.groups if facts.partition(group.partition)]
     if not groups:
         return None
-    answer = ask("sbatch", "--test-only", stdin=checks.het_script(groups))
+    answer = ask("sbatch", "--test-only", stdin=slurm_checks.het_script(groups))
     return answer.words if answer.code else None

@@ -21,8 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhpc.jobs.doctor import node_probe as probe
-from rlhpc.jobs.doctor import torch_probe
+from rlhpc.jobs.doctor import node_probe, torch_probe
 from rlhpc.jobs.doctor.slurm_facts import Group, Site, SlurmFacts, is_asleep, seconds_of, usable
 from rlhpc.runtime.devices import VIRTUAL
 from rlhpc.runtime.imports import LEAVE_FOLDER
@@ -132,7 +131,7 @@ class _Step:
         ]  # fmt: skip
         setup = "\n".join(site.setup)
         shell = f'{{ :\n{setup}\n}} >&2 </dev/null; p=$1; [ -x "$p" ] || p=python3; exec "$p" -c "$2"'
-        command = [*site.container, "bash", "-c", shell, "rlhpc-doctor", sys.executable, source_of(probe)]
+        command = [*site.container, "bash", "-c", shell, "rlhpc-doctor", sys.executable, source_of(node_probe)]
         # as a job's batch step gets it: with a mask that lies about in this shell
         masks = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
         self.process = subprocess.Popen(
@@ -164,7 +163,7 @@ class _Step:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             words = line.split()
-            if len(words) != 6 or words[0] != probe.MARK:
+            if len(words) != 6 or words[0] != node_probe.MARK:
                 continue
             _, task, kind, number, total, piece = words
             pieces = self._pieces.setdefault((task, kind), {})
@@ -234,10 +233,10 @@ def look_here(site: Site, folder: Path, gpus: int) -> Probed:
         gpus: How many GPUs torch should see.
     """
     job = ProbeJob(None, (), (), None, gpus, 1, 1)
-    said = probe.look({"canary": str(folder / "canary"), "packages": PACKAGES, "scratch": site.scratch})
+    said = node_probe.look({"canary": str(folder / "canary"), "packages": PACKAGES, "scratch": site.scratch})
     job.hello[said["node"]] = said
     if gpus and not os.environ.get(VIRTUAL):
-        job.torch[said["node"]] = probe.ask_torch(source_of(torch_probe), _TORCH_S)
+        job.torch[said["node"]] = node_probe.ask_torch(source_of(torch_probe), _TORCH_S)
     return Probed(folder, [job])
 
 
@@ -355,7 +354,7 @@ def _look_for_files(probed: Probed, canary: Path, token: str) -> None:
     for job in probed.jobs:
         for node, said in job.hello.items():
             if "ms" in said["canary"] and "write_error" not in said["canary"]:
-                job.seen[node] = probe.wait_for(str(canary / f"node-{node}"), token, _PATIENCE_S)
+                job.seen[node] = node_probe.wait_for(str(canary / f"node-{node}"), token, _PATIENCE_S)
 
 
 def _introduce(steps: Sequence[_Step], site: Site, canary: Path, token: str) -> None:

@@ -9,10 +9,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.agents.episodes import Agent, Episode
-from rlhpc.language.agents.gateway.server import Gateway
 from rlhpc.language.agents.gateway.sessions import OVER
 from rlhpc.language.agents.gateway.threads import Threads
 from rlhpc.language.agents.runner.task import Task
@@ -20,6 +19,9 @@ from rlhpc.language.agents.turn_tree import Refused
 from rlhpc.language.envs.base import Environment, play
 from rlhpc.language.envs.tools import PythonTool, Tool, calculator
 from rlhpc.language.policy_text import valid_text
+
+if TYPE_CHECKING:
+    from rlhpc.language.agents.gateway.server import Gateway
 
 #: Threads that call environments.
 _THREADS = 16

@@ -1,4 +1,4 @@
-"""Prompts and demonstrations for language models."""
+"""Prompts, demonstrations and preferences: sources, chat templates and tokens."""
 
 from rlhpc.language.data.prompts import Prompt, PromptDataset, PromptSampler
 from rlhpc.language.data.registry import SOURCES, make_dataset, register_source

@@ -1,4 +1,4 @@
-"""Worlds that a language model acts in, turn by turn, and that say what it was worth."""
+"""Text environments and tools: multi-turn tasks that score the model's actions."""
 
 from rlhpc.language.envs.base import Environment, Step, ToolEnvironment, tool
 from rlhpc.language.envs.registry import register_environment

@@ -1,1 +1,1 @@
-"""Evaluation."""
+"""Evaluation of language models and reward models, chat, and preference pairs."""

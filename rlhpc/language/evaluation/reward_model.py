@@ -202,7 +202,8 @@ def evaluate_reward_model(
         output: JSON file to write, atomically; the rows go to `<stem>.rewards.jsonl` beside it.
 
     Returns:
-        See `rlhpc.language.reporting.eval_metrics.summarize_preferences`; besides dropped, suite, global_step, model, loss_type and dtype.
+        See `rlhpc.language.reporting.eval_metrics.summarize_preferences`; besides dropped, suite, global_step, model,
+        loss_type and dtype.
 
     Raises:
         ConfigError: There is no such suite, or model or data cannot be had.

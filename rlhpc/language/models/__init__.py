@@ -1,1 +1,1 @@
-"""Language models as networks: token batches, scores, adapters, Hugging Face folders."""
+"""Language models as networks: token batches, packing, log-probs, value heads and loading."""

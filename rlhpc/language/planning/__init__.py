@@ -1,1 +1,1 @@
-"""What the ranks of a language model's run hold in memory, worked out from the model's configuration and the run's."""
+"""Estimates before the start of a language run: memory of each rank and work of a step."""

@@ -1,1 +1,1 @@
-"""Reporting."""
+"""Report pages of language runs: metrics of evaluations, samples and curves."""

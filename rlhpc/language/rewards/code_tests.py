@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhpc.language.rewards import expected_values as outside
-from rlhpc.language.rewards import problem_formats as forms
+from rlhpc.language.rewards import problem_formats
 from rlhpc.language.rewards.expected_values import Answer, Term
 from rlhpc.language.rewards.python_expressions import (
     MOST_ROUNDS,
@@ -131,14 +131,14 @@ class Reader:
             Unclear: They cannot be taken apart.
         """
         claims = len(self.plan.claims)
-        rest, functions, classes = forms.test_functions(body)
+        rest, functions, classes = problem_formats.test_functions(body)
         called = self.entry and has_check(rest) and not calls(rest, "check")
         for statement in rest:
             self._statement(statement)
         if called:
             check = self._functions["check"]
             self._inline(check, [ast.parse(self.entry, mode="eval").body])
-        for function in [*functions, *(f for class_ in classes for f in forms.unittest_functions(class_))]:
+        for function in [*functions, *(f for class_ in classes for f in problem_formats.unittest_functions(class_))]:
             before = self.judged + self.possible
             self._inline(function, [])
             if self.judged + self.possible == before:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.language.rewards.base import Reward, Sample, SaysInline
 from rlhpc.language.rewards.pool_server import judge
 from rlhpc.language.rewards.registry import REWARDS, build_reward, check_arguments
-from rlhpc.runtime import pickle_stream as wire
+from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.imports import python_path
 from rlhpc.runtime.scratch import make_temporary_folder
@@ -213,9 +213,9 @@ class RewardPool:
         )  # fmt: skip
         theirs.close()
         self._control = control
-        wire.send(control, self._spec)
+        pickle_stream.send(control, self._spec)
         control.settimeout(_START_S)
-        told = wire.receive(control)
+        told = pickle_stream.receive(control)
         if told is None or "failed" in told:
             why = f"{told['failed']}" if told else f"the judges' server ended, or did not start within {_START_S:g} s"
             raise ConfigError(f"reward.terms: {why}")
@@ -230,7 +230,7 @@ class RewardPool:
         ours.settimeout(5.0)  # a judge that stops in the middle of a message is as good as dead
         one = _Judge(self._number, ours, time.monotonic() + _START_S)
         try:
-            wire.send(self._control, {"op": "start", "judge": one.number})
+            pickle_stream.send(self._control, {"op": "start", "judge": one.number})
             socket.send_fds(self._control, [b"f"], [theirs.fileno()])
         except OSError:
             ours.close()
@@ -270,7 +270,7 @@ class RewardPool:
         assert self._control is not None
         self._forget(one)
         with contextlib.suppress(OSError):
-            wire.send(self._control, {"op": "kill", "judge": one.number})
+            pickle_stream.send(self._control, {"op": "kill", "judge": one.number})
         if one.ticket is not None:
             self._fail(one.ticket, kind, reason)
         if not one.ready:
@@ -305,7 +305,7 @@ class RewardPool:
         self._feed()
 
     def _heard(self, one: _Judge) -> None:
-        said = wire.receive(one.socket)
+        said = pickle_stream.receive(one.socket)
         if said is None:
             self._replace(one, "died", "the judge died")
         elif "failed" in said:
@@ -326,7 +326,7 @@ class RewardPool:
                     continue
                 one.ticket, one.deadline = ticket, time.monotonic() + self.timeout_s
                 try:
-                    wire.send(one.socket, (ticket, self._waiting[ticket][1]))
+                    pickle_stream.send(one.socket, (ticket, self._waiting[ticket][1]))
                 except OSError:
                     one.ticket = None
                     self._queue.appendleft(ticket)

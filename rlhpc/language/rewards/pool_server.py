@@ -26,7 +26,7 @@ from typing import Any
 
 from rlhpc.language.rewards.base import Bounded, Preloading, Reward, Sample
 from rlhpc.language.rewards.registry import build_reward
-from rlhpc.runtime import pickle_stream as wire
+from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, outlive_parent, readable
 
@@ -58,12 +58,12 @@ def _work(spec: Spec, connection: socket.socket) -> None:
         rewards = {name: build_reward(name, factory, kwargs) for name, factory, kwargs in spec}
     except BaseException as error:
         told = str(error) if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
-        wire.send(connection, {"failed": told, "config": isinstance(error, ConfigError)})
+        pickle_stream.send(connection, {"failed": told, "config": isinstance(error, ConfigError)})
         return
-    wire.send(connection, {"ready": os.getpid()})
-    while (asked := wire.receive(connection)) is not None:
+    pickle_stream.send(connection, {"ready": os.getpid()})
+    while (asked := pickle_stream.receive(connection)) is not None:
         ticket, sample = asked
-        wire.send(connection, {"ticket": ticket, "verdict": judge(rewards, sample)})
+        pickle_stream.send(connection, {"ticket": ticket, "verdict": judge(rewards, sample)})
 
 
 class JudgeServer:
@@ -86,7 +86,7 @@ class JudgeServer:
                 with contextlib.suppress(BlockingIOError):
                     reader.recv(4096)
             if self.control.fileno() in ready:
-                asked = wire.receive(self.control)
+                asked = pickle_stream.receive(self.control)
                 if asked is None:
                     break
                 if asked["op"] == "start":
@@ -178,7 +178,7 @@ def main() -> None:
     adopt_orphans()
     control = socket.socket(fileno=fd)
     try:
-        spec: Spec = pickle.loads(wire.receive(control) or b"")
+        spec: Spec = pickle.loads(pickle_stream.receive(control) or b"")
         import psutil  # noqa: F401
 
         for _, factory, _ in spec:
@@ -186,10 +186,10 @@ def main() -> None:
                 with contextlib.suppress(ImportError):  # the judge says so, in words
                     importlib.import_module(module)
     except BaseException as error:
-        wire.send(control, {"failed": "".join(traceback.format_exception(error)), "config": False})
+        pickle_stream.send(control, {"failed": "".join(traceback.format_exception(error)), "config": False})
         return
     gc.collect()
     gc.freeze()
     outlive_parent()  # from here on the socket tells, also where the pool's thread ends before its process
-    wire.send(control, {"ready": os.getpid()})
+    pickle_stream.send(control, {"ready": os.getpid()})
     JudgeServer(control, spec, Path(folder)).serve()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhpc.language.rewards import expected_values as outside
-from rlhpc.language.rewards import problem_formats as forms
+from rlhpc.language.rewards import problem_formats
 from rlhpc.language.rewards.code_tests import Plan, Reader, add_step, calls, has_check, meanings_of
 from rlhpc.language.rewards.expected_values import Term
 from rlhpc.language.rewards.python_expressions import Unclear, always_true, asserts, written_out
@@ -26,8 +26,8 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
     Raises:
         ValueError: A test is not valid Python, has a form that is not read here, or tests nothing.
     """
-    entry, setup = forms.entry_of(meta), forms.parse_test(forms.setup_of(meta))
-    forms.require_modules(setup)
+    entry, setup = problem_formats.entry_of(meta), problem_formats.parse_test(problem_formats.setup_of(meta))
+    problem_formats.require_modules(setup)
     plan = _read_setup(setup, entry)
     defined = {s.name: s for s in setup if isinstance(s, ast.FunctionDef)}
     if entry in vars(builtins):  # else a program without it would pass
@@ -39,8 +39,8 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
             plan.claims.append(outside.after(plan.prepared, claim) if plan.prepared else claim)
             judged += 1
             continue
-        body = forms.parse_test(test)
-        forms.require_modules(body)
+        body = problem_formats.parse_test(test)
+        problem_formats.require_modules(body)
         _refuse_constant(body, number)
         reader = Reader(plan.copy(), entry, defined)
         try:  # Judged inside, with all it holds, where it cannot be taken apart: never a bit of each.
@@ -54,7 +54,9 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
         judged += judges
     plan.strict[0] = not judged
     if tests and not judged and not possible:
-        written = next((body for test in tests if isinstance(test, str) and (body := forms.parse_test(test))), [])
+        written = next(
+            (body for test in tests if isinstance(test, str) and (body := problem_formats.parse_test(test))), []
+        )
         raise ValueError(f"its tests test nothing: {_why(written)}")
     return plan
 
@@ -97,7 +99,7 @@ def _why(body: Sequence[ast.stmt]) -> str:
 
 def _script(plan: Plan, body: Sequence[ast.stmt], entry: str, defined: Mapping[str, ast.FunctionDef]) -> int:
     """Adds a test that is judged inside; returns whether it asserts anything."""
-    rest, functions, classes = forms.test_functions(body)
+    rest, functions, classes = problem_formats.test_functions(body)
     source: list[ast.stmt] = [*rest, *functions, *classes]
     lines = [f"{function.name}()" for function in functions]
     if has_check(rest) and entry and not calls(rest, "check"):
@@ -157,6 +159,9 @@ def program_names(plan: Plan) -> list[str]:
     }
     defined |= {n.arg for n in nodes if isinstance(n, ast.arg)}
     imported = {
-        a.name for n in nodes if isinstance(n, ast.ImportFrom) and n.module in forms.PROGRAM_MODULES for a in n.names
+        a.name
+        for n in nodes
+        if isinstance(n, ast.ImportFrom) and n.module in problem_formats.PROGRAM_MODULES
+        for a in n.names
     }
     return sorted((loaded - stored - defined - vars(builtins).keys()) | imported)

@@ -17,7 +17,6 @@ from rlhpc.language.algorithms.base import LanguageAlgorithm
 from rlhpc.language.config.rewards import RewardConfig
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.rewards.pool import Scored
-from rlhpc.language.rollout import group_builder as untrained
 from rlhpc.language.rollout.pending_group import Slot
 from rlhpc.language.rollout.sample_group import FINISHED, Group, columns_of, group_of
 
@@ -52,7 +51,7 @@ def facts_of(
     finished = sum(episode.finish_reason in FINISHED for episode in episodes)
     behind = [step - 1 - version for version in oldest]
     first = next(iter(scores[0].terms), "")
-    facts = {
+    metrics = {
         "samples": float(len(episodes)),
         "groups": 1.0,
         "reward": float(rewards.sum()),
@@ -68,11 +67,11 @@ def facts_of(
         "max_stale": float(max(behind, default=0)),
     }
     for name in scores[0].terms:
-        facts[f"term/{name}"] = float(sum(score.terms.get(name, 0.0) for score in scores))
+        metrics[f"term/{name}"] = float(sum(score.terms.get(name, 0.0) for score in scores))
     outcomes = [episode.outcome for episode in episodes if episode.outcome is not None]
     for name in sorted({name for outcome in outcomes for name in outcome.metrics}):
-        facts[f"agent/{name}"] = sum(outcome.metrics.get(name, 0.0) for outcome in outcomes)
-    return facts
+        metrics[f"agent/{name}"] = sum(outcome.metrics.get(name, 0.0) for outcome in outcomes)
+    return metrics
 
 
 def not_finite(rewards: np.ndarray, episodes: Sequence[Episode], scores: Sequence[Scored]) -> str:
@@ -145,7 +144,7 @@ class Judged:
         rewards: `[E]` float32, of each.
         trains: Which of them are trained on and compared. The others are in no statistic of the group, and in no loss.
         varied: Whether the task's rewards of those differ.
-        why: Why none is trained on, as one of `untrained.REASONS`; "" if some are.
+        why: Why none is trained on, as one of `REASONS`; "" if some are.
     """
 
     episodes: dict[int, Episode]
@@ -173,7 +172,7 @@ class GroupMaker:
 
     def lacks(self, slot: Slot) -> bool:
         """Whether too few of a prompt's episodes say anything about the policy as it is, in the step that it is for."""
-        return len(untrained.members(slot, self._oldest(slot))) < min(2, self._size)
+        return len(trained_members(slot, self._oldest(slot))) < min(2, self._size)
 
     def judged(self, slot: Slot, *, may_refill: bool) -> Judged | None:
         """What can be said of a prompt's answers.
@@ -188,12 +187,12 @@ class GroupMaker:
         Raises:
             RlhpcError: A number is not finite, and the run is to end then.
         """
-        members, lacking = untrained.members(slot, self._oldest(slot)), self.lacks(slot)
+        indices, lacking = trained_members(slot, self._oldest(slot)), self.lacks(slot)
         if lacking:
             if may_refill:
                 return None
-            members = [0]
-        episodes, scores = [slot.episodes[m] for m in members], [slot.scores[m] for m in members]
+            indices = [0]
+        episodes, scores = [slot.episodes[m] for m in indices], [slot.scores[m] for m in indices]
         rewards = np.asarray([score.total for score in scores], np.float32)
         rewards += overlong(episodes, self._cfg.rollout.max_new_tokens, self._cfg.algorithm.overlong_buffer)
         if fault := not_finite(rewards, episodes, scores):
@@ -203,15 +202,15 @@ class GroupMaker:
             rewards = np.zeros_like(rewards)
         why = "nonfinite" if fault else "alone" if lacking else ""
         drops_cut = self._cfg.algorithm.overlong_filter
-        trains = [not why and not (drops_cut and untrained.is_cut(episode)) for episode in episodes]
+        trains = [not why and not (drops_cut and is_cut(episode)) for episode in episodes]
         differ = varied(task_rewards([s for s, used in zip(scores, trains, strict=True) if used], self._cfg.reward))
         if self._cfg.algorithm.filter_groups and not lacking and not differ and may_refill:
             return None
-        return Judged(dict(zip(members, episodes, strict=True)), scores, rewards, trains, differ, why)
+        return Judged(dict(zip(indices, episodes, strict=True)), scores, rewards, trains, differ, why)
 
     def group(self, slot: Slot, judged: Judged) -> tuple[Group, dict[str, float]]:
         """The group that goes to an actor, and its facts for the step's metrics."""
-        untrained.settle(slot, self._oldest(slot), cut=self._cfg.algorithm.overlong_filter, why=judged.why)
+        drop_tokens(slot, self._oldest(slot), cut=self._cfg.algorithm.overlong_filter, why=judged.why)
         episodes = list(judged.episodes.values())
         columns = [
             columns_of(self._algorithm, sample, score)
@@ -222,12 +221,12 @@ class GroupMaker:
             slot.step, slot.position, judged.episodes, judged.rewards, columns, trains=judged.trains, size=self._size,
             choices=self._choices, agent_weight=self._agent_weight,
         )  # fmt: skip
-        facts = {"refills": float(slot.vain)}
+        metrics = {"refills": float(slot.vain)}
         if judged.why == "nonfinite":
-            facts["nonfinite"] = float(self._size)
+            metrics["nonfinite"] = float(self._size)
         elif not judged.why:
-            facts = facts_of(slot.step, episodes, judged.scores, judged.rewards, slot.vain, judged.varied)
-        return made, facts | untrained.facts(slot)
+            metrics = facts_of(slot.step, episodes, judged.scores, judged.rewards, slot.vain, judged.varied)
+        return made, metrics | dropped_token_metrics(slot)
 
     def _oldest(self, slot: Slot) -> int:
         """The first version of the weights whose tokens may be trained on."""
@@ -247,7 +246,7 @@ def drawn(episodes: Iterable[Episode]) -> int:
     return sum(sum(sample.loss_mask) for episode in episodes for sample in episode.samples)
 
 
-def members(slot: Slot, oldest: int) -> list[int]:
+def trained_members(slot: Slot, oldest: int) -> list[int]:
     """Which of a group's episodes are compared. What failed for its agent's sake says nothing about the policy, and what was
     drawn by weights before version `oldest` alone says nothing about these: neither is a reward of 0, or in any baseline."""
     return [m for m, found in sorted(slot.episodes.items()) if not found.failed and not _too_old(found, oldest)]
@@ -277,7 +276,7 @@ def refilled(slot: Slot) -> Counter[str]:
     return slot.untrained + Counter(refilled=drawn(slot.episodes.values()))
 
 
-def settle(slot: Slot, oldest: int, *, cut: bool, why: str) -> None:
+def drop_tokens(slot: Slot, oldest: int, *, cut: bool, why: str) -> None:
     """Counts what is not trained of a group that is handed over, and masks what is too old.
 
     Args:
@@ -311,7 +310,7 @@ def _mask_old(episode: Episode, oldest: int) -> int:
     return count
 
 
-def facts(slot: Slot) -> dict[str, float]:
+def dropped_token_metrics(slot: Slot) -> dict[str, float]:
     """What a group cost besides, for the step's metrics: episodes that failed, answers that another rank had begun, and tokens
     that are not trained on. What is 0 is left out."""
     failed = sum(episode.failed for episode in slot.episodes.values())

@@ -1,1 +1,1 @@
-"""What runs inside the sandbox's process. Standard library only; nothing of rlhpc is imported here."""
+"""Sandbox of programs that a policy wrote. The files that run inside need the standard library alone."""

@@ -28,14 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhpc.language.sandbox import python as ipc
-from rlhpc.language.sandbox import python as seccomp
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.scratch import make_temporary_folder, temporary_folder
 
 log = logging.getLogger(__name__)
 MECHANISMS = ("namespaces", "landlock", "seccomp")
-_INSIDE = Path(__file__).parent / "inside"
+_INSIDE = Path(__file__).parent
 _BOOT = "import sys; sys.path.append({!r}); import confine, harness; confine.main(harness, *map(int, sys.argv[1:]))"
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
 _PACKAGES = ("site-packages", "dist-packages")
@@ -109,7 +107,7 @@ class Sandbox:
                 raise ConfigError(f"sandbox: {name} is {value}; it must be above 0")
         self.wall_s, self.output_bytes = wall_s, output_kb * 1024
         filters = {
-            f"{mounted} {several}": seccomp.build(os.uname().machine, fork=several, files_read_only=mounted)
+            f"{mounted} {several}": build_seccomp_filter(os.uname().machine, fork=several, files_read_only=mounted)
             for mounted in (False, True)
             for several in (False, True)
         }
@@ -243,7 +241,7 @@ class Sandbox:
         with (
             temporary_folder("try") as place,
             socket.create_server(("127.0.0.1", 0)) as server,
-            ipc.objects() as reached,
+            ipc_objects() as reached,
         ):
             folder, secret = str(place), place / "secret"
             secret.write_text("secret")
@@ -363,7 +361,7 @@ _PRIVATE, _REMOVE, _CREATE = 0, 0, 0o100 | 0o2
 
 
 @contextlib.contextmanager
-def objects() -> Iterator[dict[str, Any]]:
+def ipc_objects() -> Iterator[dict[str, Any]]:
     """A segment, a queue with one message, and a named queue; what a program needs to know of them.
 
     What this kernel does not offer has the number -1.
@@ -487,7 +485,7 @@ def _if_any(values: Iterable[int]) -> list[bytes]:
     return [part for value in values for part in (_instruction(_JEQ, value, 0, 1), _refuse())]
 
 
-def build(machine: str, *, fork: bool, files_read_only: bool) -> bytes | None:
+def build_seccomp_filter(machine: str, *, fork: bool, files_read_only: bool) -> bytes | None:
     """The filter, or None for a machine whose system calls are not known here.
 
     Args:

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
+import abc
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.language.config.models import PretrainedConfig
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import Registry
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from rlhpc.language.config.run import GrpoConfig
-import abc
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
-
-from rlhpc.language.config.run import GrpoConfig
-from rlhpc.language.models.logprobs import RowReader
-from rlhpc.language.models.token_batch import TokenBatch
-
-if TYPE_CHECKING:
-    pass
-from typing import TYPE_CHECKING
-
-from rlhpc.language.rewards.base import Sample
-
-if TYPE_CHECKING:
-    import torch
-
-    from rlhpc.language.config.run import GrpoConfig
-from dataclasses import field
-
-from rlhpc.language.config.models import PretrainedConfig
+    from rlhpc.language.models.logprobs import RowReader
+    from rlhpc.language.models.token_batch import TokenBatch
+    from rlhpc.language.rewards.base import Sample
 
 SCORERS: Registry[Callable[..., Any]] = Registry(
     "scorer", "groups[].scorer", "rlhpc.scorers",

@@ -1,1 +1,1 @@
-"""The worker classes of a language model's run: actor (trains), rollout (writes and is judged)."""
+"""Worker classes of language runs: actors, critic, rollout, agents and scoring groups."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from rlhpc.runtime.comm import unix_sockets as unix
+from rlhpc.runtime.comm import unix_sockets
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.zmq_sockets import Door, choose, divided, make_socket, whole
 from rlhpc.runtime.errors import RlhpcError
@@ -28,7 +28,7 @@ _LOOK_MS = 1000
 class _Line:
     """A connection whose messages are sent in order, without ever making the sender wait."""
 
-    def __init__(self, connection: unix.Connection) -> None:
+    def __init__(self, connection: unix_sockets.Connection) -> None:
         self.connection = connection
         self._lock = threading.Lock()
         self._flushing = False
@@ -75,7 +75,7 @@ class CallDoor:
 
     def __init__(self, service: Service, tcp_address: str | None) -> None:
         path = service.scratch.sockets / f"r-{process_id()}-{next(_numbers)}"
-        self._listener, self._token = unix.Listener(str(path)), unix.token_of(service.keys)
+        self._listener, self._token = unix_sockets.Listener(str(path)), unix_sockets.token_of(service.keys)
         self.record = {"host": host_id(), "ipc": f"ipc://{path}", "tcp": ""}
         self._epoll = select.epoll()
         self._epoll.register(self._listener.sock.fileno(), select.EPOLLIN)
@@ -167,7 +167,7 @@ class CallLines:
 
     def _connect(self, endpoint: str) -> _Line | None:
         try:
-            connection = unix.connect(endpoint[6:], self._service.keys)
+            connection = unix_sockets.connect(endpoint[6:], self._service.keys)
         except (ConnectionError, FileNotFoundError):
             return None
         except OSError as error:

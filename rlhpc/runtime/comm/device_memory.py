@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import torch
 
-from rlhpc.runtime.comm import device_memory as crossings
 from rlhpc.runtime.comm.shared_memory import (
     ALIGN,
     FREE,
@@ -140,7 +139,7 @@ def address() -> str:
 
 
 #: Most readers of a message.
-MOST = MAX_TRACKED
+MAX_READERS = MAX_TRACKED
 
 
 class Part(NamedTuple):
@@ -174,7 +173,7 @@ class Crossing(NamedTuple):
     parts: list[Part]
 
 
-def layout(tensors: list[tuple[str, tuple[int, ...], int]]) -> tuple[list[Part], int]:
+def layout_tensors(tensors: list[tuple[str, tuple[int, ...], int]]) -> tuple[list[Part], int]:
     """Where tensors (dtype, shape, bytes of an element) go in a buffer, and the size of them all."""
     parts, offset = [], 0
     for dtype, shape, itemsize in tensors:
@@ -197,12 +196,12 @@ def make_lease(path: str) -> mmap.mmap:
         os.close(fd)
 
 
-def lend(lease: mmap.mmap, readers: int) -> None:
+def lend_to(lease: mmap.mmap, readers: int) -> None:
     """Says that readers are to come; called by the sender of a free buffer."""
     await_readers(lease, readers)
 
 
-def begin(lease: mmap.mmap, reader: int) -> bool:
+def begin_reading(lease: mmap.mmap, reader: int) -> bool:
     """Says that a reader has come; False if it is awaited no longer."""
     if lease[reader : reader + 1] == FREE:
         return False
@@ -210,7 +209,7 @@ def begin(lease: mmap.mmap, reader: int) -> bool:
     return True
 
 
-def end(lease: mmap.mmap, reader: int) -> None:
+def end_reading(lease: mmap.mmap, reader: int) -> None:
     """Says that a reader is done."""
     lease[reader : reader + 1] = FREE
 
@@ -370,7 +369,7 @@ class DeviceMappings:
         self.settle()
         with self._lock:
             opened = self._open(device, crossing)
-            if not crossings.begin(opened.lease, reader):
+            if not begin_reading(opened.lease, reader):
                 raise SegmentGone(crossing.path)
             try:
                 arrived = device.empty(crossing.size)
@@ -378,7 +377,7 @@ class DeviceMappings:
                 device.copy(arrived, opened.memory[: crossing.size])
                 opened.read.record()
             except BaseException:  # of a device that is full, say
-                crossings.end(opened.lease, reader)
+                end_reading(opened.lease, reader)
                 raise
             self.reading.append((opened, reader))
         return [
@@ -410,7 +409,7 @@ class DeviceMappings:
             still = []
             for opened, reader in self.reading:
                 if opened.read.done():
-                    crossings.end(opened.lease, reader)
+                    end_reading(opened.lease, reader)
                 else:
                     still.append((opened, reader))
             self.reading = still
@@ -444,7 +443,7 @@ class _Buffer:
 
     def __init__(self, device: Device, path: str, memory: Any, exported: bytes, event: DeviceEvent) -> None:
         self.device, self.path, self.memory, self.exported, self.event = device, path, memory, exported, event
-        self.lease: mmap.mmap = crossings.make_lease(path)
+        self.lease: mmap.mmap = make_lease(path)
         self.readers = self.size = 0
         self.holders: Sequence[str] = ()
 
@@ -454,7 +453,7 @@ class _Buffer:
         return int(self.memory.numel())
 
     def free(self) -> bool:
-        return crossings.is_free(self.lease, self.readers)
+        return is_free(self.lease, self.readers)
 
 
 class DevicePool:
@@ -492,9 +491,9 @@ class DevicePool:
             None where there is no room: all buffers are lent, or the budget is spent.
         """
         device = own()
-        if device is None or readers > crossings.MOST:
+        if device is None or readers > MAX_READERS:
             return None
-        parts, size = crossings.layout([(_name(one.dtype), tuple(one.shape), one.element_size()) for one in tensors])
+        parts, size = layout_tensors([(_name(one.dtype), tuple(one.shape), one.element_size()) for one in tensors])
         with self._lock:
             buffer = self._take(device, max(size, 1))
             if buffer is None:
@@ -505,7 +504,7 @@ class DevicePool:
                     device.copy(into.view(tensor.dtype).reshape(part.shape), tensor.detach())
             buffer.event.record()
             buffer.readers, buffer.size, buffer.holders = readers, size, holders
-            crossings.lend(buffer.lease, readers)
+            lend_to(buffer.lease, readers)
             self.crossed += 1
         handle = buffer.event.handle
         return Crossing(self._endpoint, buffer.path, device.address, buffer.exported, handle, size, parts)
@@ -538,7 +537,7 @@ class DevicePool:
                 raise ChannelError("a message was forgotten before its reader came")
             buffer.event.wait()
             copied = buffer.device.to_host(buffer.memory[: buffer.size])
-            crossings.end(buffer.lease, reader)
+            end_reading(buffer.lease, reader)
         if why:
             self._give_up(f"another process cannot open it ({why})")
         return copied
@@ -549,7 +548,7 @@ class DevicePool:
             for buffer in list(self._buffers.values()):
                 slots = [slot for slot, holder in enumerate(buffer.holders) if holder == process]
                 for slot in slots:
-                    crossings.end(buffer.lease, slot)
+                    end_reading(buffer.lease, slot)
                 if slots and buffer.free():
                     self._drop(buffer)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import collections
 import itertools
 import pickle
-import queue
 from collections import deque
 from collections.abc import Callable, Iterable
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from rlhpc.runtime.comm.unix_sockets import Connection
@@ -315,7 +315,7 @@ class LocalAnswer:
         self.items: list[Item] | str | None = None
         self.abandoned = False
         #: An item here tells the thread to check again.
-        self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.wakes: SimpleQueue[None] = SimpleQueue()
 
     def __call__(self, items: list[Item] | str) -> bool:
         if self.abandoned:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import zmq
 from zmq.utils import z85
 
-from rlhpc.runtime.comm import unix_sockets as unix
+from rlhpc.runtime.comm import unix_sockets
 from rlhpc.runtime.comm.bulk_transfer import BulkClient
 from rlhpc.runtime.comm.queues import Refused, TooEarly
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
@@ -200,17 +200,17 @@ class Peers:
         self.ended = set[str]()
 
     @property
-    def _clients(self) -> dict[str, unix.Client | _ZmqClient]:
+    def _clients(self) -> dict[str, unix_sockets.Client | _ZmqClient]:
         """Returns this thread's connections by endpoint."""
-        clients: dict[str, unix.Client | _ZmqClient] = self._local.__dict__.setdefault("clients", {})
+        clients: dict[str, unix_sockets.Client | _ZmqClient] = self._local.__dict__.setdefault("clients", {})
         return clients
 
-    def _client(self, endpoint: str) -> unix.Client | _ZmqClient:
+    def _client(self, endpoint: str) -> unix_sockets.Client | _ZmqClient:
         clients = self._clients
         if endpoint not in clients:
             if endpoint.startswith("ipc://"):
                 try:
-                    clients[endpoint] = unix.Client(endpoint[6:], self._keys)
+                    clients[endpoint] = unix_sockets.Client(endpoint[6:], self._keys)
                 except OSError as error:
                     self._check()
                     raise ChannelError(f"cannot reach the process behind {endpoint}: {error}") from None
@@ -229,7 +229,7 @@ class Peers:
         if record["host"] != host_id():
             return False
         try:
-            unix.connect(record["data"]["ipc"].removeprefix("ipc://"), self._keys, timeout=0.0).sock.close()
+            unix_sockets.connect(record["data"]["ipc"].removeprefix("ipc://"), self._keys, timeout=0.0).sock.close()
         except (ConnectionRefusedError, FileNotFoundError):
             return True
         except OSError:

@@ -1,4 +1,4 @@
-"""How ranks are started and ended: forked on this host, or as job steps. The session knows only the interface here."""
+"""Launchers: start and end ranks on this host or as job steps. The session knows this interface alone."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import sys
 import time
 from typing import Any
 
-from rlhpc.runtime import pickle_stream as wire
+from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.imports import run_module
 from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, readable
 from rlhpc.runtime.scratch import Scratch
@@ -61,7 +61,7 @@ class ForkServer:
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         self._inherited = (reader, writer)
-        wire.send(self.control, {"event": "ready", "pid": os.getpid()})
+        pickle_stream.send(self.control, {"event": "ready", "pid": os.getpid()})
         while True:
             ready = readable([self.control.fileno(), reader.fileno()], _LOOK_S)
             if reader.fileno() in ready:
@@ -69,7 +69,7 @@ class ForkServer:
                     reader.recv(4096)
             self.reap()
             if self.control.fileno() in ready:
-                request = wire.receive(self.control)
+                request = pickle_stream.receive(self.control)
                 if request is None or request["op"] == "stop":
                     self.end(remove=True)
                     return
@@ -86,10 +86,10 @@ class ForkServer:
         try:
             pid = self._spawn(spec, body) if spec.interpreter else self._fork(spec)
         except OSError as error:
-            wire.send(self.control, {"event": "refused", "rank": spec.identity, "error": f"{error}"})
+            pickle_stream.send(self.control, {"event": "refused", "rank": spec.identity, "error": f"{error}"})
             return
         self.children[pid] = spec.identity
-        wire.send(self.control, {"event": "started", "rank": spec.identity, "pid": pid})
+        pickle_stream.send(self.control, {"event": "started", "rank": spec.identity, "pid": pid})
 
     def _fork(self, spec: WorkerSpec) -> int:
         server = os.getpid()
@@ -145,7 +145,7 @@ class ForkServer:
                 continue
             _kill_group(pid, signal.SIGKILL)
             with contextlib.suppress(OSError):
-                wire.send(self.control, {"event": "exit", "rank": rank, "status": status})
+                pickle_stream.send(self.control, {"event": "exit", "rank": rank, "status": status})
 
     def end(self, remove: bool) -> None:
         """Stops all children: TERM, a moment of grace, KILL. Removes the scratch folders."""

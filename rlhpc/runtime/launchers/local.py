@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.runtime import pickle_stream as wire
+from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.errors import SubmitError, WorkerFailed
 from rlhpc.runtime.imports import python_path, run_module
 from rlhpc.runtime.launchers import Member, Reports
@@ -116,11 +116,11 @@ class ForkedStarter:
 
     def _tell(self, **message: Any) -> None:
         with self._lock, contextlib.suppress(OSError):
-            wire.send(self.server.control, message)
+            pickle_stream.send(self.server.control, message)
 
     def _watch(self) -> None:
         """Passes on the server's reports, on a thread of its own."""
-        while (event := wire.receive(self.server.control)) is not None:
+        while (event := pickle_stream.receive(self.server.control)) is not None:
             if event["event"] == "ready":
                 self._state = "serving"
             else:

@@ -108,7 +108,7 @@ def test_a_recording_of_ours_succeeds_again_in_their_simulator(tmp_path: Path, m
         "cluster: {component_placement: {actor: '0', rollout: '0', env: '0'}}\n"
     )
     words = ["--config", "run.yaml", "--episodes", "5", "--only-success", "--output", "demos.h5"]
-    assert cli.main(["record", "--expert", "rlhpc.embodied.envs.maniskill_tasks:push_cube", *words]) == 0
+    assert cli.main(["record", "--expert", "rlhpc.embodied.envs.experts:push_cube", *words]) == 0
     ours = list(read_trajectories("demos.h5", require=("obs", "actions", "rewards", "success", "env_states")))
     assert len(ours) == 5 and all(t["success"][-1] and not t["success"][:-1].any() for t in ours)
     for trajectory in ours:
@@ -146,6 +146,6 @@ def test_scripted_experts(task: str, tmp_path: Path) -> None:
             wrappers=[], ignore_terminations=False, num_envs=4, simulator_python=None,
         )
     )  # fmt: skip
-    expert = load_actor(f"rlhpc.embodied.envs.maniskill_tasks:{task}", "--expert")
+    expert = load_actor(f"rlhpc.embodied.envs.experts:{task}", "--expert")
     found = record(expert, cfg, tmp_path / "demos.h5", episodes=4, seed=1, only_success=True)
     assert found["success_once"] >= 0.75

@@ -20,8 +20,7 @@ from rlhpc import Worker
 from rlhpc.checkpoint.tensor_slice import Box, cut
 from rlhpc.runs.device import own_device
 from rlhpc.training.shard_layout import boxes
-from rlhpc.weights import make_sync, reshard, transport
-from rlhpc.weights import reshard_collective as together
+from rlhpc.weights import make_sync, reshard, reshard_collective, transport
 from rlhpc.weights.reshard import Shard as Part
 from rlhpc.weights.reshard import ShardSync
 from rlhpc.weights.sender import Window
@@ -103,7 +102,7 @@ class ByGroup(ShardSync):
     def __init__(self, *args: Any) -> None:  # what `make_sync` gives
         super().__init__(*args)
         small_parts(64 << 10)
-        together.READY_S = 60.0
+        reshard_collective.READY_S = 60.0
 
 
 class Resident:

@@ -17,8 +17,7 @@ import zmq
 from roles_for_tests import Probe
 
 from rlhpc import Channel, Cluster
-from rlhpc.runtime import failure_detection as leases
-from rlhpc.runtime import joining
+from rlhpc.runtime import failure_detection, joining
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.comm.zmq_sockets import Peers
 from rlhpc.runtime.errors import ConfigError, RlhpcError, WorkerFailed
@@ -231,7 +230,7 @@ def test_one_that_is_suspended_is_soon_done_without(
     groups: tuple[WorkerGroup, WorkerGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a partition preempts by suspending jobs. It notices when it wakes up."""
-    monkeypatch.setattr(leases, "JOINED_LOST_S", 9.0)
+    monkeypatch.setattr(failure_detection, "JOINED_LOST_S", 9.0)
     many, _ = groups
     with helper(Leaving()) as said:
         until(lambda: many.admit() == [3])
@@ -301,7 +300,7 @@ def test_one_that_never_arrives_is_given_up(
     door = Door(session.registry.root.parent)
     spec = door.ask(wish_of("many", 1, 0))
     assert door.why_left(spec) == ""
-    monkeypatch.setattr(leases, "ARRIVES_S", 1.0)
+    monkeypatch.setattr(failure_detection, "ARRIVES_S", 1.0)
     until(lambda: "gave no sign of life" in door.why_left(spec))
     door.close()
     assert session.failure is None and many.add(1).wait() == [1, 2, 3]

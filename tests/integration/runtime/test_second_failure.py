@@ -19,7 +19,7 @@ from rlhpc.runtime import registry
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import StorageError, WorkerFailed
 from rlhpc.runtime.failure_detection import _lost
-from rlhpc.runtime.launchers import local as forked
+from rlhpc.runtime.launchers import local
 from rlhpc.runtime.placement import NodePlacementStrategy
 from rlhpc.runtime.registry import LEFT
 from rlhpc.runtime.session import Session
@@ -130,7 +130,7 @@ def test_reporting_threads_outlive_what_they_report(
         raise RuntimeError("a fault of the report's own")
 
     monkeypatch.setattr(driver.membership, "left", broken)
-    monkeypatch.setattr(forked.ForkedStarter, "kill", broken)
+    monkeypatch.setattr(local.ForkedStarter, "kill", broken)
     actor = pid_of(other, 0)
     os.kill(pid_of(many, 1), signal.SIGKILL)
     until(lambda: driver.members["many-1"].has_exited, "the exit is noted")

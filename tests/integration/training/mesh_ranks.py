@@ -15,7 +15,7 @@ from rlhpc.language.models.logprobs import RowReader, TokenScores, linear_head
 from rlhpc.language.models.micro_batching import cut_up
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.training.trainer import TokenTrainer
-from rlhpc.training import safetensors_writer as export
+from rlhpc.training import safetensors_writer
 from rlhpc.training.parameter_names import checkpoint_parts, plain
 from tests.forked import Rank
 
@@ -194,7 +194,7 @@ def exported(rank: Rank, model: str, folder: str, cases: list[dict[str, Any]]) -
 
 def exported_in_files(rank: Rank, model: str, folder: str, changes: dict[str, Any]) -> list[tuple[Any, torch.Tensor]]:
     """Exports to files of few tensors after a step; samples, and what the model says of each but its first token."""
-    export.MOST = 1 << 16
+    safetensors_writer.MOST = 1 << 16
     trainer = TokenTrainer(make_config(model, **changes), rank)
     _step(trainer, rank)
     trainer.export(Path(folder))

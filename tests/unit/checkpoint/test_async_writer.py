@@ -14,7 +14,7 @@ import torch
 from rlhpc.checkpoint import async_writer as beside
 from rlhpc.checkpoint.async_writer import Copies, Writes
 from rlhpc.checkpoint.state import load_state, load_tensors, save_state, save_tensors
-from rlhpc.runtime import os_resources as memory
+from rlhpc.runtime import os_resources
 from rlhpc.runtime.errors import CheckpointError
 
 LARGE = 5 << 20  # elements: 20 MB
@@ -99,7 +99,7 @@ def test_a_file_that_the_filesystem_refuses_is_named(tmp_path: Path) -> None:
 def test_free_memory_is_what_the_narrowest_control_group_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert 0 < memory.free_memory() < 1 << 50
+    assert 0 < os_resources.free_memory() < 1 << 50
     own, groups = tmp_path / "cgroup", tmp_path / "groups"
     own.write_text("0::/job_7/step_0\n")
     for path, most, now, files in (("job_7", 3 << 20, 2 << 20, 1 << 19), ("job_7/step_0", "max", 1, 0)):
@@ -107,6 +107,6 @@ def test_free_memory_is_what_the_narrowest_control_group_leaves(
         (groups / path / "memory.max").write_text(f"{most}\n")
         (groups / path / "memory.current").write_text(f"{now}\n")
         (groups / path / "memory.stat").write_text(f"anon 5\ninactive_file {files}\n")
-    monkeypatch.setattr(memory, "_OWN", own)
-    monkeypatch.setattr(memory, "_GROUPS", groups)
-    assert memory.free_memory() == (1 << 20) + (1 << 19)
+    monkeypatch.setattr(os_resources, "_OWN", own)
+    monkeypatch.setattr(os_resources, "_GROUPS", groups)
+    assert os_resources.free_memory() == (1 << 20) + (1 << 19)

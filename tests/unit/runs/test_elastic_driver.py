@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from rlhpc.jobs import slurm
-from rlhpc.jobs.elastic import helper_job as submitting
-from rlhpc.jobs.elastic import records as record
+from rlhpc.jobs.elastic import helper_job, records
 from rlhpc.jobs.elastic.helper_plan import helper_plans
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobReport, JobState
@@ -52,7 +51,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
         return ask(*argv, **{**more, "timeout_s": PATIENCE_S})
 
     monkeypatch.setattr(slurm, "ask", hurried)
-    monkeypatch.setattr(submitting, "_SUBMIT_S", 8.0)  # a Python starts meanwhile
+    monkeypatch.setattr(helper_job, "_SUBMIT_S", 8.0)  # a Python starts meanwhile
 
     def make(**bodies: str) -> Path:
         for name, words in ANSWERS.items():
@@ -117,7 +116,7 @@ def test_a_submission_that_takes_too_long_is_given_up(
     looking.join(20)
     assert not looking.is_alive()
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    assert record.HelperRecord.read(helpers.paths).jobs == {}
+    assert records.HelperRecord.read(helpers.paths).jobs == {}
 
 
 @pytest.mark.parametrize(("present", "vain"), [({"5": 0}, False), ({}, True)])
@@ -132,7 +131,7 @@ def test_a_rank_may_come_and_go_between_two_looks(
     commands()
     helpers = helpers_of(tmp_path, present)
     now = time.time()
-    helpers._record.jobs["5"] = record.HelperJobRecord("5", "rollout", 1, now, started=now)
+    helpers._record.jobs["5"] = records.HelperJobRecord("5", "rollout", 1, now, started=now)
     helpers.look()
     (job,) = helpers.jobs
     assert job.ended is not None and (job.joined == 0) == vain == bool(helpers._vain)
@@ -144,7 +143,7 @@ def test_an_error_of_a_rank_makes_it_wait(commands: Callable[..., Path], tmp_pat
     commands()
     helpers = helpers_of(tmp_path, {"5": 0})
     now = time.time()
-    helpers._record.jobs["5"] = record.HelperJobRecord("5", "rollout", 1, now, started=now)
+    helpers._record.jobs["5"] = records.HelperJobRecord("5", "rollout", 1, now, started=now)
     helpers._faulty = {"5"}
     helpers.look()
     assert helpers._vain == 1 and helpers.jobs[0].ended is not None
@@ -255,7 +254,7 @@ def test_jobs_that_nobody_has_seen_at_work_are_not_submitted_again_and_again(
     """A setup that fails ends a job at once, before anybody looks."""
     commands()
     helpers = helpers_of(tmp_path)
-    helpers._record.jobs["5"] = record.HelperJobRecord("5", "rollout", 1, time.time() - 10)
+    helpers._record.jobs["5"] = records.HelperJobRecord("5", "rollout", 1, time.time() - 10)
     helpers.look()
     (job,) = helpers.jobs
     assert helpers._vain == 1 and job.started is not None and job.ended - job.started == pytest.approx(10, abs=5)

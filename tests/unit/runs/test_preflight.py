@@ -269,7 +269,7 @@ def test_a_plan_refuses_what_the_rounds_of_dagger_refuse(
 ) -> None:
     case = CASES[f"bc: {name}"]
     words = words_of(case.kind, here, case.overrides)
-    expert = ["--expert", "rlhpc.embodied.envs.maniskill_tasks:push_cube", "--rounds", "1"]
+    expert = ["--expert", "rlhpc.embodied.envs.experts:push_cube", "--rounds", "1"]
     assert case.says in refusal("dagger", [*words, *expert], capsys)
     assert refusal("dagger", [*words, *expert], capsys) == refusal("plan", words, capsys)
 

@@ -12,11 +12,12 @@ import torch
 from rlhpc.runtime.comm.shared_memory import SegmentPool
 from rlhpc.weights import sender as publish
 from rlhpc.weights import verification as proof
-from rlhpc.weights.base import Receipt, Update
+from rlhpc.weights.base import Update
 from rlhpc.weights.sender import Publisher
 from rlhpc.weights.verification import COST, Cost, Proof
+from rlhpc.weights.version_digest import Receipt
 
-from .test_receipt import pool, scratch  # noqa: F401 (fixtures)
+from .test_version_digest import pool, scratch  # noqa: F401 (fixtures)
 
 
 def test_what_is_within_counts_once() -> None:

@@ -1,1 +1,1 @@
-"""Runner."""
+"""Programs that run agents in their own interpreter. They need the standard library alone."""

@@ -1,5 +1,5 @@
 """Agents that need no code of their own: the model with servers of tools, and environments of verifiers and OpenEnv. As
-`runner.py`, by which it is read: any Python from 3.8 on, nothing of rlhpc, and the one package that a kind is about.
+`main.py`, by which it is read: any Python from 3.8 on, nothing of rlhpc, and the one package that a kind is about.
 """
 
 from __future__ import annotations

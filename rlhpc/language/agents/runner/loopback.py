@@ -1,5 +1,5 @@
 """The first thing in a sandbox without a network: sets its limits, leads a port of the loopback address to the model's socket,
-then becomes the command. As `runner.py`: the standard library, any Python from 3.8 on.
+then becomes the command. As `main.py`: the standard library, any Python from 3.8 on.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _drop_capabilities() -> None:
 
 
 def _limit(spec: dict[str, Any]) -> None:
-    """Bounds each process; what all of them use together is bounded by the guard outside (`runner.py`)."""
+    """Bounds each process; what all of them use together is bounded by the guard outside (`main.py`)."""
     os.nice(_NICE)
     bounds = {resource.RLIMIT_CORE: 0}
     if spec.get("memory_mb"):

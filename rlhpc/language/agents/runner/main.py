@@ -519,8 +519,8 @@ def _episode(ticket: dict[str, Any], run: Any, spec: dict[str, Any], result: int
     os.dup2(said, 2)
     confinement = spec["sandbox"]
     confined = spec["kind"] == "command" and confinement is not None and confinement["kind"] != "none"
-    if confined:  # there, it is where `inside.py` leads to the model from
-        ticket = {**ticket, "base_url": f"http://127.0.0.1:{_beside('inside').PORT}/v1"}
+    if confined:  # there, it is where `loopback.py` leads to the model from
+        ticket = {**ticket, "base_url": f"http://127.0.0.1:{_beside('loopback').PORT}/v1"}
     environment = _task.environment_of(ticket)
     if spec["kind"] == "command":
         folder = _shells.make_places(ticket["folder"]) if confined else os.environ.get("TMPDIR", "/tmp")

@@ -1,4 +1,4 @@
-"""Servers of tools, in the Model Context Protocol. As `runner.py`, by which it is read: the standard library, any Python from
+"""Servers of tools, in the Model Context Protocol. As `main.py`, by which it is read: the standard library, any Python from
 3.8 on, nothing of rlhpc.
 """
 

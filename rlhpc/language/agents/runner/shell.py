@@ -1,4 +1,4 @@
-"""Sandboxes for what agents start, and a shell that stays. As `runner.py`, by which it is read: the standard library, any
+"""Sandboxes for what agents start, and a shell that stays. As `main.py`, by which it is read: the standard library, any
 Python from 3.8 on, nothing of rlhpc.
 """
 
@@ -57,11 +57,11 @@ def sandboxed(
     socket: str | None = None,
     needs: Sequence[str] = (),
 ) -> list[str]:
-    """Returns a command in a sandbox without a network, which begins with `inside.py`.
+    """Returns a command in a sandbox without a network, which begins with `loopback.py`.
 
     Args:
         confinement: `kind` (`bubblewrap`, `unshare` or `none`); of bubblewrap `read`, what it shows beside what programs
-            need, and `hidden`, what it does not show unless `read` names it; and the limits of `inside.py`.
+            need, and `hidden`, what it does not show unless `read` names it; and the limits of `loopback.py`.
         command: argv.
         folder: An episode's folder. The command may write in its `work`, where it begins; bubblewrap has `tmp` and `shm` of
             it as `/tmp` and `/dev/shm`.

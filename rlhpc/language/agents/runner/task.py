@@ -1,4 +1,4 @@
-"""What an agent gets to see of its episode: the task and the model. As `runner.py`, by which it is read: the standard library,
+"""What an agent gets to see of its episode: the task and the model. As `main.py`, by which it is read: the standard library,
 any Python from 3.8 on, nothing of rlhpc.
 """
 

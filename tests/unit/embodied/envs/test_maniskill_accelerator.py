@@ -16,7 +16,7 @@ from tests.accelerators import kind
 from tests.extras import need_extra
 
 need_extra("embodied")
-from rlhpc.embodied.envs.maniskill_tasks import convert
+from rlhpc.embodied.envs.maniskill_data import convert
 
 pytestmark = pytest.mark.gpu
 SLOTS, LIMIT = 6, 5

@@ -11,7 +11,8 @@ from gymnasium import spaces
 from omegaconf import OmegaConf
 
 from rlhpc.embodied.config import EnvSideConfig
-from rlhpc.embodied.robots.robot_env import Robot, RobotVectorEnv, Seen, SimulatedRobot, Verdict
+from rlhpc.embodied.robots.robot_env import Robot, RobotVectorEnv, Seen, Verdict
+from rlhpc.embodied.robots.simulated_robot import SimulatedRobot
 from rlhpc.runtime.errors import ConfigError
 from tests.eventually import wait_until
 
@@ -165,7 +166,7 @@ def test_what_is_said_of_a_mistake() -> None:
 
 def test_a_simulated_one_goes_on_in_real_time() -> None:
     section = EnvSideConfig(
-        env_type="robot", env_id="rlhpc.embodied.robots.robot_env:SimulatedRobot", max_episode_steps=10,
+        env_type="robot", env_id="rlhpc.embodied.robots.simulated_robot:SimulatedRobot", max_episode_steps=10,
         kwargs={"hz": 100.0, "stale_s": 5.0},
     )  # fmt: skip
     robot = SimulatedRobot("Pendulum-v1", moves_hz=200.0, drop=0.5)

@@ -15,8 +15,7 @@ from rlhpc.algorithms.losses import value_loss
 from rlhpc.language.algorithms.base import RETURNS, VALUES
 from rlhpc.language.algorithms.policy_gradient import PolicyGradient
 from rlhpc.language.models.token_batch import TokenBatch
-
-from .test_policy_gradient import config
+from tests.unit.language.algorithms.test_policy_gradient import config
 
 #: Two answers of two and four tokens, after a prompt of two.
 LENGTHS, SCORES = (2, 4), (1.0, 0.0)

@@ -11,7 +11,7 @@ from rlhpc.jobs.plan import build_plan
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.account import GIB
 from rlhpc.runs.memory.plan import host_room, memory_plan, parse_bytes
-from rlhpc.runtime import os_resources as memory
+from rlhpc.runtime import os_resources
 from rlhpc.runtime.cluster import Cluster
 
 MATH = str(Path(__file__).resolve().parents[4] / "configs" / "reasoning" / "math.yaml")
@@ -52,6 +52,6 @@ def test_this_machine_has_no_more_than_its_control_groups_allow(
     (tmp_path / "own").write_text("4:memory:/job_7/step_0\n" if version == 1 else "0::/job_7/step_0\n")
     (tmp_path / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n")
     for name, path in (("_MEMINFO", "meminfo"), ("_GROUPS", "cgroup"), ("_OWN", "own")):
-        monkeypatch.setattr(memory, name, tmp_path / path)
+        monkeypatch.setattr(os_resources, name, tmp_path / path)
     cfg = load_config(MATH, EIGHT)
     assert host_room(cfg, Cluster.planned(cfg.cluster), 0, here=True) == (expected, "this machine")

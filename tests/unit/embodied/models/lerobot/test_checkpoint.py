@@ -12,7 +12,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rlhpc.embodied import python_env as elsewhere
+from rlhpc.embodied import python_env
 from rlhpc.embodied.config import EmbodiedActorConfig, ModelConfig
 from rlhpc.embodied.data.demonstrations import chunks_of, windows_of
 from rlhpc.embodied.models import check_policy
@@ -143,16 +143,16 @@ def test_what_does_not_fit_is_named(case: str, tmp_path: Path) -> None:
 
 
 def test_without_lerobot_the_make_target_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(elsewhere.PYTHON, raising=False)
+    monkeypatch.delenv(python_env.PYTHON, raising=False)
     actor = EmbodiedActorConfig(model=section(tmp_path, CONFIG, kwargs=SECOND))
     with pytest.raises(ConfigError, match=r"needs lerobot.*make setup-lerobot"):
         check_policy(actor, (SPACE, ACTION), ["/its/python", None])
     assert check_policy(actor, (SPACE, ACTION), ["/its/python", "/its/python"]) is None
     (tmp_path / "model.json").write_text(json.dumps({"model": {"model_type": "lerobot"}}))
     with pytest.raises(ConfigError, match="make setup-lerobot"):
-        elsewhere.where_it_can(tmp_path, str.upper, "here")
+        python_env.where_it_can(tmp_path, str.upper, "here")
     (tmp_path / "model.json").write_text(json.dumps({"model": {"model_type": "mlp"}}))
-    assert elsewhere.where_it_can(tmp_path, str.upper, "here") == "HERE"
+    assert python_env.where_it_can(tmp_path, str.upper, "here") == "HERE"
 
 
 def test_actions_beyond_the_end_are_marked() -> None:

@@ -11,10 +11,11 @@ import torch
 from rlhpc.runtime.comm.shared_memory import SegmentPool
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.weights import receiver as target
-from rlhpc.weights.base import NamedUpdates, Update, digest, digests
+from rlhpc.weights.base import NamedUpdates, Update
 from rlhpc.weights.delta import Elements, put
 from rlhpc.weights.sender import Publisher
 from rlhpc.weights.verification import Proof, WeightsDiffer
+from rlhpc.weights.version_digest import digest, digests
 
 from .test_weights import Receiver, scratch  # noqa: F401 (a fixture)
 

@@ -1,0 +1,100 @@
+"""What ManiSkill gives, as arrays and spaces of rlhpc."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from rlhpc.embodied.envs.observations import as_arrays
+
+
+def joint_action_space(space: Any) -> tuple[spaces.Box, dict[str, int] | None]:
+    """One Box; the actions of several robots are joined, and the dict says how wide each one's are."""
+    if isinstance(space, spaces.Box):
+        return space, None
+    parts = dict(space.spaces)
+    low, high = (np.concatenate([getattr(p, end) for p in parts.values()]) for end in ("low", "high"))
+    return spaces.Box(low, high, dtype=np.float32), {name: int(np.prod(part.shape)) for name, part in parts.items()}
+
+
+def convert(obs: Any, on_device: bool = False) -> Any:
+    """ManiSkill's observation: `[n, D]`, or a dict of `state`, `rgb` and `depth`.
+
+    Args:
+        obs: What ManiSkill gave.
+        on_device: As tensors where they are, with the same numbers; otherwise as arrays.
+    """
+    found = _tensors(obs)
+    return found if on_device else as_arrays(found)
+
+
+def _tensors(obs: Any) -> Any:
+    if isinstance(obs, torch.Tensor):
+        return obs.float()
+    if "sensor_data" not in obs:
+        return _flat_state(obs)
+    found = {"state": _flat_state(obs["state"] if "state" in obs else {"agent": obs["agent"], "extra": obs["extra"]})}
+    pictures = list(obs["sensor_data"].values())
+    if "rgb" in pictures[0]:
+        found["rgb"] = torch.cat([picture["rgb"] for picture in pictures], -1)
+    if "depth" in pictures[0]:
+        depth = torch.cat([picture["depth"] for picture in pictures], -1).float()
+        # By a tensor there: kernels multiply by the inverse of a number of the host, which rounds otherwise.
+        found["depth"] = depth / torch.full((), 1000.0, device=depth.device)
+    return found
+
+
+def _flat_state(obs: Any) -> torch.Tensor:
+    from mani_skill.utils import common
+
+    state = obs if isinstance(obs, torch.Tensor) else common.flatten_state_dict(obs, use_torch=True)
+    return state.float()
+
+
+def space_of(obs: Any) -> Any:
+    """The space of one slot of an observation."""
+    if isinstance(obs, dict):
+        return spaces.Dict({name: space_of(part) for name, part in obs.items()})
+    if obs.dtype == np.uint8:
+        return spaces.Box(0, 255, obs.shape[1:], np.uint8)
+    return spaces.Box(-np.inf, np.inf, obs.shape[1:], np.float32)
+
+
+def select(mask: np.ndarray, yes: Any, no: Any) -> Any:
+    """Rows of `yes` where `mask [n]`, of `no` elsewhere; of arrays or tensors."""
+    if isinstance(yes, dict):
+        return {name: select(mask, yes[name], no[name]) for name in yes}
+    if isinstance(yes, torch.Tensor):
+        return torch.where(torch.from_numpy(mask).to(yes.device).reshape(-1, *[1] * (yes.ndim - 1)), yes, no)
+    return np.where(mask.reshape(-1, *[1] * (yes.ndim - 1)), yes, no)
+
+
+def join_states(parts: list[Any]) -> Any:
+    """Nested states of neighbouring slots as one, as arrays."""
+    if isinstance(parts[0], dict):
+        return {name: join_states([part[name] for part in parts]) for name in parts[0]}
+    return np.concatenate([part.cpu().numpy() for part in parts])
+
+
+def row_of(state: Any, slot: int) -> Any:
+    """One slot's row of a nested state."""
+    if isinstance(state, dict):
+        return {name: row_of(part, slot) for name, part in state.items()}
+    return state[slot : slot + 1].cpu()
+
+
+def flat(values: Sequence[Any], n: int) -> list[np.ndarray]:
+    """Each as one number per slot, `[n]`, float32 or bool; those on an accelerator come together, in one copy."""
+    there = [torch.as_tensor(value).reshape(-1).expand(n) for value in values]
+    together = torch.stack([one.to(there[0].device, torch.float32) for one in there]).cpu().numpy()
+    return [row.astype(bool) if one.dtype == torch.bool else row for one, row in zip(there, together, strict=True)]
+
+
+def picture(env: Any) -> np.ndarray:
+    """What a task's human camera shows, uint8 `[n, H, W, 3]`."""
+    frames: np.ndarray = env.render_rgb_array().cpu().numpy()
+    return frames
