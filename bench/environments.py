@@ -60,7 +60,7 @@ def play(
     from rlhpc.config.typed import typed
     from rlhpc.embodied.config import PpoConfig
     from rlhpc.embodied.rollout.slot_map import Acted, Source
-    from rlhpc.embodied.rollout.work_sharing import Turn
+    from rlhpc.embodied.rollout.work_sharing import FullRollout
     from rlhpc.embodied.runners.rollout_runner import EmbodiedRunner
     from rlhpc.embodied.workers.env import EnvWorker
     from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
@@ -90,7 +90,7 @@ def play(
             runner.build()
             found = []
             for step in range(ROLLOUTS + 1):
-                began, turn = time.perf_counter(), Turn(step, step, 0, steps)
+                began, turn = time.perf_counter(), FullRollout(step, step, 0, steps)
                 source = Source(runner.slots, (Acted(turn, runner.slots),))
                 handles = [runner.rollout.generate(turn), runner.env.interact(turn), runner.actor.receive(step, source)]
                 for handle in handles:

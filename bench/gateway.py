@@ -19,7 +19,7 @@ from typing import Any
 from bench.machine import goal, write
 from rlhpc.language.agents.gateway.output_parsers import Parsers
 from rlhpc.language.agents.gateway.server import Drawing, Gateway
-from rlhpc.language.agents.gateway.sessions import Limits, Session
+from rlhpc.language.agents.gateway.sessions import EpisodeLimits, GatewaySession
 from rlhpc.language.engines.base import Completion, SamplingParams
 from rlhpc.language.models.tiny import character_tokenizer
 
@@ -86,8 +86,8 @@ def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
     """
     tokenizer = Counted(character_tokenizer(context=1 << 20))
     gateway = Gateway(tokenizer, Parsers(tokenizer, "hermes", "think"), 1 << 20)
-    sampling, limits = SamplingParams(max_new_tokens=64), Limits(turns, 1 << 20)
-    sessions = collections.deque(Session(number, sampling, number, limits) for number in range(episodes))
+    sampling, limits = SamplingParams(max_new_tokens=64), EpisodeLimits(turns, 1 << 20)
+    sessions = collections.deque(GatewaySession(number, sampling, number, limits) for number in range(episodes))
     for session in sessions:
         gateway.open(session)
     del session

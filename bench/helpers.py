@@ -28,7 +28,7 @@ from typing import Any
 
 from bench.machine import spread, write
 from rlhpc.language.engines.base import Completion, Request
-from rlhpc.language.engines.common import Engine
+from rlhpc.language.engines.common import EngineBase
 from rlhpc.language.engines.hf import uniforms
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +38,7 @@ STEPS = 8
 _PATIENCE_S = 240.0
 
 
-class Timed(Engine):
+class Timed(EngineBase):
     """An engine of fixed speed, whose tokens depend on the request alone."""
 
     capacity = ROWS
@@ -101,7 +101,7 @@ class Timed(Engine):
         self._abort()
 
 
-class Run:
+class HelperRun:
     """A run under way.
 
     Args:
@@ -169,12 +169,12 @@ class Run:
 
 def measure(folder: Path) -> dict[str, Any]:
     """One run of each kind."""
-    static = Run(folder / "static", 4)
+    static = HelperRun(folder / "static", 4)
     static.until("first tokens", lambda: len(static.firsts()) == 4)
     cold = static.firsts()[0] - static.started
     expected = static.steps(2)
     static.end()
-    joined = Run(folder / "joined", 2)
+    joined = HelperRun(folder / "joined", 2)
     joined.until("two steps", lambda: len(joined.rows()) >= 2)
     alone = [row["time/step_s"] for row in joined.rows()[1:]]
     begun, first = joined.join()

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from bench.machine import goal, spread, write
-from bench.weights import BYTES, Holder
+from bench.weights import BYTES, WeightHolder
 from rlhpc import Channel, Cluster, NodePlacementStrategy, Session, Worker
 
 MIB = 1 << 20
@@ -105,7 +105,7 @@ def tensors(size: int, count: int = 16) -> dict[str, torch.Tensor]:
     return {f"layer{i}": torch.full((size // count // 4,), float(i)) for i in range(count)}
 
 
-class Peer(Worker):
+class HostPeer(Worker):
     """The other end of every measurement."""
 
     def open(self, address: str, listens: bool) -> None:
@@ -188,7 +188,7 @@ class Peer(Worker):
         self.item = tensors(size) if kind == "dict" else np.ones(size, np.uint8)
 
 
-class Exchange(Peer):
+class Exchange(HostPeer):
     """Holds what it sends, so that calls stay small."""
 
     def channel(self, count: int, out: Channel, back: Channel, first: bool) -> list[float]:
@@ -244,8 +244,8 @@ def measure(repeat: int, wrapper: str) -> None:
         return cls.create_group().launch(cluster, strategy, name)
 
     near, far = launch(Exchange, 1, "near", False), launch(Exchange, 1, "far", True)
-    sender = launch(Holder, 1, "sender", False)
-    receivers = {n: launch(Holder, n, f"r{n}", True) for n in (1, 4)}
+    sender = launch(WeightHolder, 1, "sender", False)
+    receivers = {n: launch(WeightHolder, n, f"r{n}", True) for n in (1, 4)}
     handles = [near.open(ADDRESSES[0], True), far.open(ADDRESSES[0], False)]
     handles += [near.join_gloo(0), far.join_gloo(1)]
     for handle in handles:

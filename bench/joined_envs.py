@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from bench.helpers import ROOT, STEPS, Run
+from bench.helpers import ROOT, STEPS, HelperRun
 from bench.idle import SleepingEnv
 from bench.machine import spread, write
 from rlhpc.embodied.models.off_policy import SACPolicy, TwinCritic
@@ -65,7 +65,7 @@ class SleepingSAC(SACPolicy):
         SleepingCritic.seconds = float(cfg.kwargs["seconds"])
 
 
-class SacRun(Run):
+class SacRun(HelperRun):
     """A run of SAC under way.
 
     Args:

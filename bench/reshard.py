@@ -72,7 +72,7 @@ class Resident:
         return int(found[1])
 
 
-class Trainer(Worker):
+class HalfTrainer(Worker):
     """Half of the rows of each matrix."""
 
     def open(self, layers: int, engine: str) -> None:
@@ -112,7 +112,7 @@ class Trainer(Worker):
                 yield Part(name, tuple(tensor.shape), torch.bfloat16, box, lambda v=values: v)  # type: ignore[misc]
 
 
-class Engine(Worker):
+class HalfEngine(Worker):
     """A rank with its half of each matrix."""
 
     def open(self, layers: int) -> None:
@@ -160,9 +160,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for where in WHERE:
             session = Session.start(tcp_address="127.0.0.1")
             cluster, two = Cluster.local(1, 0), NodePlacementStrategy([0, 0])
-            trainer = Trainer.create_group().launch(cluster, two, "trainer")
+            trainer = HalfTrainer.create_group().launch(cluster, two, "trainer")
             env = {"RLHPC_HOST_ID": "elsewhere"} if where == "far" else {}
-            engine = Engine.create_group().launch(cluster, two, "engine", env_vars=env)
+            engine = HalfEngine.create_group().launch(cluster, two, "engine", env_vars=env)
             for handle in (trainer.open(layers, "engine"), engine.open(layers)):
                 handle.wait()
             found: dict[str, list[tuple[float, list[int], float, float]]] = {way: [] for way in WAYS}

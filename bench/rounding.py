@@ -43,7 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 DEVIATIONS = (0.02, 0.15, 0.5)
 
 
-class Trainer:
+class PlainTrainer:
     """What `Prober` asks of one, around a plain model."""
 
     def __init__(self, folder: str) -> None:
@@ -77,7 +77,7 @@ class Trainer:
 
 def measure(folder: str, updates: int, vllm: bool) -> list[tuple[float, float]]:
     """Of each update, how far log-probs are apart, a token on average; and what the trainer says of rounding."""
-    trainer: Any = Trainer(folder)
+    trainer: Any = PlainTrainer(folder)
     text = probe_text(trainer.model.config.get_text_config().vocab_size, 60)
     prober, found = Prober(trainer, text, 0, torch.bfloat16), []
     engine: Any = None

@@ -49,12 +49,12 @@ def seconds(act: Callable[[], Any]) -> float:
 
 def real(count: int) -> dict[str, float]:
     """A group of `count` processes."""
-    from bench.peers.rlhpc_runtime import Peer
+    from bench.peers.rlhpc_runtime import RuntimePeer
     from rlhpc import Cluster, NodePlacementStrategy, Session
 
     cluster = Cluster.local(1, 0)
-    Peer.create_group().launch(cluster, NodePlacementStrategy([0]), "first")
-    group = Peer.create_group()
+    RuntimePeer.create_group().launch(cluster, NodePlacementStrategy([0]), "first")
+    group = RuntimePeer.create_group()
     row = {"launch (s)": seconds(lambda: group.launch(cluster, NodePlacementStrategy([0] * count), "group"))}
     group.nothing().wait()
     row["dispatch to all (us)"] = float(np.median([seconds(lambda: group.nothing().wait()) for _ in range(100)])) * 1e6
@@ -123,7 +123,7 @@ def simulated(count: int) -> dict[str, float]:
 def slow(milliseconds: int) -> dict[str, float]:
     """A session of eight workers whose registry answers late."""
     from bench.peers import slow_files
-    from bench.peers.rlhpc_runtime import Peer
+    from bench.peers.rlhpc_runtime import RuntimePeer
     from rlhpc import Channel, Cluster, NodePlacementStrategy, Session
 
     with tempfile.TemporaryDirectory() as folder:
@@ -133,9 +133,9 @@ def slow(milliseconds: int) -> dict[str, float]:
         row: dict[str, float] = {}
         started = time.perf_counter()
         Session.start(registry_root=Path(folder) / "registry", preload=["bench.peers.slow_files"])
-        group = Peer.create_group().launch(cluster, NodePlacementStrategy([0] * 8), "eight")
+        group = RuntimePeer.create_group().launch(cluster, NodePlacementStrategy([0] * 8), "eight")
         row["cold start to 8 ready workers (s)"] = time.perf_counter() - started
-        other = Peer.create_group()
+        other = RuntimePeer.create_group()
         row["warm launch (s)"] = seconds(lambda: other.launch(cluster, NodePlacementStrategy([0]), "other"))
         group.nothing().wait()
         row["dispatch to 8 (us)"] = (

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from bench.machine import write
 from bench.taken import CAPACITY, GROUP, PROMPTS, RANKS, lengths
 from rlhpc import Channel, Cluster, NodePlacementStrategy, Session, Worker
-from rlhpc.language.rollout.prompt_queue import Ledger, Takings
+from rlhpc.language.rollout.prompt_queue import PromptLeases, PromptTracker
 from rlhpc.language.training.prompt_dispatch import DELIVERED, WORK
 from rlhpc.runtime.channel import QueueEmpty
 
@@ -38,7 +38,7 @@ TURN, TOOL_S = 100, 0.1
 OVER = "over"
 
 
-class Maker(Worker):
+class TailRollout(Worker):
     """A rollout rank with an engine of fixed speed."""
 
     def open(self) -> None:
@@ -48,7 +48,7 @@ class Maker(Worker):
 
     def make(self, steps: int, ahead: int, ranks: int, tool_s: float) -> None:
         """Takes prompts of all steps as these are given out, until word comes that it is over."""
-        takings = Takings(PROMPTS, self.rank, self.work, self.delivered)
+        takings = PromptLeases(PROMPTS, self.rank, self.work, self.delivered)
         takings.begin(0, ranks)
         sizes = {step: lengths(step) for step in range(1, steps + 1)}
         waiting, running = deque[tuple[int, int, int]](), dict[tuple[int, int, int], int]()
@@ -99,9 +99,9 @@ def bound_s(step: int, ranks: int, ahead: int, tool_s: float) -> float:
 
 def run(steps: int, ahead: int, ranks: int, cluster: Cluster, tool_s: float = 0.0) -> dict[str, float]:
     """One run; the first two steps and the last two do not count, when there is less to do at a time."""
-    ledger, over = Ledger(PROMPTS), Channel.create(OVER)
+    ledger, over = PromptTracker(PROMPTS), Channel.create(OVER)
     ledger.open(0)
-    group = Maker.create_group().launch(cluster, NodePlacementStrategy([0] * ranks), f"tail{ranks}{ahead}")
+    group = TailRollout.create_group().launch(cluster, NodePlacementStrategy([0] * ranks), f"tail{ranks}{ahead}")
     group.open().wait()
     ledger.give(1 + ahead)
     making, times = group.make(steps, ahead, ranks, tool_s), [time.perf_counter()]

@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.machine import spread, write
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
-from rlhpc.language.rollout.prompt_queue import Ledger, Takings
+from rlhpc.language.rollout.prompt_queue import PromptLeases, PromptTracker
 from rlhpc.language.training.prompt_dispatch import DELIVERED, WORK
 
 RANKS, PROMPTS, GROUP, CAPACITY, TOKEN_S = (2, 4, 8), 64, 8, 32, 0.002
@@ -34,7 +34,7 @@ def lengths(seed: int) -> np.ndarray:
     return np.clip(np.exp(5.0 + prompt + answer), 20, 2000).astype(int)
 
 
-class Maker(Worker):
+class LeasedRollout(Worker):
     """A rollout rank with an engine of fixed speed."""
 
     def open(self) -> None:
@@ -43,7 +43,7 @@ class Maker(Worker):
     def make(self, step: int, taken: bool, ranks: int, slow: bool) -> float:
         """Makes its part of a step; returns the seconds until it had nothing left to do."""
         size, token_s = lengths(step), TOKEN_S * (2 if slow and self.rank == 0 else 1)
-        takings = Takings(PROMPTS, self.rank, self.work, self.delivered)
+        takings = PromptLeases(PROMPTS, self.rank, self.work, self.delivered)
         takings.begin(step, ranks)
         mine = iter(range(self.rank, PROMPTS, ranks))
         waiting, running, left = deque[tuple[int, int]](), dict[tuple[int, int], int](), dict[int, int]()
@@ -78,7 +78,7 @@ class Maker(Worker):
         return time.perf_counter() - started
 
 
-def step_s(group: WorkerGroup, ledger: Ledger, step: int, taken: bool, ranks: int, slow: bool) -> float:
+def step_s(group: WorkerGroup, ledger: PromptTracker, step: int, taken: bool, ranks: int, slow: bool) -> float:
     """Seconds of a step: until the last rank is through."""
     ledger.open(step - 1)
     ledger.give(step)
@@ -96,9 +96,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     session, cluster = Session.start(), Cluster.local(1, 0)
     rows = []
     for ranks in RANKS:
-        ledger = Ledger(PROMPTS)
+        ledger = PromptTracker(PROMPTS)
         ledger.open(0)
-        group = Maker.create_group().launch(cluster, NodePlacementStrategy([0] * ranks), f"makers{ranks}")
+        group = LeasedRollout.create_group().launch(cluster, NodePlacementStrategy([0] * ranks), f"makers{ranks}")
         group.open().wait()
         for slow in (False, True):
             found: dict[bool, list[float]] = {True: [], False: []}

@@ -28,7 +28,7 @@ TENSORS, ELEMENTS, PART = 128, 1 << 18, 8 << 20
 BYTES = TENSORS * ELEMENTS * 4
 
 
-class Holder(Worker):
+class TreeHolder(Worker):
     """A sender or a receiver of the weights."""
 
     def open(self, receivers: list[tuple[str, list[int]]]) -> None:
@@ -73,9 +73,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     session, cluster = Session.start(tcp_address="127.0.0.1"), Cluster.local(1, 0)
-    sender = Holder.create_group().launch(cluster, NodePlacementStrategy([0]), "sender")
+    sender = TreeHolder.create_group().launch(cluster, NodePlacementStrategy([0]), "sender")
     others = [
-        Holder.create_group().launch(
+        TreeHolder.create_group().launch(
             cluster, NodePlacementStrategy([0]), f"host{i}", env_vars={"RLHPC_HOST_ID": f"h{i}"}
         )
         for i in range(max(HOSTS))

@@ -24,8 +24,8 @@ from rlhpc.runs.configuration import load_config
 from rlhpc.runs.task_type import kind_of
 from rlhpc.runs.tuning.calibrate import ShortRuns
 from rlhpc.runs.tuning.costs import Costs
-from rlhpc.runs.tuning.search import Found, search
-from rlhpc.runs.tuning.tune import NOT_IN_SHORT_RUNS, Asked, is_allowed, space_of, tune, workload_of
+from rlhpc.runs.tuning.search import RankedCandidate, search
+from rlhpc.runs.tuning.tune import NOT_IN_SHORT_RUNS, TuneRequest, is_allowed, space_of, tune, workload_of
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKLOADS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -46,7 +46,7 @@ def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[st
     """What is said and what is found of one workload."""
     config, overrides = WORKLOADS[workload]
     words = (*overrides, f"runner.run_dir={folder}")
-    asked = Asked(str(ROOT / config), words, ahead=1, steps=options.steps)
+    asked = TuneRequest(str(ROOT / config), words, ahead=1, steps=options.steps)
     record = tune(asked, say)
     cfg = load_config(asked.config, words)
     space = space_of(asked, workload_of(cfg, 1), Costs.from_json(record["costs"]), cfg, here=True)
@@ -93,7 +93,7 @@ def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[st
     }
 
 
-def _is_configured(found: Found, configured: Any) -> bool:
+def _is_configured(found: RankedCandidate, configured: Any) -> bool:
     return bool(found.candidate.settings == configured.settings) and all(
         place.processes == configured.places[group].processes for group, place in found.candidate.places.items()
     )

@@ -25,7 +25,7 @@ MODELS = {"7B": 15.2e9, "70B": 141e9}
 NODES, LINKS = (1, 4, 16), (25, 100, 400)
 
 
-class Update(NamedTuple):
+class UpdateTimes(NamedTuple):
     """What an update takes, in seconds, and which stage is slowest."""
 
     seconds: float
@@ -42,7 +42,7 @@ def measured() -> dict[str, float]:
     }
 
 
-def update(size: float, nodes: int, link: float, stream: float, write: float) -> Update:
+def update(size: float, nodes: int, link: float, stream: float, write: float) -> UpdateTimes:
     """An update of `size` bytes, all of it trained.
 
     Args:
@@ -67,7 +67,7 @@ def update(size: float, nodes: int, link: float, stream: float, write: float) ->
     slowest = min(rates, key=lambda stage: rates[stage])
     filling = PART_BYTES / 1e9 * sum(1 / rates[stage] for stage in ("device to host", "host to device"))
     filling += levels * PART_BYTES / 1e9 / min(wire, stream)
-    return Update(size / 1e9 / rates[slowest] + filling, slowest)
+    return UpdateTimes(size / 1e9 / rates[slowest] + filling, slowest)
 
 
 def table() -> str:

@@ -32,7 +32,7 @@ TENSORS, BYTES = 290, 500_000_000
 COPY = "memory copy"
 
 
-class Row(NamedTuple):
+class WeightFigure(NamedTuple):
     """One figure."""
 
     label: str
@@ -43,15 +43,19 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    *(Row(f"1 to {n}, {how}, all", f"r{n}", "all", how == "adopted") for n in (1, 4) for how in ("adopted", "copied")),
     *(
-        Row(f"1 to 4, {how}, 1 % {what}", "r4", changed, how == "adopted", delta)
+        WeightFigure(f"1 to {n}, {how}, all", f"r{n}", "all", how == "adopted")
+        for n in (1, 4)
+        for how in ("adopted", "copied")
+    ),
+    *(
+        WeightFigure(f"1 to 4, {how}, 1 % {what}", "r4", changed, how == "adopted", delta)
         for how in ("adopted", "copied")
         for what, changed, delta in (("trained", "trained", "frozen"), ("of elements", "elements", "elements"))
     ),
-    Row("1 to 1 over TCP, copied, all", "far", "all", False),
-    Row("1 to 1 over TCP, copied, 1 % trained", "far", "trained", False, "frozen"),
-    Row("1 to 1 over TCP, copied, 1 % of elements", "far", "elements", False, "elements"),
+    WeightFigure("1 to 1 over TCP, copied, all", "far", "all", False),
+    WeightFigure("1 to 1 over TCP, copied, 1 % trained", "far", "trained", False, "frozen"),
+    WeightFigure("1 to 1 over TCP, copied, 1 % of elements", "far", "elements", False, "elements"),
 ]
 
 
@@ -68,7 +72,7 @@ def trained(name: str) -> bool:
     return number % 10 >= 7 or number == 1
 
 
-class Holder(Worker):
+class WeightHolder(Worker):
     """A sender or a receiver of the weights."""
 
     def open(self, receivers: list[tuple[str, list[int]]], delta: str) -> None:
@@ -112,7 +116,7 @@ def copy_seconds() -> float:
     return time.perf_counter() - started
 
 
-def measure(row: Row, sender: WorkerGroup, group: WorkerGroup) -> float:
+def measure(row: WeightFigure, sender: WorkerGroup, group: WorkerGroup) -> float:
     """Seconds of one version, once all memory that it needs has been in use before."""
     receivers = [(row.group, list(range(group.world_size)))]
     for handle in (sender.open(receivers, row.delta), group.open(receivers, row.delta)):
@@ -138,9 +142,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     session = Session.start(tcp_address="127.0.0.1")
     cluster = Cluster.local(1, 0)
-    sender = Holder.create_group().launch(cluster, NodePlacementStrategy([0]), "sender")
-    groups = {f"r{n}": Holder.create_group().launch(cluster, NodePlacementStrategy([0] * n), f"r{n}") for n in (1, 4)}
-    groups["far"] = Holder.create_group().launch(
+    sender = WeightHolder.create_group().launch(cluster, NodePlacementStrategy([0]), "sender")
+    groups = {
+        f"r{n}": WeightHolder.create_group().launch(cluster, NodePlacementStrategy([0] * n), f"r{n}") for n in (1, 4)
+    }
+    groups["far"] = WeightHolder.create_group().launch(
         cluster, NodePlacementStrategy([0]), "far", env_vars={"RLHPC_HOST_ID": "elsewhere"}
     )
     taken: list[dict[str, float]] = []

@@ -84,7 +84,7 @@ class Trains(Worker):
         return given, away, timed(trainer.reload)
 
 
-class Holds(Worker):
+class DeviceHolder(Worker):
     """A rank with weights on its device, which sends or follows them."""
 
     def open(self, receivers: list[tuple[str, list[int]]], tensors: int, elements: int) -> None:

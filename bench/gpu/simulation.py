@@ -68,7 +68,7 @@ def ours(slots: int, steps: int) -> float:
     return rate
 
 
-class Sizes:
+class SimulationSizes:
     """What `Agent` asks of environments."""
 
     def __init__(self, env: Any) -> None:
@@ -82,7 +82,7 @@ def plain_ppo(env: Any, slots: int, updates: int, parts: int) -> float:
         hidden="256,256,256", critic_gain=1.41421, actor_gain=0.01414, log_std=-0.5, gamma=0.8, gae_lambda=0.9, epochs=8,
         minibatch=batch // parts, target_kl=0.1, clip=0.2, value_clip=None, entropy=0.0, value_coef=0.5,
     )  # fmt: skip
-    sizes: Any = Sizes(env)
+    sizes: Any = SimulationSizes(env)
     agent = Agent(sizes, args).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=3e-4, eps=1e-5)
     obs = env.reset(seed=0)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from bench.gpu.part import Report
-from bench.gpu.ranks import Holds, groups
+from bench.gpu.ranks import DeviceHolder, groups
 from rlhpc import WorkerGroup
 
 TENSORS = 64
@@ -28,7 +28,7 @@ def measure(report: Report) -> None:
     if report.cards < 2:
         report.skip("from one card to another", "needs two cards")
     for where, card in places.items():
-        with groups(report.device, (Holds, "sender", [0]), (Holds, "taker", [card])) as (sender, taker):
+        with groups(report.device, (DeviceHolder, "sender", [0]), (DeviceHolder, "taker", [card])) as (sender, taker):
             for group in (sender, taker):
                 group.open([("taker", [0])], TENSORS, total // 2 // TENSORS).wait()
             # The first ones also take memory that later ones use again.

@@ -28,8 +28,8 @@ def serve(control: socket.socket) -> None:
     import zmq
 
     from rlhpc.runtime.comm.service import Service
-    from rlhpc.runtime.comm.zmq_sockets import Door, choose, make_socket
-    from rlhpc.runtime.registry import Registry
+    from rlhpc.runtime.comm.zmq_sockets import TcpPort, choose, make_socket
+    from rlhpc.runtime.registry import GenerationFolder
     from rlhpc.runtime.scratch import Scratch
     from rlhpc.runtime.worker_process import HEARTBEAT_S
 
@@ -40,7 +40,7 @@ def serve(control: socket.socket) -> None:
         return
     first = specs[0]
     slow_files.install(str(Path(first.registry).parent))
-    registry, scratch = Registry(Path(first.registry)), Scratch(first.token)
+    registry, scratch = GenerationFolder(Path(first.registry)), Scratch(first.token)
     keys = registry.load_keys()
     slow_files.take()
     os.environ["RLHPC_HOST_ID"] = "elsewhere"  # so that everything goes over TCP
@@ -49,7 +49,7 @@ def serve(control: socket.socket) -> None:
     poller, sockets = zmq.Poller(), []
     for spec in specs:
         commands = make_socket(service.context, zmq.ROUTER, keys, server=True)
-        rpc = {"host": service.endpoint["host"], "ipc": "", "tcp": Door(commands, ADDRESS).endpoint}
+        rpc = {"host": service.endpoint["host"], "ipc": "", "tcp": TcpPort(commands, ADDRESS).endpoint}
         record = {
             "group": spec.group, "rank": spec.rank, "node": spec.node, "node_rank": spec.node_rank, "pid": os.getpid(),
             "host": service.endpoint["host"], "rpc": rpc, "data": service.endpoint, "log_out": spec.log_out,

@@ -23,7 +23,7 @@ TENSORS, BYTES = 290, 500_000_000
 
 
 @ray.remote(num_cpus=0)
-class Peer:
+class RayPeer:
     """The other end of every measurement; has imported torch, as every worker of the others has."""
 
     def __init__(self) -> None:
@@ -102,11 +102,11 @@ def measure() -> dict[str, float]:
     row: dict[str, float] = {}
     started = time.perf_counter()
     ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=3 << 30)
-    eight = [Peer.remote() for _ in range(8)]
+    eight = [RayPeer.remote() for _ in range(8)]
     ray.get([peer.nothing.remote() for peer in eight])
     row["cold start to 8 ready workers (s)"] = time.perf_counter() - started
     started = time.perf_counter()
-    more = [Peer.remote() for _ in range(8)]
+    more = [RayPeer.remote() for _ in range(8)]
     ray.get([peer.nothing.remote() for peer in more])
     row["warm launch of 8 workers (s)"] = time.perf_counter() - started
     for peer in more:

@@ -17,7 +17,7 @@ from rlhpc import Channel, Cluster, NodePlacementStrategy, Session, Worker
 MIB = 1 << 20
 
 
-class Peer(Worker):
+class RuntimePeer(Worker):
     """The other end of every measurement."""
 
     def nothing(self) -> None: ...
@@ -76,7 +76,7 @@ def measure() -> dict[str, float]:
     cluster = Cluster.local(1, 0)
 
     def launch(count: int, name: str) -> Any:
-        return Peer.create_group().launch(cluster, NodePlacementStrategy([0] * count), name)
+        return RuntimePeer.create_group().launch(cluster, NodePlacementStrategy([0] * count), name)
 
     started = time.perf_counter()
     eight = launch(8, "eight")

@@ -116,7 +116,7 @@ def unwritten(path: Path, error: OSError) -> CheckpointError:
     )
 
 
-class Copies:
+class HostBuffers:
     """Memory for copies of tensors on the host, kept from one save to the next."""
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class Writes:
             there is no room.
     """
 
-    def __init__(self, folder: Path, copies: Copies | None = None) -> None:
+    def __init__(self, folder: Path, copies: HostBuffers | None = None) -> None:
         self._folder, self._copies = folder, copies
         self._later: list[tuple[str, Callable[[SummedFile], None]]] = []
         self._sums: Checksums = {}
@@ -253,7 +253,7 @@ def write_file(path: Path, value: Value, how: Callable[[SummedFile, Value], None
 class SavingWorker(Worker):
     """A worker that is part of checkpoints. It writes what is large by `rlhpc.checkpoint.state`."""
 
-    _copies: Copies | None = None
+    _copies: HostBuffers | None = None
     _save: AsyncWork | None = None
     _written: Checksums | None = None
 
@@ -279,7 +279,7 @@ class SavingWorker(Worker):
             CheckpointError: The filesystem refused.
         """
         if beside and self._copies is None:
-            self._copies = Copies()
+            self._copies = HostBuffers()
         writes = Writes(Path(folder), self._copies if beside else None)
         with writes.collecting():
             self.save(folder)

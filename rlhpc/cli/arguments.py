@@ -109,9 +109,9 @@ def require_driver(paths: RunPaths) -> Path:
         ConfigError: There is none, or it is not at work.
     """
     from rlhpc.jobs.state import states
-    from rlhpc.runtime.joining import Door
+    from rlhpc.runtime.joining import JoinPoint
 
-    door = Door(paths.registry)
+    door = JoinPoint(paths.registry)
     try:
         # A driver whose ranks are all on its host listens there only; from elsewhere, files and Slurm say what it does.
         if not (door.lives() if door.is_reachable else states([paths])[0][1].state == "running"):

@@ -27,11 +27,11 @@ def format_options(args: argparse.Namespace) -> Any:
     Raises:
         ConfigError: There are no frames a second.
     """
-    from rlhpc.embodied.data.datasets import Options
+    from rlhpc.embodied.data.datasets import WriteOptions
 
     if args.fps is not None and args.fps < 1:
         raise ConfigError(f"--fps is {args.fps}; it must be at least 1")
-    return Options(args.to, args.fps, args.task, args.videos)
+    return WriteOptions(args.to, args.fps, args.task, args.videos)
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:

@@ -43,7 +43,7 @@ _SELDOM_S = 30.0
 
 
 @dataclass
-class Job:
+class RuleJob:
     """A rule that runs or has failed.
 
     Attributes:
@@ -76,14 +76,14 @@ class WorkflowLog:
 
     def __init__(self, path: Path, folder: Path) -> None:
         self._path, self._folder, self._at = path, folder, 0
-        self._block: Job | None = None
+        self._block: RuleJob | None = None
         self._failing = False
-        self.started: list[Job] = []
+        self.started: list[RuleJob] = []
         self.running: dict[str, int] = {}
-        self.failed: list[Job] = []
+        self.failed: list[RuleJob] = []
         self.waiting = ""
 
-    def read(self) -> list[Job]:
+    def read(self) -> list[RuleJob]:
         """Takes in what is new; returns the jobs that started."""
         self.started = []
         try:
@@ -101,10 +101,10 @@ class WorkflowLog:
     def _line(self, line: str) -> None:
         if found := _RULE.match(line):
             self._end_block()
-            self._block, self._failing = Job(found[1]), False
+            self._block, self._failing = RuleJob(found[1]), False
         elif found := _FAILED.match(line):
             self._end_block()
-            self._block, self._failing = Job(found[1]), True
+            self._block, self._failing = RuleJob(found[1]), True
         elif found := _FINISHED.match(line):
             self._end_block()  # a short job's end may follow its beginning at once
             self._count(found[1], -1)
@@ -170,7 +170,7 @@ def last_row(path: Path, size: int = 1 << 16) -> dict[str, Any]:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
 
 
-class Follower:
+class WorkflowFollower:
     """Shows a workflow on a terminal, or in few lines in a file.
 
     Args:
@@ -186,7 +186,7 @@ class Follower:
         self._bar: ProgressBar | None = None
         self._track = ""
         self._before = {name: last_row(track.paths.metrics) for name, track in tracks.items()}
-        self._job: Job | None = None
+        self._job: RuleJob | None = None
         self._said: set[str] = set()
         self._open = False
         self._begun = time.monotonic()
@@ -235,7 +235,7 @@ class Follower:
         track = self._tracks[self._track]
         return int(last_row(track.paths.metrics).get("step", 0)) < track.total and not self._log.failed
 
-    def _phase(self, job: Job) -> None:
+    def _phase(self, job: RuleJob) -> None:
         """Names what is happening now."""
         self._job = job
         text = job.words()

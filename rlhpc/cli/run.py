@@ -25,7 +25,7 @@ from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.plugins import meant
 
 if TYPE_CHECKING:
-    from rlhpc.cli.follow import Follower, Track, WorkflowLog
+    from rlhpc.cli.follow import Track, WorkflowFollower, WorkflowLog
     from rlhpc.cli.sweep import SweepFollower
     from rlhpc.config.sections import RunConfig
     from rlhpc.runs.sweep import Sweep
@@ -131,7 +131,7 @@ def _run(args: argparse.Namespace) -> int:
     command = command_of(args)
     if args.dry_run:
         return subprocess.run(command, check=False).returncode
-    from rlhpc.cli.follow import Follower, Track, WorkflowLog
+    from rlhpc.cli.follow import Track, WorkflowFollower, WorkflowLog
     from rlhpc.runs.conditional_keys import warn_of_unused
     from rlhpc.runs.memory.plan import refuse_overfull
 
@@ -152,7 +152,7 @@ def _run(args: argparse.Namespace) -> int:
         log = WorkflowLog(path, Path.cwd())
         begun = time.monotonic()
         code = _follow(
-            command, path, Follower(log, tracks), lambda process, stopped: _stop(process, stopped, args, tracks)
+            command, path, WorkflowFollower(log, tracks), lambda process, stopped: _stop(process, stopped, args, tracks)
         )
         if code == 0:
             print("\n".join(ending(cfg, paths, args, time.monotonic() - begun)), flush=True)
@@ -221,7 +221,7 @@ def _workflow_log(logs: Path) -> Iterator[Path]:
         lease.release()
 
 
-def _follow(command: list[str], path: Path, follower: Follower | SweepFollower, stop: Stop) -> int:
+def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFollower, stop: Stop) -> int:
     """Runs Snakemake to its end and shows what happens; returns its exit code."""
     with path.open("ab") as output, ending_early(), _quiet_terminal():
         # a process group of its own: Ctrl-C reaches this process alone, which ends the others in order

@@ -15,7 +15,7 @@ from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import expand_home
 
 if TYPE_CHECKING:
-    from rlhpc.jobs.plan import Plan
+    from rlhpc.jobs.plan import JobPlan
     from rlhpc.runs.sweep import Sweep, SweepRun
 
 #: Seconds between two looks at how far the runs are.
@@ -140,7 +140,7 @@ def _jobs_of(run: SweepRun) -> dict[str, int]:
     }
 
 
-def _cost(sweep: Sweep, plans: Sequence[Plan]) -> str:
+def _cost(sweep: Sweep, plans: Sequence[JobPlan]) -> str:
     """Node hours and GPU hours of the training jobs, if each takes its whole walltime."""
     from rlhpc.jobs.slurm import minutes_of
 

@@ -20,7 +20,7 @@ from rlhpc.runtime.errors import ConfigError, RlhpcError, SubmitError, UserError
 
 if TYPE_CHECKING:
     from rlhpc.config.sections import RunConfig
-    from rlhpc.jobs.plan import Plan
+    from rlhpc.jobs.plan import JobPlan
     from rlhpc.runs.preflight import Check
 
 _EXAMPLES = {
@@ -78,7 +78,7 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_plan(args: argparse.Namespace, cfg: RunConfig, skipped: Sequence[Check]) -> Plan:
+def _print_plan(args: argparse.Namespace, cfg: RunConfig, skipped: Sequence[Check]) -> JobPlan:
     """Prints what a run would start, its memory, and the checks that were left out; returns the plan."""
     from rlhpc.jobs.plan import build_plan, render_plan
     from rlhpc.runs.conditional_keys import find_unused
@@ -108,7 +108,7 @@ def _print_skipped(checks: Sequence[Check]) -> None:
 
 def _when(args: argparse.Namespace) -> int:
     from rlhpc.runs.start_estimate import outlook, render
-    from rlhpc.runs.tuning.tune import Asked
+    from rlhpc.runs.tuning.tune import TuneRequest
 
     words = [word.strip() for word in (args.nodes or "").split(",") if word.strip()]
     if wrong := [word for word in words if not word.isdigit() or int(word) < 1]:
@@ -117,7 +117,11 @@ def _when(args: argparse.Namespace) -> int:
         raise ConfigError("--when asks Slurm, and there is no sbatch here; run it on a login node of the cluster")
     partitions = [word.strip() for word in (args.partitions or "").split(",") if word.strip()]
     site = args.site or os.environ.get("RLHPC_SITE")
-    print(render(outlook(Asked(args.config, tuple(args.overrides), site), [int(word) for word in words], partitions)))
+    print(
+        render(
+            outlook(TuneRequest(args.config, tuple(args.overrides), site), [int(word) for word in words], partitions)
+        )
+    )
     return 0
 
 

@@ -30,14 +30,14 @@ def _tune(args: argparse.Namespace) -> int:
     from rlhpc.cli.run import ending_early
     from rlhpc.jobs.paths import RunPaths
     from rlhpc.runs.configuration import load_config
-    from rlhpc.runs.tuning.tune import Asked, render, tune
+    from rlhpc.runs.tuning.tune import TuneRequest, render, tune
 
     begun = time.monotonic()
 
     def say(text: str) -> None:
         print(f"rlhpc: [{time.monotonic() - begun:.0f} s] {text}", file=sys.stderr, flush=True)
 
-    asked = Asked(
+    asked = TuneRequest(
         args.config, tuple(args.overrides), args.site, args.nodes, args.gpus, args.verify, args.max_staleness, args.samples,
         args.steps, args.deadline,
     )  # fmt: skip

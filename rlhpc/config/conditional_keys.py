@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rlhpc.config.load import ALWAYS_SAVED
-from rlhpc.config.merge import Layers
+from rlhpc.config.merge import ConfigLayers
 from rlhpc.config.typed import select, untouched
 from rlhpc.runtime.text import shown
 
@@ -84,7 +84,7 @@ def unused_keys(
     return unused
 
 
-def user_sources(layers: Layers, path: str, content: Mapping[str, Any]) -> dict[str, str]:
+def user_sources(layers: ConfigLayers, path: str, content: Mapping[str, Any]) -> dict[str, str]:
     """Returns the keys that the user's own file and the overrides set, with the one that did. Files that it names under
     `defaults` are templates, and site files are about clusters; a file that a run has saved says every key.
 

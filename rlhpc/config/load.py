@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc.config.constraints import RANGES, Range, null_numbers
 from rlhpc.config.files import ConfigSource, read_files, source_name
-from rlhpc.config.merge import Layers, parse_override, reason
+from rlhpc.config.merge import ConfigLayers, parse_override, reason
 from rlhpc.config.schema import Schema, typed_value
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import apply_site, find_site
@@ -44,7 +44,7 @@ _GONE = (
 TASK = "runner.task_type"
 
 
-class Found(Protocol):
+class TaskTypeInfo(Protocol):
     """What reading a configuration needs to know about a kind of run."""
 
     @property
@@ -63,7 +63,7 @@ class Found(Protocol):
 
 
 #: Finds the kind of run for a name and the file or override it is from; None for none was named.
-Finder = Callable[[str | None, str], Found]
+Finder = Callable[[str | None, str], TaskTypeInfo]
 
 
 def read_layers(
@@ -73,7 +73,7 @@ def read_layers(
     *,
     site: str | None = None,
     theirs: Trust | None = None,
-) -> Layers:
+) -> ConfigLayers:
     """Reads a configuration; see `load_config`.
 
     Raises:
@@ -86,7 +86,7 @@ def read_layers(
     if theirs is not None:
         theirs.check({"runner": {"task_type": task}}, origin)  # before anything that it names is imported
     kind = find(task, origin)
-    layers = Layers(kind.schema, kind.whose, null_numbers({**RANGES, **kind.ranges}))
+    layers = ConfigLayers(kind.schema, kind.whose, null_numbers({**RANGES, **kind.ranges}))
     for source, content in files:
         layers.add(
             _without_gone(content, kind.schema),
@@ -157,7 +157,7 @@ def read_task_type(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -
     return task, origin
 
 
-def require(layers: Layers, kind: Found, source: str) -> None:
+def require(layers: ConfigLayers, kind: TaskTypeInfo, source: str) -> None:
     """Refuses missing required values, and `${...}` that lead nowhere.
 
     Raises:

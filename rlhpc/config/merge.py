@@ -23,7 +23,7 @@ from rlhpc.runtime.text import cut, first_line, shown
 Whose = Callable[[str], str]
 
 
-class Layers:
+class ConfigLayers:
     """A configuration that grows layer by layer.
 
     Args:
@@ -45,7 +45,7 @@ class Layers:
         self.sources: dict[str, str] = {}
         self.element_keys: dict[str, list[set[str]]] = {}
 
-    def copy(self) -> Layers:
+    def copy(self) -> ConfigLayers:
         """A copy that grows independently."""
         other = copy.copy(self)
         other.cfg, other.sources, other.element_keys = self.cfg.copy(), dict(self.sources), dict(self.element_keys)

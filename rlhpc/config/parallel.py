@@ -17,7 +17,7 @@ _WHOLE = frozenset({"local", "deepspeed"})
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MeshSizes:
     """The sizes of a mesh of ranks. Rank r is at the place that r has in the row-major order of (replicate, shard, context,
     tensor); the `context × tensor` neighbours of a *block* see the same samples.
 
@@ -33,7 +33,7 @@ class Sizes:
     expert: int = 1
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, ranks: int, key: str = "actor.parallel") -> Sizes:
+    def of(cls, parallel: ParallelConfig, ranks: int, key: str = "actor.parallel") -> MeshSizes:
         """Sizes for so many ranks.
 
         Args:
@@ -122,7 +122,7 @@ class Trained(Protocol):
         """What is divided over which ranks."""
 
 
-def check_parallel(section: Trained, ranks: int, key: str, *, layers: bool = True) -> Sizes:
+def check_parallel(section: Trained, ranks: int, key: str, *, layers: bool = True) -> MeshSizes:
     """The sizes of a section for so many ranks.
 
     Args:
@@ -134,7 +134,7 @@ def check_parallel(section: Trained, ranks: int, key: str, *, layers: bool = Tru
     Raises:
         ConfigError: They do not fit, or nobody divides by them.
     """
-    sizes = Sizes.of(section.parallel, ranks, f"{key}.parallel")
+    sizes = MeshSizes.of(section.parallel, ranks, f"{key}.parallel")
     if not sizes.plain and section.training_backend.lower() in _WHOLE:
         raise ConfigError(undivided(key, section.training_backend, sizes))
     if not layers and (sizes.block > 1 or sizes.expert > 1):
@@ -142,7 +142,7 @@ def check_parallel(section: Trained, ranks: int, key: str, *, layers: bool = Tru
     return sizes
 
 
-def undivided(key: str, backend: str, sizes: Sizes) -> str:
+def undivided(key: str, backend: str, sizes: MeshSizes) -> str:
     """What a message says of sizes that a backend does not divide by."""
     asked = [name for name in ("replicate", "context", "tensor", "expert") if getattr(sizes, name) > 1]
     return (
@@ -151,7 +151,7 @@ def undivided(key: str, backend: str, sizes: Sizes) -> str:
     )
 
 
-def policy_undivided(key: str, sizes: Sizes) -> str:
+def policy_undivided(key: str, sizes: MeshSizes) -> str:
     """What a message says of sizes for a module whose layers nobody has a plan for."""
     asked = next(name for name in ("context", "tensor", "expert") if getattr(sizes, name) > 1)
     return (

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc import share
 from rlhpc.config.files import read_files
-from rlhpc.config.merge import Layers, reason
+from rlhpc.config.merge import ConfigLayers, reason
 from rlhpc.config.schema import Schema
 from rlhpc.config.sections import JobConfig
 from rlhpc.runtime.cluster_config import ClusterConfig
@@ -76,9 +76,9 @@ def load_site(name: str) -> DictConfig:
     return cluster
 
 
-def _read_site(path: Path) -> Layers:
+def _read_site(path: Path) -> ConfigLayers:
     """A site file, merged onto the defaults."""
-    layers = Layers(Schema(SiteConfig))
+    layers = ConfigLayers(Schema(SiteConfig))
     for source, content in read_files(path):
         stray = [key for key in content if key not in ("cluster", "workflow")]
         jobs = content.get("workflow")
@@ -96,7 +96,7 @@ def _read_site(path: Path) -> Layers:
     return layers
 
 
-def apply_site(layers: Layers, path: Path) -> None:
+def apply_site(layers: ConfigLayers, path: Path) -> None:
     """Fills in what a configuration leaves open; the site's groups that the configuration does not have are ignored.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rlhpc.config.constraints import check_choice
-from rlhpc.config.merge import Layers, parse_override
+from rlhpc.config.merge import ConfigLayers, parse_override
 from rlhpc.config.schema import Schema, typed_value
 from rlhpc.config.yaml_files import Scalar
 from rlhpc.runtime.errors import ConfigError
@@ -127,7 +127,7 @@ def read_section(
     Raises:
         ConfigError: An unknown key, or a value of another type.
     """
-    found: tuple[Layers, str] | None = None
+    found: tuple[ConfigLayers, str] | None = None
     wholes = [(source, content[SWEEP]) for source, content in files if isinstance(content, dict) and SWEEP in content]
     changes = [text for text in overrides if is_about_sweep(text)]
     for source, content in [*wholes, *(("", text) for text in changes)]:
@@ -135,12 +135,12 @@ def read_section(
         source = source or f"override {shown(content)}"
         value = _typed(key, value, run_keys)
         if key != SWEEP:
-            found = found or (Layers(Schema(SweepFile)), source)
+            found = found or (ConfigLayers(Schema(SweepFile)), source)
             found[0].set(key, value, f"override {shown(content)}")
         elif value is None:
             found = None
         else:
-            found = Layers(Schema(SweepFile)), source
+            found = ConfigLayers(Schema(SweepFile)), source
             found[0].add({SWEEP: value}, source)
     if found is None:
         return None

@@ -20,7 +20,7 @@ from rlhpc.runtime.cluster import WITHOUT_ACCELERATORS, Cluster, read_key
 from rlhpc.runtime.cluster_config import Given, Key
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.imports import run_module
-from rlhpc.runtime.launchers.srun_commands import Step, job_steps
+from rlhpc.runtime.launchers.srun_commands import SrunStep, job_steps
 from rlhpc.runtime.placement import HybridComponentPlacement, Placement
 
 LAUNCHERS = ("auto", "slurm", "local")
@@ -67,13 +67,13 @@ class PlannedNode:
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """Everything `rlhpc plan` prints."""
 
     name: str
     launcher: str
     components: tuple[JobComponent, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[SrunStep, ...]
     nodes: tuple[PlannedNode, ...]
     placements: Mapping[str, Sequence[Placement]]
     warnings: tuple[str, ...] = ()
@@ -107,7 +107,9 @@ class Plan:
         return "\n".join(["#!/bin/sh", *parts, "exit 0", ""])
 
 
-def build_plan(cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = None, *, launcher: str = "auto") -> Plan:
+def build_plan(
+    cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = None, *, launcher: str = "auto"
+) -> JobPlan:
     """Plans a run.
 
     Args:
@@ -139,7 +141,7 @@ def build_plan(cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = Non
         PlannedNode(name, owner[n.rank], n.cpus, len(n.accelerators))
         for name, n in zip(names, cluster.nodes, strict=True)
     )
-    steps: list[Step] = []
+    steps: list[SrunStep] = []
     for group, ranks in placements.items():
         interpreter = cluster.node_group(ranks[0].node_group).python_interpreter
         if launcher == "slurm":
@@ -149,7 +151,7 @@ def build_plan(cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = Non
     name = str(read_key(read_key(cfg, "runner"), "name", "run"))
     warnings = tuple(_oversubscribed(nodes, placements))
     beside = read_key(cfg, "workflow", {})
-    return Plan(
+    return JobPlan(
         name, launcher, components, tuple(steps), nodes, placements, warnings,
         setup=tuple(read_key(section, "setup", ())), job_options=tuple(read_key(section, "sbatch", ())),
         signal_lead_s=int(read_key(section, "signal_lead_s", 120)),
@@ -269,11 +271,11 @@ def _options(
     return (*options, *((k, v) for k, v in found.items() if v is not None))
 
 
-def _local(group: str, ranks: Sequence[Placement], names: Sequence[str], interpreter: str | None) -> Step:
+def _local(group: str, ranks: Sequence[Placement], names: Sequence[str], interpreter: str | None) -> SrunStep:
     """A step on this machine: ranks are forked from the driver's fork server, or run an interpreter of their own."""
     module = "rlhpc.runtime.worker_process" if interpreter else "rlhpc.runtime.launchers.fork_server"
     hosts = tuple(names[p.node_rank] for p in ranks)
-    return Step(group, 0, tuple(p.rank for p in ranks), hosts, tuple(run_module(module, python=interpreter)))
+    return SrunStep(group, 0, tuple(p.rank for p in ranks), hosts, tuple(run_module(module, python=interpreter)))
 
 
 def _oversubscribed(nodes: Sequence[PlannedNode], placements: Mapping[str, Sequence[Placement]]) -> list[str]:
@@ -311,7 +313,7 @@ def _who(placements: Mapping[str, Sequence[Placement]], node: int, index: int | 
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def render_plan(plan: Plan) -> str:
+def render_plan(plan: JobPlan) -> str:
     """Renders the plan as the text that `rlhpc plan` prints."""
     slurm = plan.launcher == "slurm"
     size = _some(len(plan.nodes), "node")

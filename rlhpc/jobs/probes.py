@@ -19,7 +19,7 @@ from typing import Any
 
 from rlhpc.jobs.submit_backoff import NotNow
 from rlhpc.runtime.host import process_space
-from rlhpc.runtime.slurm import TIMEOUT_S, Answer, ask
+from rlhpc.runtime.slurm import TIMEOUT_S, CommandOutput, ask
 
 
 class JobState(Enum):
@@ -230,7 +230,7 @@ def _leader(job_id: str) -> str:
     return job_id.strip().partition("+")[0]
 
 
-def _answered(answer: Answer) -> bool:
+def _answered(answer: CommandOutput) -> bool:
     """Whether Slurm answered: "Invalid job id", if it has forgotten all of the jobs, is an answer too."""
     return answer.ok or any("nvalid job id" in line for line in answer.lines)
 

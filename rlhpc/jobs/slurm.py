@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhpc.runtime.errors import RlhpcError, UserError
-from rlhpc.runtime.slurm import Answer, ask
+from rlhpc.runtime.slurm import CommandOutput, ask
 from rlhpc.runtime.text import shown
 
 
@@ -126,7 +126,7 @@ def has_gpus(partition: str | None) -> bool:
     return answer.ok and bool(rows) and all("gpu" in row[1] for row in rows)
 
 
-def _start_in(found: Answer) -> float | None:
+def _start_in(found: CommandOutput) -> float | None:
     """The Unix time at which a job would start, in what `sbatch --test-only` says."""
     match = _START.search(found.error + found.text)
     return _time_of(match[1]) if match else None

@@ -64,7 +64,7 @@ class JobIds:
 
 
 @dataclass
-class Row:
+class AccountingRow:
     """A step, or one start of a job's component with its `steps`."""
 
     job_id: str
@@ -82,7 +82,7 @@ class Row:
     nodes: list[str]
     partition: str
     name: str
-    steps: list[Row] = field(default_factory=list)
+    steps: list[AccountingRow] = field(default_factory=list)
 
     @property
     def live(self) -> bool:
@@ -99,7 +99,9 @@ class Row:
         return start, start + self.elapsed
 
 
-def query(jobs: JobIds, *, timeout_s: float = TIMEOUT_S, sleep: Callable[[float], None] = time.sleep) -> list[Row]:
+def query(
+    jobs: JobIds, *, timeout_s: float = TIMEOUT_S, sleep: Callable[[float], None] = time.sleep
+) -> list[AccountingRow]:
     """Everything that sacct knows about the jobs: one command, retried a few times if it fails.
 
     Raises:
@@ -131,9 +133,9 @@ def query(jobs: JobIds, *, timeout_s: float = TIMEOUT_S, sleep: Callable[[float]
     raise NoAccounting(said)
 
 
-def parse(lines: Iterable[str]) -> list[Row]:
+def parse(lines: Iterable[str]) -> list[AccountingRow]:
     """The starts of the jobs' components with their steps, in sacct's order: steps follow the start they belong to."""
-    starts: list[Row] = []
+    starts: list[AccountingRow] = []
     for line in lines:
         row = _row(line)
         if row is None:
@@ -149,7 +151,7 @@ def parse(lines: Iterable[str]) -> list[Row]:
     return starts
 
 
-def _mend(start: Row) -> None:
+def _mend(start: AccountingRow) -> None:
     """Restores a start time from the steps: a job that was updated while being requeued has lost its own."""
     begun = [step.start for step in start.steps if step.start is not None]
     if start.elapsed == 0 and start.start is None and begun:
@@ -158,7 +160,7 @@ def _mend(start: Row) -> None:
         start.elapsed = max(0.0, (max(ends) if start.end is None else start.end) - start.start)
 
 
-def _row(line: str) -> Row | None:
+def _row(line: str) -> AccountingRow | None:
     words = line.rstrip("\n").split("|", len(FIELDS) - 1)
     match = _JOB.match(words[0])
     if match is None or len(words) < len(FIELDS):
@@ -169,7 +171,7 @@ def _row(line: str) -> Row | None:
         nodes = expand_hostlist(cell["NodeList"]) if cell["NodeList"] not in ("", "None assigned") else []
     except ConfigError:
         nodes = []
-    return Row(
+    return AccountingRow(
         job_id=match[1],
         component=int(match[2] or 0),
         step=match[3] or "",
@@ -259,7 +261,7 @@ def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> Job
 
 
 def account(
-    starts: Sequence[Row], placement: Placement, jobs: JobIds, of_starts: Sequence[PlacedStart] = ()
+    starts: Sequence[AccountingRow], placement: Placement, jobs: JobIds, of_starts: Sequence[PlacedStart] = ()
 ) -> dict[str, Any]:
     """Computes the content of accounting.json.
 
@@ -272,7 +274,7 @@ def account(
     placements = _Placements(placement, of_starts)
     started = [start for start in starts if start.elapsed > 0]
     ranks = {id(start): _node_ranks(start, started) for start in started}
-    roles: dict[str, list[tuple[Row, set[Any]]]] = {}
+    roles: dict[str, list[tuple[AccountingRow, set[Any]]]] = {}
     for start in started:
         for step in start.steps:
             placed = placements.of(step)
@@ -309,7 +311,7 @@ class _Placements:
     def __init__(self, last: Placement, of_starts: Sequence[PlacedStart]) -> None:
         self.last, self._of_starts = last, of_starts
 
-    def of(self, step: Row) -> Placement:
+    def of(self, step: AccountingRow) -> Placement:
         """Returns the placement of the start that a step belongs to: the last one in its job before it."""
         in_job = [start for start in self._of_starts if start.job == step.job_id]
         before = [start for start in in_job if step.start is None or start.began <= step.start]
@@ -322,7 +324,7 @@ class _Placements:
             yield start.placement
 
 
-def _role(step: Row, placement: Mapping[str, Any]) -> str | None:
+def _role(step: AccountingRow, placement: Mapping[str, Any]) -> str | None:
     """The group that a step runs, or the driver; None for steps that are not rlhpc's."""
     if step.step == "batch":
         return DRIVER
@@ -331,14 +333,14 @@ def _role(step: Row, placement: Mapping[str, Any]) -> str | None:
     return step.name
 
 
-def _node_ranks(start: Row, starts: Sequence[Row]) -> list[int]:
+def _node_ranks(start: AccountingRow, starts: Sequence[AccountingRow]) -> list[int]:
     """Ranks of a component's nodes in the run's cluster, where components follow one another."""
     sizes = {s.component: len(s.nodes) for s in starts if s.job_id == start.job_id}
     first = sum(size for component, size in sizes.items() if component < start.component)
     return list(range(first, first + len(start.nodes)))
 
 
-def _accelerators(step: Row, role: str, placement: Placement, ranks: Sequence[int]) -> set[Any]:
+def _accelerators(step: AccountingRow, role: str, placement: Placement, ranks: Sequence[int]) -> set[Any]:
     """The accelerators that the step held, under names that groups sharing them have in common; a driver holds none."""
     if role == DRIVER:
         return set()
@@ -361,13 +363,13 @@ def _hours(seconds: float) -> float:
     return round(seconds / 3600.0, 6)
 
 
-def _idle(rows: Iterable[Row]) -> float | None:
+def _idle(rows: Iterable[AccountingRow]) -> float | None:
     measured = [row for row in rows if row.measured]
     granted = sum(row.elapsed * row.cpus for row in measured)
     return round(max(0.0, 1.0 - sum(row.cpu_time for row in measured) / granted), 4) if granted else None
 
 
-def _of_role(found: Sequence[tuple[Row, set[Any]]]) -> dict[str, Any]:
+def _of_role(found: Sequence[tuple[AccountingRow, set[Any]]]) -> dict[str, Any]:
     rows = [row for row, _ in found]
     parts = {row.component for row in rows}
     by_part = [[row for row in rows if row.component == part] for part in parts]
@@ -386,7 +388,7 @@ def _of_role(found: Sequence[tuple[Row, set[Any]]]) -> dict[str, Any]:
 
 def _of_component(
     index: int,
-    starts: Sequence[Row],
+    starts: Sequence[AccountingRow],
     keys: Mapping[int, set[Any]],
     placements: _Placements,
     ranks: Mapping[int, Sequence[int]],

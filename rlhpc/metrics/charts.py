@@ -502,7 +502,7 @@ _INTERVAL_ROW = 24
 
 
 @dataclass(frozen=True)
-class Row:
+class ChartRow:
     """One line of the chart.
 
     Attributes:
@@ -520,7 +520,7 @@ class Row:
     color: int = 0
 
 
-def interval_chart(title: str, x_label: str, rows: Sequence[Row]) -> str:
+def interval_chart(title: str, x_label: str, rows: Sequence[ChartRow]) -> str:
     """Draws a dot and an interval for each row, under its name."""
     extent = [value for row in rows for value in (row.value, row.low, row.high, *row.dots)]
     if is_constant(extent):

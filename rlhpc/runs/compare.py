@@ -18,8 +18,8 @@ from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.page import Cell, duration, figures, missing, page, section, table, time_unit, write_page
 from rlhpc.metrics.provenance import judging_suite, read_all_results, read_results
 from rlhpc.runs.config_changes import training_changes
-from rlhpc.runs.headlines import NO_VALUE, Curve, Run, headline_columns, mean_text
-from rlhpc.runs.seed_scores import Scored, goal_of, scores_at, scores_part
+from rlhpc.runs.headlines import NO_VALUE, Curve, RunMetrics, headline_columns, mean_text
+from rlhpc.runs.seed_scores import ConfigScores, goal_of, scores_at, scores_part
 from rlhpc.runs.task_type import kind_of_run
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import read_file, read_yaml
@@ -71,20 +71,20 @@ def _difference(runs: Sequence[RunPaths]) -> str:
     return changes[0].key if changes else ""
 
 
-def read_runs(named: Sequence[tuple[str, RunPaths]], suite: str) -> dict[str, list[Run]]:
+def read_runs(named: Sequence[tuple[str, RunPaths]], suite: str) -> dict[str, list[RunMetrics]]:
     """The runs by label, in the order given.
 
     Raises:
         RlhpcError: A run has no metrics.
     """
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RunMetrics]] = {}
     for label, paths in named:
         rows = read_metrics(paths.metrics)
         if not rows:
             state = "cannot be read" if paths.metrics.is_file() and paths.metrics.stat().st_size else "has no row yet"
             raise RlhpcError(f"{paths.metrics} {state}; see rlhpc status {paths.root}")
         evaluations = read_results(paths, suite)
-        groups.setdefault(label, []).append(Run(paths, rows, evaluations))
+        groups.setdefault(label, []).append(RunMetrics(paths, rows, evaluations))
     return groups
 
 
@@ -106,7 +106,9 @@ def spread(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[floa
     return grid.tolist(), values.mean(0).tolist(), values.min(0).tolist(), values.max(0).tolist()
 
 
-def _chart(groups: Mapping[str, list[Run]], title: str, y_label: str, x: tuple[str, str, float], get: Any) -> str:
+def _chart(
+    groups: Mapping[str, list[RunMetrics]], title: str, y_label: str, x: tuple[str, str, float], get: Any
+) -> str:
     """One metric of all groups against one axis; "" if no run has it."""
     against, x_label, scale = x
     lines = []
@@ -131,7 +133,7 @@ def _chart(groups: Mapping[str, list[Run]], title: str, y_label: str, x: tuple[s
     return line_chart(title, x_label, y_label, lines, key=len(groups) > 1) if lines else ""
 
 
-def charts(groups: Mapping[str, list[Run]]) -> list[str]:
+def charts(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
     """Everything that was logged, each against environment steps (or global steps) and against wall time."""
     runs = [run for group in groups.values() for run in group]
     steps = all(series(run.rows, "rollout/env_steps")[0] for run in runs)
@@ -146,7 +148,7 @@ def charts(groups: Mapping[str, list[Run]]) -> list[str]:
     return [chart for chart in found if chart]
 
 
-def final_table(groups: Mapping[str, list[Run]]) -> str:
+def final_table(groups: Mapping[str, list[RunMetrics]]) -> str:
     """Returns a table of how the runs of each label ended, over their seeds: wall time, and their kinds' headline numbers."""
     last = [[result for run in runs if (result := _last_result(run)) is not None] for runs in groups.values()]
     columns: dict[str, list[Cell]] = {
@@ -164,12 +166,12 @@ def final_table(groups: Mapping[str, list[Run]]) -> str:
     return f'<div class="scroll">{table([*columns], body, text_columns={0})}</div>'
 
 
-def _last_result(run: Run) -> dict[str, Any] | None:
+def _last_result(run: RunMetrics) -> dict[str, Any] | None:
     best = run.paths.best_step()
     return max(run.evaluations, key=lambda result: (result["global_step"] == best, result["global_step"]), default=None)
 
 
-def _end(run: Run, name: str) -> float | None:
+def _end(run: RunMetrics, name: str) -> float | None:
     values = series(run.rows, name)[1]
     return values[-1] if values else None
 
@@ -207,7 +209,7 @@ def _common_suite(runs: Sequence[RunPaths]) -> str:
     return suites.pop() if len(suites) == 1 else "default"
 
 
-def _scores(groups: Mapping[str, list[Run]]) -> list[str]:
+def _scores(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
     """What the seeds say together, by the metrics of evaluations that all runs have; nothing of single runs."""
     runs = [run for group in groups.values() for run in group]
     names = dict.fromkeys(name for run in runs for name, _, _ in kind_of_run(run.paths).compared)
@@ -217,13 +219,13 @@ def _scores(groups: Mapping[str, list[Run]]) -> list[str]:
             step, values = scores_at(runs, metric)
             if step is not None:
                 remaining = iter(values)
-                scored = [Scored(label, [next(remaining) for _ in of], len(of)) for label, of in groups.items()]
+                scored = [ConfigScores(label, [next(remaining) for _ in of], len(of)) for label, of in groups.items()]
                 title = f"{metric} at step {step}"
                 found.append(section(f"Over seeds: {title}", scores_part(scored, title, goal_of(metric), metric)))
     return found
 
 
-def curves_part(groups: Mapping[str, list[Run]], of: int | None = None) -> str:
+def curves_part(groups: Mapping[str, list[RunMetrics]], of: int | None = None) -> str:
     """The charts of some runs, as HTML.
 
     Args:

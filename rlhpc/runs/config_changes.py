@@ -39,7 +39,7 @@ _FREE = (
 _SHOWN = 6
 
 
-class Change(NamedTuple):
+class KeyChange(NamedTuple):
     """A key with its values before and after."""
 
     key: str
@@ -74,7 +74,7 @@ def _is(key: str, names: tuple[str, ...]) -> bool:
     )
 
 
-def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | Mapping[str, Any]) -> list[Change]:
+def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | Mapping[str, Any]) -> list[KeyChange]:
     """Returns the changes that make `after` a different run from `before`.
 
     A key that only one side has does not count, for it came or went with a version of rlhpc; but a key of the user's own does,
@@ -93,7 +93,7 @@ def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | M
             {key: None for key in other if key not in one and open_mapping_of(key) in shared and other[key] != {}}
         )
     return [
-        Change(key, old[key], new[key])
+        KeyChange(key, old[key], new[key])
         for key in old
         if key in new
         and not _agree(key, old[key], new[key])

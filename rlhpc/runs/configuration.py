@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.files import ConfigSource, source_name
 from rlhpc.config.load import read_layers, require
-from rlhpc.config.merge import Layers
+from rlhpc.config.merge import ConfigLayers
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import typed
 from rlhpc.runs.checks import validate
@@ -56,7 +56,7 @@ def load_config(
     return cfg
 
 
-def _check_suites(layers: Layers, source: str) -> None:
+def _check_suites(layers: ConfigLayers, source: str) -> None:
     """Checks what each suite changes, as its evaluation will read it: better now than after training."""
     for name, changes in typed(RunConfig, layers.cfg).workflow.suites.items():
         own = layers.copy()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rlhpc.jobs.elastic.helper_plan import Placed, helper_plans
+from rlhpc.jobs.elastic.helper_plan import HelperPlacement, helper_plans
 from rlhpc.jobs.elastic.records import Attendance
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS, StopRequest
@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Collection
 
 from rlhpc.jobs.elastic.helper_job import submit
-from rlhpc.jobs.elastic.helper_plan import Decision, HelperPlan, Job, Rule, Seen
+from rlhpc.jobs.elastic.helper_plan import ClusterState, Decision, HelperPlan, LiveHelperJob, Rule
 from rlhpc.jobs.elastic.records import HelperJobRecord, HelperRecord, end_helpers, helpers_name
 from rlhpc.jobs.probes import JobState, SlurmProbe
 from rlhpc.jobs.segment import read_json_file
@@ -48,7 +48,7 @@ _FRESH = 0.3
 _ENDING = ("COMPLETING", "STAGE_OUT")
 
 
-class Helpers:
+class HelperJobs:
     """The jobs of helpers of a run.
 
     Args:
@@ -191,16 +191,16 @@ class Helpers:
             job.started = max(seen, now - walltime)
         job.ended = now if job.started is None else min(now, max(seen, job.started + walltime))
 
-    def _seen(self, now: float) -> Seen:
+    def _seen(self, now: float) -> ClusterState:
         present = self._present()
         jobs = [
-            Job(
+            LiveHelperJob(
                 job.id, "leaving" if job.leaving is not None else "running" if job.started is not None else "queued",
                 present.get(job.id, 0), job.hours(now),
             )
             for job in self._record.live()
         ]  # fmt: skip
-        return Seen(
+        return ClusterState(
             now, jobs, self._waited, asked_ranks(self.paths, self.plan.group), self._record.spent(), self._useful,
             self._vain, self._vain_since,
         )  # fmt: skip
@@ -259,12 +259,12 @@ class Elastic:
         self,
         section: ClusterConfig,
         paths: RunPaths,
-        placements: Mapping[str, Sequence[Placed]],
+        placements: Mapping[str, Sequence[HelperPlacement]],
         useful: Mapping[str, int],
     ) -> None:
         self._paths, self._plans = paths, helper_plans(section, placements)
         self._useful = {name: most - len(placements.get(name) or ()) for name, most in useful.items()}
-        self._helpers: list[Helpers] = []
+        self._helpers: list[HelperJobs] = []
         self._attendance: Attendance | None = None
         self._restarts = False
 
@@ -283,7 +283,7 @@ class Elastic:
         self._attendance = Attendance(self._paths.attendance)
         session.membership.heard = self._attendance.note
         self._helpers = [
-            Helpers(
+            HelperJobs(
                 self._paths, plan, self._useful.get(plan.group, plan.bounds.most), session.job_gone,
                 session.membership.by_job, session.membership.faulty,
             )

@@ -29,7 +29,7 @@ Curve = tuple[list[float], list[float]]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunMetrics:
     """One run: its metrics and its evaluations.
 
     Attributes:
@@ -66,12 +66,12 @@ class Run:
         return Evaluated(int(x[-1]), y[-1], y[-1], y[-1], 0, True) if x else None
 
 
-def read_run(paths: RunPaths) -> Run:
+def read_run(paths: RunPaths) -> RunMetrics:
     """Reads what the headline numbers of a run need: its last rows, and its evaluations on the suite that judges it."""
     results = read_all_results(paths)
     suites = {str(result["suite"]) for result in results}
     suite = next(iter(suites)) if len(suites) == 1 else judging_suite(paths, results)
-    return Run(paths, read_last_metrics(paths.metrics), read_results(paths, suite))
+    return RunMetrics(paths, read_last_metrics(paths.metrics), read_results(paths, suite))
 
 
 def run_headlines(folders: Sequence[RunPaths]) -> dict[str, list[str]]:
@@ -79,7 +79,7 @@ def run_headlines(folders: Sequence[RunPaths]) -> dict[str, list[str]]:
     return headline_columns({str(number): [read_run(paths)] for number, paths in enumerate(folders)})
 
 
-def headline_columns(groups: Mapping[str, Sequence[Run]]) -> dict[str, list[str]]:
+def headline_columns(groups: Mapping[str, Sequence[RunMetrics]]) -> dict[str, list[str]]:
     """Returns the headline numbers of groups of runs as columns: title → a text for each group.
 
     The columns are those of the runs' kinds; one that no run has a number for is left out.
@@ -101,7 +101,7 @@ def headline_columns(groups: Mapping[str, Sequence[Run]]) -> dict[str, list[str]
 NO_VALUE = "–"
 
 
-def _with_k(headline: Headline, runs: Sequence[Run]) -> Headline | None:
+def _with_k(headline: Headline, runs: Sequence[RunMetrics]) -> Headline | None:
     """Returns a headline with its k, where it is of pass@k; None if no run has several samples of a problem."""
     if headline.metric != f"eval/{PASS_AT_K}":
         return headline
@@ -111,7 +111,7 @@ def _with_k(headline: Headline, runs: Sequence[Run]) -> Headline | None:
     return dataclasses.replace(headline, metric=f"eval/{name}", title=metric_title(name)) if name else None
 
 
-def _cell(headline: Headline, runs: Sequence[Run]) -> str:
+def _cell(headline: Headline, runs: Sequence[RunMetrics]) -> str:
     """Returns the number of a group: of a share the mean with its 95 % interval, over seeds or, of one run, as its evaluation
     says; of other numbers the mean with the lowest and the highest, where they differ."""
     finals = [final for run in runs if (final := run.final(headline.metric)) is not None]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlhpc.metrics.charts import Row, interval_chart, number
+from rlhpc.metrics.charts import ChartRow, interval_chart, number
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, figures, table
 from rlhpc.metrics.provenance import is_share
@@ -26,7 +26,7 @@ _METHOD = (
 
 
 @dataclass(frozen=True)
-class Scored:
+class ConfigScores:
     """One configuration with the scores of its seeds.
 
     Attributes:
@@ -109,13 +109,13 @@ def metric_of(kind: Kind[Any], runs: Sequence[HasScores]) -> str | None:
     return next((name for name in names if runs and scores_at(runs, name)[0] is not None), None)
 
 
-def ranked(found: Sequence[Scored], goal: str) -> list[Scored]:
+def ranked(found: Sequence[ConfigScores], goal: str) -> list[ConfigScores]:
     """Those with scores, the best interquartile mean first."""
     sign = -1 if goal == "maximize" else 1
     return sorted((one for one in found if one.scores), key=lambda one: sign * interquartile_mean(one.scores).value)
 
 
-def scores_part(configurations: Sequence[Scored], title: str, goal: str, metric: str) -> str:
+def scores_part(configurations: Sequence[ConfigScores], title: str, goal: str, metric: str) -> str:
     """Table and chart of the scores, as HTML; the best configuration comes first.
 
     Args:
@@ -145,7 +145,7 @@ def scores_part(configurations: Sequence[Scored], title: str, goal: str, metric:
     none = [one.label for one in configurations if not one.scores]
     left_out = f"<p>Without a score yet: {len(none)} of {len(configurations)} configurations.</p>" if none else ""
     rows = [
-        Row(one.label, *middle, dots=one.scores, color=colors[one.label])
+        ChartRow(one.label, *middle, dots=one.scores, color=colors[one.label])
         for one, middle in zip(order[:MOST_DRAWN], middles, strict=False)
     ]
     more = f", the best {MOST_DRAWN} of {len(order)}" if len(order) > MOST_DRAWN else ""

@@ -22,7 +22,7 @@ from rlhpc.runs.config_changes import training_fingerprint
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.tuning.costs import Costs
 from rlhpc.runs.tuning.search import Space, search
-from rlhpc.runs.tuning.tune import Asked, configured_candidate, is_allowed, space_of, workload_of
+from rlhpc.runs.tuning.tune import TuneRequest, configured_candidate, is_allowed, space_of, workload_of
 from rlhpc.runs.tuning.workload import Knob
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import ConfigError, RlhpcError
@@ -34,7 +34,7 @@ SAME_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class JobShape:
     """A way to ask for nodes.
 
     Attributes:
@@ -75,10 +75,10 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class StartTimes:
     """When a shape would start; and end, if every further job starts at once."""
 
-    shape: Shape
+    shape: JobShape
     start: Start
 
     @property
@@ -106,7 +106,7 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outlook:
+class StartEstimate:
     """All that is to be said.
 
     Attributes:
@@ -117,7 +117,7 @@ class Outlook:
         now: Unix time of the questions.
     """
 
-    answers: Sequence[Answer]
+    answers: Sequence[StartTimes]
     allowed: Allowance | None
     why_no_end: str
     left_out: Sequence[str]
@@ -125,11 +125,11 @@ class Outlook:
 
 
 def outlook(
-    asked: Asked,
+    asked: TuneRequest,
     nodes: Sequence[int],
     partitions: Sequence[str],
     ask: Callable[[str], Start] = would_start,
-) -> Outlook:
+) -> StartEstimate:
     """Asks the scheduler about all shapes.
 
     Args:
@@ -147,21 +147,21 @@ def outlook(
             "--nodes and --partitions are for configurations without cluster.node_groups; change the groups in the file"
         )
     space, why = _costs(asked, cfg)
-    now, left_out, answers = time.time(), list[str](), list[Answer]()
+    now, left_out, answers = time.time(), list[str](), list[StartTimes]()
     for count, partition in _alternatives(asked, cfg, nodes, partitions):
         try:
             found = _shapes(asked, cfg, count, partition, space)
         except RlhpcError as error:
             left_out.append(f"{count} node{'s' * (count != 1)}: {error}")
             continue
-        tried = [Answer(shape, ask(shape.script)) for shape in found]
+        tried = [StartTimes(shape, ask(shape.script)) for shape in found]
         answers.append(min(tried, key=lambda answer: answer.rank))
     answers.sort(key=lambda answer: answer.rank)
-    return Outlook(answers, allowance(cfg.cluster.account), why, left_out, now)
+    return StartEstimate(answers, allowance(cfg.cluster.account), why, left_out, now)
 
 
 def _alternatives(
-    asked: Asked, cfg: RunConfig, nodes: Sequence[int], partitions: Sequence[str]
+    asked: TuneRequest, cfg: RunConfig, nodes: Sequence[int], partitions: Sequence[str]
 ) -> list[tuple[int, str | None]]:
     """Numbers of nodes with partitions, what is configured first."""
     count, partition = cfg.cluster.num_nodes, cfg.cluster.partition
@@ -183,7 +183,7 @@ def _of_site(site: str | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _costs(asked: Asked, cfg: RunConfig) -> tuple[Space | None, str]:
+def _costs(asked: TuneRequest, cfg: RunConfig) -> tuple[Space | None, str]:
     """What `rlhpc tune` found out about this run; or why there is nothing."""
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     record = read_json_file(paths.tuned)
@@ -205,7 +205,9 @@ def _costs(asked: Asked, cfg: RunConfig) -> tuple[Space | None, str]:
         return None, f"{paths.tuned} cannot be read ({error!r}): rlhpc tune again"
 
 
-def _shapes(asked: Asked, cfg: RunConfig, nodes: int, partition: str | None, space: Space | None) -> list[Shape]:
+def _shapes(
+    asked: TuneRequest, cfg: RunConfig, nodes: int, partition: str | None, space: Space | None
+) -> list[JobShape]:
     """A number of nodes in a partition, with each walltime that may be worth it.
 
     Raises:
@@ -235,7 +237,7 @@ def _shapes(asked: Asked, cfg: RunConfig, nodes: int, partition: str | None, spa
         accelerators = sum(node.accelerators for node in plan.nodes)
         usable = None if walltime is None else max(0.0, 60.0 * walltime - _reserve_s(sized))
         shapes.append(
-            Shape(
+            JobShape(
                 nodes, accelerators, str(partition or ""), walltime, (*words, *timed), not (words or timed),
                 plan.test_script(), train_s, usable,
                 not accelerators and not sized.cluster.node_groups and has_gpus(partition),
@@ -270,7 +272,7 @@ def walltimes(cfg: RunConfig, train_s: float | None) -> list[int | None]:
     return [configured, *dict.fromkeys(shorter)]
 
 
-def render(found: Outlook) -> str:
+def render(found: StartEstimate) -> str:
     """What `rlhpc plan --when` prints."""
     unit = "GPU-hours" if any(answer.shape.accelerators for answer in found.answers) else "node hours"
     table = [["", "nodes", "GPUs", "partition", "walltime", "start", "end", "jobs", unit]]
@@ -297,7 +299,7 @@ def render(found: Outlook) -> str:
     return "\n".join(lines)
 
 
-def verdict(found: Outlook) -> list[str]:
+def verdict(found: StartEstimate) -> list[str]:
     """What the best is, and what it is better than; and the words that make the configuration ask for it."""
     possible = [answer for answer in found.answers if answer.start.at is not None]
     if not possible:
@@ -320,7 +322,7 @@ def verdict(found: Outlook) -> list[str]:
     return lines
 
 
-def _what(answer: Answer, now: float) -> str:
+def _what(answer: StartTimes, now: float) -> str:
     shape = answer.shape
     count = _some(shape.accelerators, "GPU") if shape.accelerators else _some(shape.nodes, "node")
     where = f" in {shape.partition}" if shape.partition else ""
@@ -342,7 +344,7 @@ def moment(at: float, now: float) -> str:
     return time.strftime("%A %H:%M" if at - now < 6 * 86400 else "%Y-%m-%d %H:%M", local)
 
 
-def _account(found: Outlook) -> list[str]:
+def _account(found: StartEstimate) -> list[str]:
     """What the account has left, and which shapes need more."""
     allowed = found.allowed
     if allowed is None:
@@ -363,7 +365,7 @@ def _word(resource: str) -> str:
     return {"gres/gpu": "GPU", "cpu": "CPU"}.get(resource, resource)
 
 
-def _beyond(shape: Shape, minutes: Mapping[str, tuple[float, float]]) -> list[str]:
+def _beyond(shape: JobShape, minutes: Mapping[str, tuple[float, float]]) -> list[str]:
     """Limits that a shape's run would exceed."""
     needs: dict[str, Any] = {"gres/gpu": shape.accelerators, "node": shape.nodes}
     found = []

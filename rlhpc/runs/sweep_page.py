@@ -18,8 +18,17 @@ from rlhpc.metrics.page import card, missing, page, section, write_page
 from rlhpc.metrics.provenance import read_results
 from rlhpc.metrics.statistics import interquartile_mean
 from rlhpc.runs.compare import curves_part, final_table
-from rlhpc.runs.headlines import Run
-from rlhpc.runs.seed_scores import MOST_DRAWN, Scored, estimate_text, goal_of, metric_of, ranked, scores_at, scores_part
+from rlhpc.runs.headlines import RunMetrics
+from rlhpc.runs.seed_scores import (
+    MOST_DRAWN,
+    ConfigScores,
+    estimate_text,
+    goal_of,
+    metric_of,
+    ranked,
+    scores_at,
+    scores_part,
+)
 from rlhpc.runs.sweep import read_sweep
 from rlhpc.runs.task_type import kind_of_run
 
@@ -43,12 +52,12 @@ class SweepRanking:
 
     record: dict[str, Any]
     states: dict[str, RunState]
-    runs: dict[str, Run | None]
+    runs: dict[str, RunMetrics | None]
     metric: str | None
     goal: str
     step: int | None
     scores: dict[str, float]
-    configurations: list[Scored]
+    configurations: list[ConfigScores]
 
 
 def rank_sweep(sweep: SweepPaths, suite: str | None = None, metric: str | None = None) -> SweepRanking:
@@ -74,7 +83,9 @@ def rank_sweep(sweep: SweepPaths, suite: str | None = None, metric: str | None =
     step, values = scores_at([*compared.values()], metric) if metric else (None, [])
     scores: dict[str, float] = dict(zip(compared, values, strict=False))
     labels = list(dict.fromkeys(str(run["label"]) for run in named))
-    scored = [Scored(label, _of(label, named, scores), sum(run["label"] == label for run in named)) for label in labels]
+    scored = [
+        ConfigScores(label, _of(label, named, scores), sum(run["label"] == label for run in named)) for label in labels
+    ]
     return SweepRanking(record, state, runs, metric, goal, step, scores, scored)
 
 
@@ -150,12 +161,12 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
     return write_page(html, output)
 
 
-def _read(paths: RunPaths, suite: str) -> Run | None:
+def _read(paths: RunPaths, suite: str) -> RunMetrics | None:
     rows = read_metrics(paths.metrics)
-    return Run(paths, rows, read_results(paths, suite)) if rows else None
+    return RunMetrics(paths, rows, read_results(paths, suite)) if rows else None
 
 
-def _compared(runs: Sequence[Run]) -> str | None:
+def _compared(runs: Sequence[RunMetrics]) -> str | None:
     return metric_of(kind_of_run(runs[0].paths), runs) if runs else None
 
 
@@ -163,7 +174,7 @@ def _of(label: str, named: Sequence[Mapping[str, Any]], scores: Mapping[str, flo
     return [scores[run["name"]] for run in named if run["label"] == label and run["name"] in scores]
 
 
-def _nothing(metric: str | None, runs: Sequence[Run], ended: int) -> str:
+def _nothing(metric: str | None, runs: Sequence[RunMetrics], ended: int) -> str:
     if not ended:
         return "No run has finished yet."
     if metric is None:
@@ -181,7 +192,7 @@ def _runs_table(
     output: Path,
     named: Sequence[Mapping[str, Any]],
     state: Mapping[str, Any],
-    runs: Mapping[str, Run | None],
+    runs: Mapping[str, RunMetrics | None],
     scores: Mapping[str, float],
     metric: str | None,
 ) -> str:

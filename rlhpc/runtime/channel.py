@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.device_memory import address
 from rlhpc.runtime.comm.payload import Packed
-from rlhpc.runtime.comm.queues import Item, Outlook, Refused, Taker
+from rlhpc.runtime.comm.queues import ChannelRefused, Item, PutEstimate, Taker
 from rlhpc.runtime.comm.serialization import owned
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES
 from rlhpc.runtime.comm.zmq_sockets import choose
@@ -197,7 +197,7 @@ class Channel:
             if home["ipc"] == service.endpoint["ipc"]:
                 frames = owned(packed.frames())
 
-                outlook = Outlook("", "", False)
+                outlook = PutEstimate("", "", False)
 
                 def act(answer: Any) -> bool:
                     nonlocal outlook
@@ -225,15 +225,15 @@ class Channel:
                 return
             request = service.peers.begin(choose(home), b"PUT", [head, *packed.frames()], whom, context.wait_deadline)
             reply = service.peers.reply_to(request, context.wait_deadline, gone)
-            self._sent(context, packed, key, Outlook(*pickle.loads(reply[0])))
+            self._sent(context, packed, key, PutEstimate(*pickle.loads(reply[0])))
         except BaseException as error:
             packed.discard()
-            if isinstance(error, Refused):
+            if isinstance(error, ChannelRefused):
                 context.check()
                 raise QueueFull(whom) from None
             raise
 
-    def _sent(self, context: Context, packed: Packed, key: str, outlook: Outlook) -> None:
+    def _sent(self, context: Context, packed: Packed, key: str, outlook: PutEstimate) -> None:
         if outlook.host:
             self._takers[key] = outlook.taker
         packed.settle(outlook.waiting, context.check)
@@ -317,7 +317,7 @@ class Channel:
         head = pickle.dumps((self.name, key, target, wait, tuple(taker), process_key(service.endpoint)))
         try:
             reply = service.peers.request(choose(home), b"GET", [head], timeout, whom)
-        except Refused:
+        except ChannelRefused:
             context.check()
             raise QueueEmpty(whom) from None
         results, at = list[tuple[Any, int]](), 1

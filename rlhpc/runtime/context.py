@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.errors import RendezvousTimeout, RlhpcError, StaleGeneration
 from rlhpc.runtime.host import host_id
-from rlhpc.runtime.registry import LEFT, MEMBERS, Registry
+from rlhpc.runtime.registry import LEFT, MEMBERS, GenerationFolder
 
 if TYPE_CHECKING:
     from rlhpc.runtime.comm.service import Service
@@ -85,7 +85,7 @@ class Context:
     """
 
     name: str
-    registry: Registry
+    registry: GenerationFolder
     service: Service
     check: Callable[[], None] = lambda: None
     wait_deadline: float = float(os.environ.get("RLHPC_WAIT_DEADLINE_S", 1800))

@@ -25,7 +25,7 @@ from rlhpc.runtime.errors import ChannelError, ConfigError, RlhpcError
 from rlhpc.runtime.host import host_id, node_name
 from rlhpc.runtime.imports import fingerprint, python_path, run_module
 from rlhpc.runtime.ownership import owner
-from rlhpc.runtime.registry import CURRENT, LEFT, MEMBERS, Keys, Registry
+from rlhpc.runtime.registry import CURRENT, LEFT, MEMBERS, CurveKeys, GenerationFolder
 from rlhpc.runtime.text import shown
 from rlhpc.runtime.worker_spec import LEAVE, WorkerSpec, for_input
 
@@ -45,15 +45,15 @@ _LOOK_AGAIN_S = 0.5
 _HANDING_S = 15.0
 
 
-class Refused(ConfigError):
+class JoinRefused(ConfigError):
     """The driver takes no such rank; says why."""
 
 
-class NotYet(Refused):
+class NotYet(JoinRefused):
     """The driver takes ranks, but not at this moment."""
 
 
-class Door:
+class JoinPoint:
     """The way to a run's driver.
 
     Args:
@@ -65,8 +65,8 @@ class Door:
 
     def __init__(self, registry_root: Path) -> None:
         try:
-            self.registry = Registry(registry_root / (registry_root / CURRENT).read_text())
-            self.keys: Keys = self.registry.load_keys()
+            self.registry = GenerationFolder(registry_root / (registry_root / CURRENT).read_text())
+            self.keys: CurveKeys = self.registry.load_keys()
             driver = self.registry.get(MEMBERS, "driver")
             if driver is not None:
                 driver = {"node": driver["node"], "data": {name: str(driver["data"][name]) for name in _ENDPOINTS}}
@@ -103,7 +103,7 @@ class Door:
         """True if the driver listens to processes of this host."""
         try:
             self._endpoint()
-        except Refused:
+        except JoinRefused:
             return False
         return True
 
@@ -111,7 +111,7 @@ class Door:
         try:
             endpoint = choose(self._driver["data"])
         except ChannelError as error:
-            raise Refused(
+            raise JoinRefused(
                 f"the driver is on {self._driver['node']} and listens to processes of that host only, and this is another"
             ) from error
         if self._driver["data"]["host"] == host_id():
@@ -123,13 +123,13 @@ class Door:
         """Refuses a driver on this host that is another user's: the run's files may have come from that user."""
         scheme, _, path = endpoint.partition("://")
         if scheme != "ipc":
-            raise Refused(f"the driver on this host is said to be at {shown(endpoint)}, which is no UNIX socket")
+            raise JoinRefused(f"the driver on this host is said to be at {shown(endpoint)}, which is no UNIX socket")
         try:
             status = os.lstat(path)
         except (OSError, ValueError):
             return  # nothing answers there
         if status.st_uid != os.geteuid():
-            raise Refused(f"{shown(path)} is {owner(status)}'s: a driver of another user gives no place in a run")
+            raise JoinRefused(f"{shown(path)} is {owner(status)}'s: a driver of another user gives no place in a run")
 
     def ask(self, wish: Mapping[str, Any]) -> WorkerSpec:
         """Asks for a place. The answer is read as JSON: only the rank's own process runs what the run sends.
@@ -142,11 +142,11 @@ class Door:
                 self._endpoint(), b"JOIN", [pickle.dumps(dict(wish))], _ANSWER_S, "the driver"
             )
         except ChannelError as error:
-            raise (NotYet if isinstance(error, TooEarly) else Refused)(str(error)) from error
+            raise (NotYet if isinstance(error, TooEarly) else JoinRefused)(str(error)) from error
         try:
             return WorkerSpec.from_json(answer)
         except ValueError as error:
-            raise Refused(f"what the driver answered is no place in a run: {error}") from None
+            raise JoinRefused(f"what the driver answered is no place in a run: {error}") from None
 
     def lives(self, hurry: Callable[[], bool] = lambda: False) -> bool:
         """Whether the driver answers, or there is no time to wait for that: one whose host is gone never does."""
@@ -309,16 +309,18 @@ def stay(
             return times
 
 
-def _door(registry_root: Path, before: str, over: Callable[[], bool], patience_s: float, silent: bool) -> Door | None:
+def _door(
+    registry_root: Path, before: str, over: Callable[[], bool], patience_s: float, silent: bool
+) -> JoinPoint | None:
     """The way to a driver; None if none comes in time. The one before it is as good, if it was only `silent` and answers."""
     deadline = time.monotonic() + patience_s
     while True:
         if not before and not patience_s:
-            return Door(registry_root)
+            return JoinPoint(registry_root)
         with contextlib.suppress(ConfigError, OSError):
             other = (registry_root / CURRENT).read_text() != before
             if other or silent:
-                door = Door(registry_root)
+                door = JoinPoint(registry_root)
                 if other or (door.lives(over) and not over()):
                     return door
                 door.close()
@@ -327,7 +329,7 @@ def _door(registry_root: Path, before: str, over: Callable[[], bool], patience_s
         time.sleep(_LOOK_AGAIN_S)
 
 
-def _place(door: Door, wish: Mapping[str, Any], stopped: Leaving, patience_s: float) -> WorkerSpec | None:
+def _place(door: JoinPoint, wish: Mapping[str, Any], stopped: Leaving, patience_s: float) -> WorkerSpec | None:
     """A place, as soon as there are any; None if this process is to leave before.
 
     Raises:
@@ -347,7 +349,7 @@ def _place(door: Door, wish: Mapping[str, Any], stopped: Leaving, patience_s: fl
             raise RlhpcError("the run's driver has ended before a rank could join")
 
 
-def _without(door: Door, spec: WorkerSpec) -> str:
+def _without(door: JoinPoint, spec: WorkerSpec) -> str:
     """What to say where the driver goes on without the rank."""
     why = door.why_left(spec)
     door.left = bool(why)
@@ -355,7 +357,7 @@ def _without(door: Door, spec: WorkerSpec) -> str:
 
 
 def _take_part(
-    door: Door, spec: WorkerSpec | None, stopped: Leaving, said: Callable[[str], None], grace_s: float
+    door: JoinPoint, spec: WorkerSpec | None, stopped: Leaving, said: Callable[[str], None], grace_s: float
 ) -> int:
     """With one driver, until it is gone, the rank has ended, or this process is to leave; the rank's wait status."""
     if spec is None:

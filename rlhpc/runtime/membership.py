@@ -25,7 +25,7 @@ from rlhpc.runtime.failure_detection import FailurePolicy
 from rlhpc.runtime.host import host_id, process_key
 from rlhpc.runtime.imports import fingerprint
 from rlhpc.runtime.launchers import JoinedStarter, Member, Starter
-from rlhpc.runtime.registry import LEFT, Registry
+from rlhpc.runtime.registry import LEFT, GenerationFolder
 from rlhpc.runtime.reporting import logged
 from rlhpc.runtime.rpc import RpcClient
 from rlhpc.runtime.text import last_lines, tail
@@ -96,7 +96,7 @@ _ALIVE = ("starting", "ready")
 _TELL_S = 5.0
 
 
-class Ranks:
+class RankTable:
     """All ranks that a session has started: for each name the latest.
 
     Args:
@@ -258,7 +258,9 @@ class Membership:
         why_fixed: Why no group takes ranks, where something can be changed; for messages.
     """
 
-    def __init__(self, ranks: Ranks, registry: Registry, failures: FailurePolicy, log_dir: Path, listens: bool) -> None:
+    def __init__(
+        self, ranks: RankTable, registry: GenerationFolder, failures: FailurePolicy, log_dir: Path, listens: bool
+    ) -> None:
         self._ranks, self._registry, self._failures = ranks, registry, failures
         self._log_dir, self._listens = log_dir, listens
         self._joined, self._host = JoinedStarter(), host_id()

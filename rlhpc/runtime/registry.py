@@ -50,7 +50,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600, durable: bool = Tru
 
 
 @dataclass(frozen=True)
-class Registry:
+class GenerationFolder:
     """One generation's folder."""
 
     root: Path
@@ -60,7 +60,7 @@ class Registry:
         return self.root.name
 
     @classmethod
-    def create(cls, parent: Path, generation: str) -> Registry:
+    def create(cls, parent: Path, generation: str) -> GenerationFolder:
         """Makes the folder of a new generation and declares it the current one.
 
         Raises:
@@ -118,7 +118,7 @@ class Registry:
         name, folder = next((item for item in above.items() if not item[1].is_dir()), ("registry", self.root.parent))
         return f"the {name} {folder} was removed while the run went on: it ends, and its logs may be gone with it"
 
-    def require_whole(self, keys: Keys) -> None:
+    def require_whole(self, keys: CurveKeys) -> None:
         """For the driver, from time to time: checks that this generation is still current, with the keys it began with.
 
         A name can occur again after a registry was removed and made anew; keys cannot.
@@ -189,11 +189,11 @@ class Registry:
             pause = min(pause * 1.5, 0.5)
         return record
 
-    def save_keys(self, keys: Keys) -> None:
+    def save_keys(self, keys: CurveKeys) -> None:
         """Writes the generation's key pair, readable only by its owner."""
         write_atomic(self.root / "keys.json", json.dumps([keys.public.decode(), keys.secret.decode()]).encode())
 
-    def load_keys(self) -> Keys:
+    def load_keys(self) -> CurveKeys:
         """The generation's key pair.
 
         Raises:
@@ -209,18 +209,18 @@ class Registry:
                     "write are not used. Start the run again under another runner.name"
                 )
             public, secret = read_json(file.read())
-        return Keys(public.encode(), secret.encode())
+        return CurveKeys(public.encode(), secret.encode())
 
 
 @dataclass(frozen=True)
-class Keys:
+class CurveKeys:
     """CURVE key pair of one generation: it authenticates and encrypts every socket, in both directions."""
 
     public: bytes
     secret: bytes
 
     @classmethod
-    def fresh(cls) -> Keys:
+    def fresh(cls) -> CurveKeys:
         import zmq
 
         return cls(*zmq.curve_keypair())
@@ -239,7 +239,7 @@ class RegistryWatch:
         fail: Called once with what is wrong; then the watch is over.
     """
 
-    def __init__(self, registry: Registry, keys: Keys, fail: Callable[[RlhpcError], None]) -> None:
+    def __init__(self, registry: GenerationFolder, keys: CurveKeys, fail: Callable[[RlhpcError], None]) -> None:
         self._registry, self._keys, self._fail = registry, keys, fail
         self._over = threading.Event()
         threading.Thread(target=self._watch, name="rlhpc-registry", daemon=True).start()

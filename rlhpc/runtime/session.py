@@ -26,7 +26,7 @@ from rlhpc.runtime.launchers.local import ForkedStarter, ForkServerProcess
 from rlhpc.runtime.launchers.srun import SteppedStarter
 from rlhpc.runtime.membership import (
     Membership,
-    Ranks,
+    RankTable,
     all_in,
     by_starter,
     class_body,
@@ -35,7 +35,7 @@ from rlhpc.runtime.membership import (
     said_before_its_log,
 )
 from rlhpc.runtime.network import own_address
-from rlhpc.runtime.registry import MEMBERS, Keys, Registry, RegistryWatch
+from rlhpc.runtime.registry import MEMBERS, CurveKeys, GenerationFolder, RegistryWatch
 from rlhpc.runtime.reporting import guarded, logged
 from rlhpc.runtime.rpc import RpcClient, worker_failed
 from rlhpc.runtime.worker_spec import EXIT, IDLE, RESUME, spec_of
@@ -91,13 +91,15 @@ class Session:
         root = registry_root or self.scratch.sockets / "registry"
         job = os.environ.get("SLURM_JOB_ID")
         restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-        generation = Registry.job_generation(root, job, restart) if job else Registry.next_local_generation(root)
-        self.registry = Registry.create(root, generation)
-        keys = Keys.fresh()
+        generation = (
+            GenerationFolder.job_generation(root, job, restart) if job else GenerationFolder.next_local_generation(root)
+        )
+        self.registry = GenerationFolder.create(root, generation)
+        keys = CurveKeys.fresh()
         self.registry.save_keys(keys)
         self.log_dir = log_dir or self.scratch.sockets / "logs"
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.ranks = Ranks(lambda ended: self.service.members_changed(self.service.epoch + 1, ended))
+        self.ranks = RankTable(lambda ended: self.service.members_changed(self.service.epoch + 1, ended))
         self.failures, self._recovery = FailurePolicy(), 0
         self.membership = Membership(self.ranks, self.registry, self.failures, self.log_dir, bool(tcp_address))
         self.leases = Leases(self.fail, lambda record: self.service.peers.knows_ended(record))

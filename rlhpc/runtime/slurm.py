@@ -24,7 +24,7 @@ _FIELD = re.compile(r"([A-Za-z][\w:/\[\]-]*)=(.*?)(?=\s+[A-Za-z][\w:/\[\]-]*=|\s
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandOutput:
     """What a command printed; code 127 if there is no such command, 124 if it did not end in time."""
 
     code: int
@@ -69,7 +69,7 @@ def ask(
     timeout_s: float = TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
     apart: bool = False,
-) -> Answer:
+) -> CommandOutput:
     """Runs a command; never raises.
 
     Args:
@@ -86,20 +86,20 @@ def ask(
             env=query_environment(os.environ if environment is None else environment), start_new_session=apart,
         )  # fmt: skip
     except OSError as error:
-        return Answer(127, "", f"{argv[0]}: {error.strerror or error}")
+        return CommandOutput(127, "", f"{argv[0]}: {error.strerror or error}")
     _asked[threading.get_ident()] = process, apart
     with process:
         try:
             text, error_text = process.communicate(stdin, timeout_s)
         except subprocess.TimeoutExpired:
             _kill(process, apart)
-            return Answer(124, "", f"{argv[0]} did not answer within {timeout_s:.0f} s")
+            return CommandOutput(124, "", f"{argv[0]} did not answer within {timeout_s:.0f} s")
         except BaseException:
             _kill(process, apart)
             raise
         finally:
             _asked.pop(threading.get_ident(), None)
-    return Answer(process.returncode, text, error_text)
+    return CommandOutput(process.returncode, text, error_text)
 
 
 def give_up(thread: threading.Thread) -> None:

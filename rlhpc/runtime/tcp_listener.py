@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 
 import psutil
 
-from rlhpc.runtime.tcp_sockets import Connection, PeerOwners, libc
+from rlhpc.runtime.tcp_sockets import PeerOwners, TcpConnection, libc
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +69,11 @@ class TcpListener:
 
     def accept(self) -> list[socket.socket]:
         """Takes a batch of connections off the queue; returns those that may speak, without blocking."""
-        arrived: list[tuple[int, Connection]] = []
+        arrived: list[tuple[int, TcpConnection]] = []
         for _ in range(_BATCH):
             number = self._accept()
             if number >= 0:
-                arrived.append((number, Connection(self.sock.family, self._local, self._parsed())))
+                arrived.append((number, TcpConnection(self.sock.family, self._local, self._parsed())))
             elif ctypes.get_errno() in (errno.EMFILE, errno.ENFILE):
                 self._drop()
             elif ctypes.get_errno() not in _ITS_OWN:

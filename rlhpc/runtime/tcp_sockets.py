@@ -48,7 +48,7 @@ def tcp_sockets() -> Iterator[TcpSocket]:
                 yield TcpSocket(_address(local), _address(peer), int(state, 16) == _LISTEN, int(uid), int(inode))
 
 
-class Connection(NamedTuple):
+class TcpConnection(NamedTuple):
     """Ends of a TCP connection that this process has accepted: addresses in 4 or 16 bytes, and ports."""
 
     family: int
@@ -69,7 +69,7 @@ class PeerOwners:
         with contextlib.suppress(OSError):  # a sandbox that forbids it
             self._netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG)
             self._netlink.connect((0, 0))
-            if self._ask(Connection(family, (bytes(len(local[0])), 0), local)) is None:  # a kernel without tcp_diag
+            if self._ask(TcpConnection(family, (bytes(len(local[0])), 0), local)) is None:  # a kernel without tcp_diag
                 self.close()
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class PeerOwners:
             self._netlink.close()
             self._netlink = None
 
-    def uids(self, connections: Sequence[Connection]) -> list[int | None]:
+    def uids(self, connections: Sequence[TcpConnection]) -> list[int | None]:
         """Returns the user whose process holds the other end of each connection; None where no process of this host does."""
         if self._netlink is not None:
             try:
@@ -93,7 +93,7 @@ class PeerOwners:
         owners = _owners({local for _, local in names})
         return [owners.get(ends) for ends in names]
 
-    def _ask(self, connection: Connection) -> tuple[int, int, int] | None:
+    def _ask(self, connection: TcpConnection) -> tuple[int, int, int] | None:
         """Returns state, user and inode of the socket at the other end; None where there is none.
 
         Raises:

@@ -161,13 +161,13 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
     from rlhpc.runtime.comm.zmq_sockets import choose
     from rlhpc.runtime.errors import CallAborted, DeadlineExceeded
     from rlhpc.runtime.os_resources import raise_limit
-    from rlhpc.runtime.registry import Registry
+    from rlhpc.runtime.registry import GenerationFolder
     from rlhpc.runtime.rpc import main_stack
     from rlhpc.runtime.scratch import Scratch
 
     raise_limit()
     guard()
-    registry, scratch = Registry(Path(spec.registry)), Scratch(spec.token)
+    registry, scratch = GenerationFolder(Path(spec.registry)), Scratch(spec.token)
     scratch.ensure()
     remove_idle_of_the_dead(scratch.shm)
     keys = registry.load_keys()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from rlhpc.config.parallel import Sizes, undivided
+from rlhpc.config.parallel import MeshSizes, undivided
 from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import write_durably
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlhpc.training.mesh import Mesh
     from rlhpc.training.shard_layout import Region
 
-__all__ = ["ActorSection", "Blueprint", "Full", "Named", "Ranks", "TrainingBackend", "transformer_layers"]
+__all__ = ["ActorSection", "Blueprint", "Full", "Named", "TrainingBackend", "TrainingRanks", "transformer_layers"]
 
 Batch = TypeVar("Batch")
 Found = TypeVar("Found")
@@ -62,7 +62,7 @@ class ActorSection(Protocol):
         """What is divided over which ranks."""
 
 
-class Ranks(Protocol):
+class TrainingRanks(Protocol):
     """What a backend needs of its worker."""
 
     @property
@@ -109,12 +109,12 @@ class TrainingBackend(abc.ABC):
         module: The module that was built.
         device: The device it computes on.
         base_lr: `actor.optim.lr`.
-        sizes: Of the mesh of ranks: who is in a block, and which samples a block gets (`Sizes.data_of`).
+        sizes: Of the mesh of ranks: who is in a block, and which samples a block gets (`MeshSizes.data_of`).
         mesh: The mesh itself, if there is one.
         norms: Gradient norms of the last step, by policy (`Blueprint.policies`).
     """
 
-    sizes: Sizes
+    sizes: MeshSizes
     mesh: Mesh | None = None
 
     name = ""
@@ -129,10 +129,10 @@ class TrainingBackend(abc.ABC):
 
     module: nn.Module
 
-    def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> None:
+    def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> None:
         self.blueprint, self.actor, self.worker = blueprint, actor, worker
         self.rank, self.ranks = worker.rank, worker.world_size
-        self.sizes = Sizes.of(actor.parallel, self.ranks, f"{blueprint.key}.parallel")
+        self.sizes = MeshSizes.of(actor.parallel, self.ranks, f"{blueprint.key}.parallel")
         if not (self.divides or self.sizes.plain):
             raise ConfigError(undivided(blueprint.key, self.name or type(self).__name__, self.sizes))
         self.device = torch.device(torch_device(worker.accelerators))

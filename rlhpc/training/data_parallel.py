@@ -15,7 +15,7 @@ from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.devices import moved
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training import lora
-from rlhpc.training.backend import Blueprint, Named, Ranks
+from rlhpc.training.backend import Blueprint, Named, TrainingRanks
 from rlhpc.training.flat_parameters import FlatModule
 from rlhpc.training.offload import ParkingBackend, tensors_of
 
@@ -32,7 +32,7 @@ class ReplicatedBackend(ParkingBackend):
     name = "local"
     lockstep = False
 
-    def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> None:
+    def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> None:
         super().__init__(blueprint, actor, worker)
         self.module = moved(blueprint.build(), self.device)
         # A wing that keeps the weights itself has them in the dtype of the computation.

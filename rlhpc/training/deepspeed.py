@@ -22,7 +22,7 @@ from rlhpc.runtime.devices import collective_backends, moved
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import fsync_folder, write_durably
 from rlhpc.runtime.plugins import required
-from rlhpc.training.backend import Batch, Blueprint, Metrics, Named, Ranks
+from rlhpc.training.backend import Batch, Blueprint, Metrics, Named, TrainingRanks
 from rlhpc.training.deepspeed_checkpoint import as_universal, files_of, require_harmless
 from rlhpc.training.deepspeed_config import KEY, deepspeed_config
 from rlhpc.training.offload import ParkingBackend, tensors_in, tensors_of
@@ -105,7 +105,7 @@ class DeepSpeedBackend(ParkingBackend):
 
     name = "deepspeed"
 
-    def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> None:
+    def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> None:
         super().__init__(blueprint, actor, worker)
         self.config = deepspeed_config(actor, self.dtype)
         self.stage = int(self.config["zero_optimization"]["stage"])

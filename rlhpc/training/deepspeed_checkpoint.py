@@ -19,7 +19,7 @@ import torch
 from rlhpc.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from rlhpc.training.backend import Ranks
+    from rlhpc.training.backend import TrainingRanks
 
 
 _PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_(optim|model)_states\.pt$")
@@ -154,7 +154,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def as_universal(source: Path, *, beside: Path, worker: Ranks) -> Iterator[Path]:
+def as_universal(source: Path, *, beside: Path, worker: TrainingRanks) -> Iterator[Path]:
     """Provides a checkpoint in the universal format while the block runs. All ranks call it; rank 0 converts.
 
     Args:

@@ -29,13 +29,13 @@ from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.files import fsync_folder
 
 if TYPE_CHECKING:
-    from rlhpc.training.backend import Ranks
+    from rlhpc.training.backend import TrainingRanks
 
 #: A rank's file, by its number from 1: PyTorch's own name.
 _SHARD = "shard-{number:05d}-model-00001-of-00001.safetensors"
 
 
-def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: Ranks) -> None:
+def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: TrainingRanks) -> None:
     """Writes each rank's part of `state` as one file, or has it written (`beside.write_file`); all ranks call it.
 
     Raises:

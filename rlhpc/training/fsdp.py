@@ -29,7 +29,7 @@ from rlhpc.runtime.devices import collective_backends, empty_cache
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import write_durably
 from rlhpc.training.backend import Batch as Given
-from rlhpc.training.backend import Blueprint, Found, Named, Ranks
+from rlhpc.training.backend import Blueprint, Found, Named, TrainingRanks
 from rlhpc.training.distributed_checkpoint import load_sharded, save_sharded
 from rlhpc.training.mesh import Mesh, shared_by
 from rlhpc.training.offload import ParkingBackend, tensors_in, tensors_of
@@ -53,7 +53,7 @@ class FsdpBackend(ParkingBackend):
     name = "fsdp"
     divides = True
 
-    def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> None:
+    def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> None:
         super().__init__(blueprint, actor, worker)
         # The results of a forward pass go into losses, which change nothing in place.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)

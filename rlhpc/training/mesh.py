@@ -27,9 +27,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rlhpc.config.parallel import Sizes
+from rlhpc.config.parallel import MeshSizes
 
-#: Of which dimensions of `Sizes` each dimension of a mesh is made.
+#: Of which dimensions of `MeshSizes` each dimension of a mesh is made.
 _MADE_OF = {"fsdp": ("shard", "context"), "expert_fsdp": (), "expert": ()}
 _EXPERTS = frozenset({"expert_fsdp", "expert"})
 
@@ -52,7 +52,7 @@ class Mesh:
         expert_fsdp: Over which FSDP2 shards experts.
     """
 
-    sizes: Sizes
+    sizes: MeshSizes
     rank: int
     device: str
     whole: DeviceMesh = field(init=False)

@@ -23,7 +23,7 @@ _PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterView:
     """A tensor of a checkpoint, as a view of a module's.
 
     Attributes:
@@ -49,7 +49,7 @@ def plain(name: str) -> str:
     return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
 
 
-def checkpoint_parts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Part]]:
+def checkpoint_parts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[ParameterView]]:
     """What a module's tensors are in a checkpoint of it, as `save_pretrained` would name them.
 
     Args:
@@ -68,10 +68,12 @@ def checkpoint_parts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -
     wrapper: Any = module
     inner = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else module
     reverse = _Reverse(model) if model is not None and model is inner else None
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[ParameterView]] = {}
     for name, shape in shapes.items():
         whole = tuple((0, size) for size in shape)
-        found[name] = [Part(plain(name), whole)] if reverse is None else list(reverse.parts(plain(name), shape))
+        found[name] = (
+            [ParameterView(plain(name), whole)] if reverse is None else list(reverse.parts(plain(name), shape))
+        )
     return found
 
 
@@ -105,12 +107,12 @@ class _Reverse:
         self._forward: dict[str, Any] = {pattern: one for one, back in backwards for pattern in back.source_patterns}
         self._model = type(model).__name__
 
-    def parts(self, name: str, shape: tuple[int, ...]) -> Iterator[Part]:
+    def parts(self, name: str, shape: tuple[int, ...]) -> Iterator[ParameterView]:
         """What a tensor is in the checkpoint."""
         renamed, pattern = self._rename(name, self._renamings, self._converters, reverse=True)
         whole = tuple((0, size) for size in shape)
         if pattern is None:
-            yield Part(renamed, whole)
+            yield ParameterView(renamed, whole)
             return
         forward = self._forward[pattern]
         sources: list[str] = forward._original_source_patterns
@@ -128,7 +130,7 @@ class _Reverse:
             for number, source in enumerate(sources):
                 inner = first.replace(sources[0], source).replace("*", str(expert), 1)
                 rows = (number * size, (number + 1) * size) if joined else (0, shape[1])
-                yield Part(self._named(inner), (expert, rows, *whole[2:]))
+                yield ParameterView(self._named(inner), (expert, rows, *whole[2:]))
 
     @staticmethod
     def _converted(name: str, source: str, pattern: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.runtime.plugins import Registry
 
 if TYPE_CHECKING:
-    from rlhpc.training.backend import ActorSection, Blueprint, Ranks, TrainingBackend
+    from rlhpc.training.backend import ActorSection, Blueprint, TrainingBackend, TrainingRanks
 
 #: Registry of classes `(blueprint, actor, worker) -> TrainingBackend`.
 BACKENDS: Registry[Any] = Registry(
@@ -20,7 +20,7 @@ BACKENDS: Registry[Any] = Registry(
 )  # fmt: skip
 
 
-def make_backend(blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> TrainingBackend:
+def make_backend(blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> TrainingBackend:
     """Builds the backend that `actor.training_backend` names: `local`, `fsdp`, `deepspeed`, or `module:Class`, a
     `TrainingBackend`. All ranks of the worker's group call it.
 

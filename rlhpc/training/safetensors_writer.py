@@ -40,7 +40,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where a tensor lies.
 
     Attributes:
@@ -75,7 +75,7 @@ class Layout:
             size += own
         self.total = sum(sizes.values())
         self.parameters = sum(math.prod(shape) for shape, _ in tensors.values())
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, TensorLocation] = {}
         self._headers: dict[str, tuple[bytes, int]] = {}
         for number, names in enumerate(groups, 1):
             file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else MODEL
@@ -91,7 +91,7 @@ class Layout:
             for name in names:
                 shape, dtype = tensors[name]
                 start: int = entries[name]["data_offsets"][0]  # type: ignore[assignment]
-                self.places[name] = Place(file, len(header) + start, shape, dtype)
+                self.places[name] = TensorLocation(file, len(header) + start, shape, dtype)
 
     def begin(self, folder: Path) -> None:
         """Makes the files, with headers and room for the tensors, and the index; one rank calls it."""
@@ -139,7 +139,7 @@ class Layout:
         fsync_folder(folder)
 
 
-def _write_box(file: int, place: Place, box: Box, values: torch.Tensor) -> int:
+def _write_box(file: int, place: TensorLocation, box: Box, values: torch.Tensor) -> int:
     """Writes runs of bytes that are next to each other in the file, as long as they can be."""
     written = 0
     for start, run in _runs(place.shape, box, values):

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from rlhpc.checkpoint.tensor_slice import Box, between, whole
 from rlhpc.training.lora import Factors, factors_of, frozen_names, layers_by_weight, merged
 from rlhpc.training.mesh import Mesh
-from rlhpc.training.parameter_names import Part, checkpoint_parts, plain
+from rlhpc.training.parameter_names import ParameterView, checkpoint_parts, plain
 
 
 def boxes(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
@@ -156,7 +156,7 @@ def regions(
 
 
 def regions_of(
-    name: str, tensor: torch.Tensor, parts: Sequence[Part], mesh: Mesh | None, *, frozen: bool = False
+    name: str, tensor: torch.Tensor, parts: Sequence[ParameterView], mesh: Mesh | None, *, frozen: bool = False
 ) -> list[Region]:
     """Of one tensor of a module: see `regions`.
 
@@ -179,8 +179,8 @@ def regions_of(
 def within(
     index: tuple[int | tuple[int, int], ...], box: Box, local: Box
 ) -> tuple[Box, tuple[int | slice, ...]] | None:
-    """What a box of a module's tensor and a part of it (`Part.index`) have in common: as a box of the part, and as an index of
-    the local tensor, where `local` says that the box lies; None if that is nothing."""
+    """What a box of a module's tensor and a part of it (`ParameterView.index`) have in common: as a box of the part, and as an
+    index of the local tensor, where `local` says that the box lies; None if that is nothing."""
     start, stop, where = list[int](), list[int](), list[int | slice]()
     for one, a, b, at in zip(index, box.starts, box.ends, local.starts, strict=True):
         low, high = (one, one + 1) if isinstance(one, int) else one

@@ -87,7 +87,7 @@ class Presence:
         return current().registry.version(MEMBERS, self.name(rank))
 
 
-class Group:
+class WeightProcessGroup:
     """This process's end.
 
     Args:

@@ -13,15 +13,15 @@ from rlhpc.runtime.comm.shared_memory import spans_of
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.base import NamedTensors, NamedUpdates, Update, WeightSync
 from rlhpc.weights.delta import Elements, put
-from rlhpc.weights.sender import Announcement, Entry, Part
+from rlhpc.weights.sender import Announcement, Entry, WeightChunk
 from rlhpc.weights.verification import Proof
 from rlhpc.weights.version_digest import Receipt
 
 #: `(part, late) -> memory of its segment`, which lives as long as a view of it, or the tensors of its cargo. The memory of a
 #: kept part may be written to. `late`: the part was announced to others with an earlier version.
-Open = Callable[[Part, bool], Any]
+Open = Callable[[WeightChunk, bool], Any]
 #: Does without a part: of a version that was broken off, or one that has come already.
-Skip = Callable[[Part], None]
+Skip = Callable[[WeightChunk], None]
 #: An announcement, and the memory of its part.
 Piece = tuple[Announcement, Any]
 
@@ -113,7 +113,7 @@ def _pieces(first: Announcement, following: Callable[[], Announcement], read: Op
             raise RlhpcError(f"weights of version {before.version} were followed by a part of {now.version}")
 
 
-def _taken(part: Part, memory: Any, held: dict[str, torch.Tensor] | None) -> NamedUpdates:
+def _taken(part: WeightChunk, memory: Any, held: dict[str, torch.Tensor] | None) -> NamedUpdates:
     """Yields the contents of a part or, given `held`, puts those of a kept part there instead."""
     if part.cargo is not None:
         for name, tensor in zip(part.cargo[1], memory, strict=True):
@@ -170,7 +170,7 @@ def apply(sync: WeightSync, named_tensors: NamedTensors, *, adopt: torch.nn.Modu
     Args:
         sync: The receiving end.
         named_tensors: The tensors to fill.
-        adopt: See `Target`.
+        adopt: See `UpdateTarget`.
 
     Returns:
         The version.
@@ -178,7 +178,7 @@ def apply(sync: WeightSync, named_tensors: NamedTensors, *, adopt: torch.nn.Modu
     Raises:
         RlhpcError: The receiver's model is a different one; nothing was changed.
     """
-    target = Target(named_tensors, adopt)  # while the sender is still writing
+    target = UpdateTarget(named_tensors, adopt)  # while the sender is still writing
     update = sync.receive()
     try:
         target.take(update)
@@ -188,7 +188,7 @@ def apply(sync: WeightSync, named_tensors: NamedTensors, *, adopt: torch.nn.Modu
     return update.version
 
 
-class Target:
+class UpdateTarget:
     """The tensors that an update goes into.
 
     Args:

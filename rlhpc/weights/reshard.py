@@ -36,7 +36,7 @@ from rlhpc.weights.base import NamedTensors, NamedUpdates, Update
 from rlhpc.weights.process_group import Who
 from rlhpc.weights.reshard_collective import Header, Tables, Together, Wanted, give, take
 from rlhpc.weights.sender import PART_BYTES
-from rlhpc.weights.transfer_plan import Held, Line, Piece, Routes
+from rlhpc.weights.transfer_plan import Held, Piece, Routes, SliceReaders
 from rlhpc.weights.transport import WeightReceiver, WeightSender
 from rlhpc.weights.transport_select import AUTO, GLOO, HOST, NCCL, SEVERAL, End, Receiving, choose, said
 from rlhpc.weights.verification import Proof
@@ -96,7 +96,7 @@ class SendsShards(Protocol):
 
 
 @dataclass
-class _Stream:
+class _SliceStream:
     """What this rank of a trainer sends to those who want the same.
 
     Attributes:
@@ -143,9 +143,9 @@ class ShardSync:
         self._together: Together | None = None
         self.sent = 0
         # of a trainer's rank
-        self._streams: list[_Stream] = []
+        self._streams: list[_SliceStream] = []
         self._holding: dict[str, int] = {}
-        self._lines: list[Line] = []
+        self._lines: list[SliceReaders] = []
         # of an engine's rank
         self._sources: dict[int, WeightReceiver] = {}
         self._order: list[Piece] = []
@@ -192,7 +192,7 @@ class ShardSync:
         self.sent += sum(piece.nbytes for piece in mine) if self._together.went else 0
         return self._together.went
 
-    def _send(self, stream: _Stream, pieces: list[Piece], version: int, shards: Sequence[Shard]) -> None:
+    def _send(self, stream: _SliceStream, pieces: list[Piece], version: int, shards: Sequence[Shard]) -> None:
         """Sends a stream's part of a version."""
         frozen = {piece.label for piece in pieces if shards[self._holding[piece.label]].frozen}
         left = (piece for piece in pieces if piece.label not in stream.still)
@@ -220,7 +220,7 @@ class ShardSync:
             self._holding |= {piece.label: _holding(shards, piece) for piece in mine}
             receivers = _by_group([who for who, of in tables.of.items() if of == number])
             sender = WeightSender(worker, receivers, self._delta, part, SEVERAL)
-            self._streams.append(_Stream(sender, mine, [p for p in mine if tables.keeps(routes[number], p)]))
+            self._streams.append(_SliceStream(sender, mine, [p for p in mine if tables.keeps(routes[number], p)]))
         self._together = tables.together(self._src[0], self._me)
         self._lines = [tables.line(number, routes[number], _load()) for number in range(to if self._together else 0)]
         return tables

@@ -22,8 +22,8 @@ from rlhpc.checkpoint.tensor_slice import Box
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import DeadlineExceeded
-from rlhpc.weights.process_group import Group, GroupLost, Presence, Who
-from rlhpc.weights.transfer_plan import DIGEST, Held, Line, Load, Piece, Routes, loads, route
+from rlhpc.weights.process_group import GroupLost, Presence, WeightProcessGroup, Who
+from rlhpc.weights.transfer_plan import DIGEST, Held, Load, Piece, Routes, SliceReaders, loads, route
 from rlhpc.weights.transport_select import HOST
 from rlhpc.weights.verification import COST, WeightsDiffer
 from rlhpc.weights.version_digest import digests
@@ -56,17 +56,17 @@ class Together:
         self._kind, self._members, self._senders, self._me, self._key = kind, members, senders, me, f"shards/{name}"
         self.rank = members.index(me)
         self._presence = Presence(members, me)
-        self._group: Group | None = None
+        self._group: WeightProcessGroup | None = None
         self.went = False
 
-    def run(self, version: int, rounds: Callable[[Group], Iterator[T]]) -> Iterator[T]:
+    def run(self, version: int, rounds: Callable[[WeightProcessGroup], Iterator[T]]) -> Iterator[T]:
         """What the rounds of a version give. Afterwards `went` says whether all have got all."""
         self.went = False
         if not (name := self._begun(version)):
             return
         if self._group is None or self._group.name != name:
             self.end()
-            self._group = Group(self._kind, self._members, self._me, name)
+            self._group = WeightProcessGroup(self._kind, self._members, self._me, name)
         try:
             yield from rounds(self._group)
             mine = True
@@ -148,7 +148,11 @@ class Together:
 
 
 def give(
-    group: Group, lines: Sequence[Line], me: int, values: Callable[[Piece], torch.Tensor], version: int
+    group: WeightProcessGroup,
+    lines: Sequence[SliceReaders],
+    me: int,
+    values: Callable[[Piece], torch.Tensor],
+    version: int,
 ) -> Iterator[None]:
     """A version's rounds on a rank of the trainer.
 
@@ -172,7 +176,7 @@ def give(
 
 
 def take(
-    group: Group, line: Line, me: int, dtypes: Mapping[str, str], version: int
+    group: WeightProcessGroup, line: SliceReaders, me: int, dtypes: Mapping[str, str], version: int
 ) -> Iterator[tuple[Piece, torch.Tensor]]:
     """A version's rounds on a rank that receives: pieces, which nobody writes to any more.
 
@@ -292,10 +296,10 @@ class Tables:
         """Pieces as receivers get them: what is kept comes last."""
         return sorted(routes.pieces, key=lambda piece: self.keeps(routes, piece))
 
-    def line(self, number: int, routes: Routes, most: int) -> Line:
+    def line(self, number: int, routes: Routes, most: int) -> SliceReaders:
         """Those who want what a table says, and what goes to them over a group, in loads of so many bytes."""
         ranks = [len(self.held) + rank for rank, of in enumerate(self.of.values()) if of == number]
-        return Line(loads([p for p in self.in_order(routes) if not self.keeps(routes, p)], most), tuple(ranks))
+        return SliceReaders(loads([p for p in self.in_order(routes) if not self.keeps(routes, p)], most), tuple(ranks))
 
     def together(self, trainer: str, me: Who) -> Together | None:
         """A rank's part in what goes over a group; None where all goes through the host."""

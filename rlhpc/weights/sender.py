@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from rlhpc.runtime.comm.device_memory import Crossing
-from rlhpc.runtime.comm.shared_memory import ALIGN, HEADER, Segment, SegmentPool, spans_of
+from rlhpc.runtime.comm.shared_memory import ALIGN, HEADER, SegmentPool, ShmSegment, spans_of
 from rlhpc.runtime.devices import SideCopies, locked
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.weights.base import DELTAS, NamedTensors
@@ -37,7 +37,7 @@ from rlhpc.weights.version_digest import Receipt, digests
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
-class Copies(Protocol):
+class HostCopies(Protocol):
     """Copies into host memory beside whatever else is done."""
 
     def begin(self, pairs: Pairs) -> Callable[[], None]:
@@ -52,7 +52,7 @@ class Carrier:
         copies: What copies.
     """
 
-    def __init__(self, pool: SegmentPool, copies: Copies) -> None:
+    def __init__(self, pool: SegmentPool, copies: HostCopies) -> None:
         self._pool, self._copies = pool, copies
 
     @classmethod
@@ -84,7 +84,7 @@ class Carrier:
         return segment.path, spans[-1], self._copies.begin(list(zip(places, flat, strict=True)))
 
 
-def _locked(segment: Segment) -> torch.Tensor:
+def _locked(segment: ShmSegment) -> torch.Tensor:
     """A segment's memory, its pages locked for as long as the pool has it: it goes from part to part."""
     if segment.locked is None:
         segment.locked = locked(segment.memory)
@@ -98,14 +98,14 @@ PARTS = 2
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.02
 
 
-class Holds(Protocol):
+class ChunkLocation(Protocol):
     """Where parts are."""
 
     def awaited(self, path: str) -> list[bool]:
         """Which readers of a part have not come yet; empty once none is to come."""
 
 
-class Window:
+class ChunkWindow:
     """The parts of a version that somebody has yet to come for.
 
     Args:
@@ -119,7 +119,7 @@ class Window:
 
     def __init__(
         self,
-        pool: Holds,
+        pool: ChunkLocation,
         readers: Sequence[str],
         *,
         check: Callable[[], None] = lambda: None,
@@ -179,7 +179,7 @@ PART_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightChunk:
     """One segment of weights.
 
     Attributes:
@@ -237,9 +237,9 @@ class Announcement:
     version: int
     number: int
     serial: int
-    part: Part | None
+    part: WeightChunk | None
     last: bool
-    log: tuple[Part, ...] = ()
+    log: tuple[WeightChunk, ...] = ()
     receipt: Receipt | None = None
 
 
@@ -298,10 +298,10 @@ class Publisher:
             raise ValueError(f"delta is {delta!r}; allowed: {', '.join(DELTAS)}")
         self._pool, self._readers, self._delta, self._part_bytes = pool, readers, delta, part_bytes
         self._carrier, self._roads = carrier, roads
-        self._frozen: list[Part] = []
-        self._base: list[Part] = []
-        self._changes: list[Part] = []
-        self._dropping: list[Part] = []
+        self._frozen: list[WeightChunk] = []
+        self._base: list[WeightChunk] = []
+        self._changes: list[WeightChunk] = []
+        self._dropping: list[WeightChunk] = []
         self.forget()
 
     def forget(self) -> None:
@@ -316,7 +316,7 @@ class Publisher:
         self._shadow = Shadow()
 
     def publish(
-        self, version: int, tensors: NamedTensors, frozen: Container[str] = (), window: Window | None = None
+        self, version: int, tensors: NamedTensors, frozen: Container[str] = (), window: ChunkWindow | None = None
     ) -> Iterator[Announcement]:
         """Writes one version; each announcement must have reached all receivers before the next but one is requested.
 
@@ -350,7 +350,7 @@ class Publisher:
                         self._pool.release(part.path, reader)
 
     def _announcements(
-        self, version: int, tensors: NamedTensors, frozen: Container[str], window: Window | None
+        self, version: int, tensors: NamedTensors, frozen: Container[str], window: ChunkWindow | None
     ) -> Iterator[tuple[Announcement, Callable[[], None] | None]]:
         """What to announce, and what to wait for before; None if nothing."""
         self._settle()
@@ -425,14 +425,16 @@ class Publisher:
 
     def _write(
         self, bucket: _Bucket, *, kept: bool, readers: int, serial: int | None = None, fixed: bool = False
-    ) -> tuple[Part, Callable[[], None] | None]:
+    ) -> tuple[WeightChunk, Callable[[], None] | None]:
         """A part, and what waits until it is all there; None if it is."""
         cargo = None if kept or self._roads is None or serial is not None else self._roads.carry(bucket.tensors)
         if cargo is not None:
             self._serial += 1
             path = cargo.path if isinstance(cargo, Crossing) else ""
             names = tuple(entry[0] for entry in bucket.entries)
-            return Part(self._stream, self._serial, path, (0, 0), False, bucket.nbytes, cargo=(cargo, names)), None
+            return WeightChunk(
+                self._stream, self._serial, path, (0, 0), False, bucket.nbytes, cargo=(cargo, names)
+            ), None
         table, landed = pickle.dumps(bucket.entries), None
         if self._carrier is not None:
             path, span, landed = self._carrier.begin(bucket.tensors, table, readers, keep=kept)
@@ -441,7 +443,7 @@ class Publisher:
             span = spans[-1]
         if serial is None:
             self._serial += 1
-        return Part(
+        return WeightChunk(
             self._stream, self._serial if serial is None else serial, path, span, kept, bucket.nbytes, fixed
         ), landed
 
@@ -461,7 +463,7 @@ class Publisher:
     def _compact(self) -> None:
         """Replaces the old copy of the weights and its changes by a new copy. Only receivers that come later read it:
         the present ones have, or are about to have, everything in it."""
-        base: list[Part] = []
+        base: list[WeightChunk] = []
         bucket = _Bucket()
 
         def write() -> None:

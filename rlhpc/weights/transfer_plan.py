@@ -216,7 +216,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Line:
+class SliceReaders:
     """Those who want the same, and what that is.
 
     Attributes:

@@ -20,7 +20,7 @@ from rlhpc.runtime.registry import MEMBERS
 from rlhpc.weights.base import NamedTensors, Update
 from rlhpc.weights.process_group import GroupLost
 from rlhpc.weights.receiver import Piece, Subscriber, entries_of
-from rlhpc.weights.sender import PART_BYTES, PARTS, Announcement, Part, Publisher, Window
+from rlhpc.weights.sender import PART_BYTES, PARTS, Announcement, ChunkWindow, Publisher, WeightChunk
 from rlhpc.weights.transport_select import AUTO, Bucket, Receiving, Sending
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Ahead:
 _BRANCHES = 2
 
 
-class Place(NamedTuple):
+class ReaderSlot(NamedTuple):
     """A receiver's place among the readers of a part.
 
     Attributes:
@@ -202,25 +202,25 @@ class WeightSender:
                 yield announcement
 
 
-def _places(context: Context, names: list[tuple[str, int]]) -> tuple[dict[tuple[str, int], Place], int]:
+def _places(context: Context, names: list[tuple[str, int]]) -> tuple[dict[tuple[str, int], ReaderSlot], int]:
     """The receivers' places, and how many hosts a part passes through at most before it reaches one.
 
     The sender's data goes to two other hosts, and each passes it on to two: however many hosts there are, nobody sends more.
     """
     readers = p2p.readers_of(context, names)
     hosts = [together for together in readers if context.member(*together[0])["host"] != context.host]
-    places: dict[tuple[str, int], Place] = {}
+    places: dict[tuple[str, int], ReaderSlot] = {}
     for index, together in enumerate(readers):
         above, below = "", 0
         if index < len(hosts):
             above = context.member(*hosts[index // 2 - 1][0])["data"]["bulk"] if index >= _BRANCHES else ""
             below = len(range(2 * index + 2, min(2 * index + 4, len(hosts))))
         for number, who in enumerate(together):
-            places[who] = Place(len(places), number, len(together), above, below)
+            places[who] = ReaderSlot(len(places), number, len(together), above, below)
     return places, max(len(hosts) + 1, 2).bit_length() - 2
 
 
-class _Held(NamedTuple):
+class _ChunkStore(NamedTuple):
     """Where parts are: in shared memory, or on an accelerator."""
 
     host: SegmentPool
@@ -231,12 +231,12 @@ class _Held(NamedTuple):
         return self.host.awaited(path) or self.card.awaited(path)
 
 
-def _window(context: Context, names: list[tuple[str, int]], parts: int) -> Window:
+def _window(context: Context, names: list[tuple[str, int]], parts: int) -> ChunkWindow:
     """For receivers by their numbers. One that is started again is no longer waited for: it has nothing of the version."""
     shown = [f"{group}-{rank}" for group, rank in names]
     known = [context.registry.version(MEMBERS, name) for name in shown]
-    return Window(
-        _Held(context.service.pool, context.service.lane.pool),
+    return ChunkWindow(
+        _ChunkStore(context.service.pool, context.service.lane.pool),
         shown,
         check=context.check,
         there=lambda reader: (
@@ -264,7 +264,7 @@ class WeightReceiver:
     def __init__(self, worker: Worker, src: tuple[str, int], *, whole: bool = False, road: str = AUTO) -> None:
         self._me, self._src = (worker.group_name, worker.rank), src
         self._subscriber = Subscriber(whole)
-        self._place, self._origin = Place(0, 0, 1), Origin("", "")
+        self._place, self._origin = ReaderSlot(0, 0, 1), Origin("", "")
         self._above = Above("")
         self._ahead = Ahead(after=lambda: current().service.peers.close())
         self._giving_up: Callable[[], None] = _never
@@ -297,13 +297,13 @@ class WeightReceiver:
             self._above = Above(self._place.above)
         return announcement
 
-    def _skip(self, part: Part) -> None:
+    def _skip(self, part: WeightChunk) -> None:
         if part.cargo is not None and isinstance(part.cargo[0], Bucket):
             self._roads.refuse(part.cargo[0])
         else:
             self._read(part, False)
 
-    def _again(self, part: Part) -> list[Any]:
+    def _again(self, part: WeightChunk) -> list[Any]:
         """The tensors of a part that was lost on its way, as its sender announces it again."""
         found = self._following().part
         if found is None or found.serial != part.serial:
@@ -311,7 +311,7 @@ class WeightReceiver:
         memory = memoryview(self._read(found, False))
         return [what for _, what in entries_of(memory, found.table)]
 
-    def _read(self, part: Part, late: bool) -> Any:
+    def _read(self, part: WeightChunk, late: bool) -> Any:
         """The memory of a part; `late` if the other receivers on this host have it already."""
         service, place = current().service, self._place
         if part.cargo is not None:

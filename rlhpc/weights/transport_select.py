@@ -26,7 +26,7 @@ from rlhpc.runtime.comm.payload import Origin
 from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.registry import WEIGHTS
-from rlhpc.weights.process_group import Group, GroupLost, Who
+from rlhpc.weights.process_group import GroupLost, WeightProcessGroup, Who
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ class Bucket(NamedTuple):
     kind: str
     members: tuple[Who, ...]
     size: int
-    parts: list[crossings.Part]
+    parts: list[crossings.TensorView]
 
     def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """What lies in its memory."""
@@ -161,7 +161,7 @@ class Sending:
         self._receivers: tuple[Who, ...] = ()
         self._begun: Callable[[], bool] = lambda: False
         self.road, self._why, self.carried = HOST, "", 0
-        self._group: Group | None = None
+        self._group: WeightProcessGroup | None = None
         self._ends: tuple[End, ...] = ()
         self._sent: tuple[Bucket, torch.Tensor] | None = None
         self._waits = False
@@ -202,7 +202,7 @@ class Sending:
 
     def _bucket(self, tensors: Sequence[torch.Tensor]) -> Bucket:
         if self._group is None:
-            self._group = Group(self.road, (self._me, *self._receivers), self._me)
+            self._group = WeightProcessGroup(self.road, (self._me, *self._receivers), self._me)
         parts, size = crossings.layout_tensors(
             [(_name(one.dtype), tuple(one.shape), one.element_size()) for one in tensors]
         )
@@ -255,7 +255,7 @@ class Receiving:
 
     def __init__(self, me: Who, wanted: str) -> None:
         self._me, self._wanted, self._told = me, wanted, False
-        self._group: Group | None = None
+        self._group: WeightProcessGroup | None = None
         self._ended = ""  # the group that this process has left
 
     def tell(self) -> None:
@@ -279,7 +279,7 @@ class Receiving:
             raise GroupLost(f"{_named(self._me)} has left the group {cargo.group}")
         if self._group is None or self._group.name != cargo.group:
             self._leave()
-            self._group = Group(cargo.kind, cargo.members, self._me, cargo.group)
+            self._group = WeightProcessGroup(cargo.kind, cargo.members, self._me, cargo.group)
         flat = self._group.memory(cargo.size)
         try:
             self._group.broadcast(flat)
@@ -294,7 +294,7 @@ class Receiving:
     def refuse(self, cargo: Cargo) -> None:
         """Says that a part is not taken, of a version that this process has broken off."""
         if isinstance(cargo, Bucket):
-            Group(cargo.kind, cargo.members, self._me, cargo.group).end(tell=True)
+            WeightProcessGroup(cargo.kind, cargo.members, self._me, cargo.group).end(tell=True)
 
     def forget(self) -> None:
         """Ends the group. Who is in the middle of a version breaks it off."""

@@ -498,19 +498,19 @@ class _Bomb:
 def answer_a_join(answer: Callable[[str], bytes]) -> str:
     """A driver of somebody else answers one that joins."""
     from rlhpc.runtime.errors import RlhpcError
-    from rlhpc.runtime.joining import Door
-    from rlhpc.runtime.registry import Keys, Registry
+    from rlhpc.runtime.joining import JoinPoint
+    from rlhpc.runtime.registry import CurveKeys, GenerationFolder
 
     with tempfile.TemporaryDirectory(prefix="rlhpc-t-") as name:
         top, mark = Path(name), f"{name}/went-off"
-        registry = Registry.create(top / "run/registry", "local-0")
-        registry.save_keys(Keys.fresh())
+        registry = GenerationFolder.create(top / "run/registry", "local-0")
+        registry.save_keys(CurveKeys.fresh())
         registry.put(
             "members",
             "driver",
             {"node": "n", "data": {"host": "h", "ipc": "ipc:///nowhere", "tcp": "tcp://h:1", "bulk": ""}},
         )
-        door: Any = Door(top / "run/registry")
+        door: Any = JoinPoint(top / "run/registry")
         door._peers.request = lambda *_: [answer(mark)]
         try:
             door.ask({"group": "rollout"})

@@ -57,7 +57,7 @@ class TransitionBatch:
     total: int
 
 
-class Target:
+class TargetNetwork:
     """A copy of a network that follows it: Polyak averaging, on one flat tensor.
 
     Attributes:
@@ -130,9 +130,9 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
         self._nothing = self._sums.new_zeros(())
         self._counts = [0, 0]
 
-    def build_targets(self) -> dict[str, Target]:
+    def build_targets(self) -> dict[str, TargetNetwork]:
         """The target networks, by name: here those of the critics."""
-        return {"critics": Target(self.policy.critics, self.critic)}
+        return {"critics": TargetNetwork(self.policy.critics, self.critic)}
 
     def reset_targets(self) -> None:
         """Makes the target networks equal to what they follow."""

@@ -100,7 +100,7 @@ METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 
 
 @dataclass
-class Part:
+class MinibatchShard:
     """This rank's part of one minibatch, what all ranks' parts add up to, how many passes they make over it at least, and what
     its rows come from while it is trained on."""
 
@@ -118,7 +118,7 @@ class Micro(NamedTuple):
     """What one forward and backward pass works on."""
 
     columns: dict[str, torch.Tensor]
-    part: Part
+    part: MinibatchShard
 
 
 class PolicyUpdate:
@@ -296,7 +296,7 @@ class PolicyUpdate:
 
     def _minibatches(
         self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, arriving: Arriving | None
-    ) -> Iterator[Part]:
+    ) -> Iterator[MinibatchShard]:
         """All minibatches of all epochs. What is known is summed over the ranks before the first of them."""
         begin = 0
         if arriving is not None:
@@ -308,7 +308,7 @@ class PolicyUpdate:
 
     def _as_they_come(
         self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, arriving: Arriving
-    ) -> Iterator[Part]:
+    ) -> Iterator[MinibatchShard]:
         """The minibatches of the first epoch. One of several parts begins with the first of them: how much of it trains, and
         how its advantages are spread, is not known by then. So all of it does, and they stay as they are."""
         slots, parts = total // arriving.steps, arriving.parts
@@ -325,9 +325,9 @@ class PolicyUpdate:
         zero = torch.zeros((), device=device)
         count = zero + self.batch_size
         for own in indices:
-            yield Part(own.to(device), count, count * tokens, zero, zero + 1, coming=arriving)
+            yield MinibatchShard(own.to(device), count, count * tokens, zero, zero + 1, coming=arriving)
 
-    def _parts(self, batch: dict[str, torch.Tensor], indices: list[torch.Tensor]) -> list[Part]:
+    def _parts(self, batch: dict[str, torch.Tensor], indices: list[torch.Tensor]) -> list[MinibatchShard]:
         """Minibatches; counts and moments of their advantages over all ranks."""
         device = batch["logprobs"].device
         indices = [part.to(device) for part in indices]
@@ -353,17 +353,19 @@ class PolicyUpdate:
         empty = (counts[0] == 0).tolist()
         counts = [count.float().clamp(min=1) for count in counts]
         columns = zip(indices, counts[0], counts[-1], mean, std, strict=True)
-        parts = [Part(*values, empty=none) for values, none in zip(columns, empty, strict=True)]
+        parts = [MinibatchShard(*values, empty=none) for values, none in zip(columns, empty, strict=True)]
         if not self.backend.lockstep:
             return parts
         own = [-(-part.indices.numel() // self._size(part)) for part in parts]
         every = passes(own, self._rank, self._ranks, self._reduce)
         return [replace(part, passes=most) for part, most in zip(parts, every, strict=True)]
 
-    def _size(self, part: Part) -> int:
+    def _size(self, part: MinibatchShard) -> int:
         return self.micro_batch or max(part.indices.numel(), 1)
 
-    def _accumulate(self, batch: dict[str, torch.Tensor], part: Part) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _accumulate(
+        self, batch: dict[str, torch.Tensor], part: MinibatchShard
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Gradients of one minibatch; returns this rank's share of its metrics, and of what else the loss measures."""
         stats = torch.zeros(len(METRICS), dtype=torch.float64, device=batch["logprobs"].device)
         more: dict[str, torch.Tensor] = {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlhpc.embodied.config import SacAlgorithmConfig, SacOptimConfig
 from typing import TYPE_CHECKING
 
-from rlhpc.embodied.algorithms.off_policy import Target
+from rlhpc.embodied.algorithms.off_policy import TargetNetwork
 from rlhpc.embodied.models.off_policy import BatchRenorm, CrossQPolicy
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class CrossQUpdate(SacUpdate):
             if isinstance(module, BatchRenorm) and self._ranks > 1:
                 module.reduce = self._reduce
 
-    def build_targets(self) -> dict[str, Target]:
+    def build_targets(self) -> dict[str, TargetNetwork]:
         """None."""
         return {}
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlhpc.embodied.algorithms.off_policy import OffPolicyUpdate, Target, TransitionBatch
+from rlhpc.embodied.algorithms.off_policy import OffPolicyUpdate, TargetNetwork, TransitionBatch
 from rlhpc.embodied.models.off_policy import TD3Policy
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ class Td3Update(OffPolicyUpdate[TD3Policy]):
         super().__init__(algorithm, optim, policy, *rest, **more)
         self.policy_noise, self.noise_clip = algorithm.policy_noise, algorithm.noise_clip
 
-    def build_targets(self) -> dict[str, Target]:
+    def build_targets(self) -> dict[str, TargetNetwork]:
         """See `OffPolicyUpdate.build_targets`; here, also that of the actor."""
-        return {**super().build_targets(), "actor": Target(self.policy.actor, self.actor)}
+        return {**super().build_targets(), "actor": TargetNetwork(self.policy.actor, self.actor)}
 
     def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Towards reward and the smaller of the target networks' values of the target actor's action, which noise smooths."""

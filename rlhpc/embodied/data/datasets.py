@@ -28,7 +28,7 @@ _KEY = "rlhpc data"
 
 
 @dataclass(frozen=True)
-class Options:
+class WriteOptions:
     """How a dataset is written.
 
     Attributes:
@@ -86,7 +86,7 @@ def inspect(paths: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def convert(paths: Sequence[str], output: str, options: Options) -> int:
+def convert(paths: Sequence[str], output: str, options: WriteOptions) -> int:
     """Writes the episodes of all datasets into one; returns how many.
 
     Raises:
@@ -99,7 +99,7 @@ def convert(paths: Sequence[str], output: str, options: Options) -> int:
         return len(writer)
 
 
-def split(paths: Sequence[str], output: str, parts: int, options: Options) -> list[tuple[str, int]]:
+def split(paths: Sequence[str], output: str, parts: int, options: WriteOptions) -> list[tuple[str, int]]:
     """Deals the episodes out to `parts` datasets in a folder: the first to the first, the second to the second, and so on.
 
     Returns:
@@ -120,7 +120,7 @@ def split(paths: Sequence[str], output: str, parts: int, options: Options) -> li
         return [(name, len(writer)) for name, writer in zip(names, writers, strict=True)]
 
 
-def _writer(paths: Sequence[str], output: str, options: Options) -> EpisodeWriter:
+def _writer(paths: Sequence[str], output: str, options: WriteOptions) -> EpisodeWriter:
     info, target = _env_info(paths), Path(output)
     env_id = str(info.get("env_id") or "unknown")
     if options.to == "hdf5" and target.exists():

@@ -15,7 +15,7 @@ from rlhpc.runtime.files import expand_home
 
 
 @dataclass
-class Draw:
+class MixtureDraw:
     """A rank's rows of one batch.
 
     Attributes:
@@ -61,7 +61,7 @@ class Mixture:
         self.demo_rows, self._rank, self._ranks = count, rank, ranks
         self._out = np.empty((0, 0), np.uint8)
 
-    def draw(self, update: int, *, alone: bool = False) -> Draw:
+    def draw(self, update: int, *, alone: bool = False) -> MixtureDraw:
         """The batch of an update.
 
         Args:
@@ -96,7 +96,7 @@ class Mixture:
         if count != self.batch_size:
             noise = noise[:, np.concatenate((own, inside + demos))]
         batch = self._out.view(dtype)[:, 0]
-        return Draw({name: batch[name] for name in dtype.names or ()}, noise, self.batch_size)
+        return MixtureDraw({name: batch[name] for name in dtype.names or ()}, noise, self.batch_size)
 
 
 def load_demos(path: str, *, reward_scale: float, ignore_terminations: bool, skip: bool = False) -> np.ndarray:

@@ -29,7 +29,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Segment:
+class ReplayFile:
     """One file.
 
     Attributes:
@@ -58,7 +58,7 @@ class Index:
     num_envs: int
     decisions: int
     held: int
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[ReplayFile] = field(default_factory=list)
 
     def dump(self) -> bytes:
         """The index as JSON."""
@@ -75,7 +75,7 @@ class Index:
             data = read_json(path.read_bytes())
             if data.pop("format") != FORMAT:
                 raise ValueError(f"format is not {FORMAT}")
-            segments = [Segment(**segment) for segment in data.pop("segments")]
+            segments = [ReplayFile(**segment) for segment in data.pop("segments")]
             for segment in segments:
                 if not is_plain_name(segment.file) or "/" in segment.file or not segment.file.endswith(".npy"):
                     raise ValueError(f"file {segment.file!r} is not the name of a .npy file beside it")
@@ -211,7 +211,7 @@ def write_replay(target: Path, transitions: np.ndarray) -> None:
         raise ConfigError(f"{target} exists; give another --output")
     count = len(transitions)
     with filled_folder(target) as folder:
-        segment = Segment(f"0-0-{count}.npy", 0, count)
+        segment = ReplayFile(f"0-0-{count}.npy", 0, count)
         write_segment(folder / segment.file, [transitions.reshape(-1, 1)])
         (folder / "index-0.json").write_bytes(Index((0, 1), 1, count, count, [segment]).dump())
 
@@ -313,7 +313,7 @@ class ReplayBuffer:
         self.dtype: np.dtype[Any] | None = None
         self._bytes = np.empty((0, 0), np.uint8)
         self._ring: Any = np.empty((0, len(share)))
-        self._segments: list[Segment] = []
+        self._segments: list[ReplayFile] = []
         self._saved: Path | None = None
 
     @property
@@ -410,14 +410,14 @@ class ReplayBuffer:
             kept = []
         first = kept[-1].stop if kept else oldest
         if first < self.decisions:
-            segment = Segment(f"{self.rank}-{first}-{self.decisions}.npy", first, self.decisions)
+            segment = ReplayFile(f"{self.rank}-{first}-{self.decisions}.npy", first, self.decisions)
             write_segment(folder / segment.file, self._between(first, self.decisions))
             kept.append(segment)
         index = Index((self.share.start, self.share.stop), self.num_envs, self.decisions, self.held, kept)
         (folder / f"index-{self.rank}.json").write_bytes(index.dump())
         self._segments, self._saved = kept, final_folder(checkpoint) / FOLDER
 
-    def _link(self, segments: list[Segment], folder: Path) -> bool:
+    def _link(self, segments: list[ReplayFile], folder: Path) -> bool:
         """Whether all files of the last checkpoint could be linked; if not (it is gone, or links are not supported),
         none is."""
         done: list[Path] = []

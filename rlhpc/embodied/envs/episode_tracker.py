@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
 
-class Episodes:
+class EpisodeTracker:
     """Bookkeeping of N slots.
 
     Args:

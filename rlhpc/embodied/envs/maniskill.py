@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from rlhpc.embodied.envs.base import Step, VectorEnv
-from rlhpc.embodied.envs.episode_tracker import Episodes
+from rlhpc.embodied.envs.episode_tracker import EpisodeTracker
 from rlhpc.embodied.envs.maniskill_data import (
     convert,
     flat,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
 
-class Played:
+class ActionLog:
     """The actions of each slot since its reset, kept step by step: to append to thousands of lists takes as long as to
     simulate.
 
@@ -174,7 +174,7 @@ class ManiSkillVectorEnv(VectorEnv):
         self._gpu = self._kwargs["sim_backend"] not in _ON_CPU
         visual = _visual(self._kwargs["obs_mode"])
         limit = cfg.max_episode_steps if cfg.max_episode_steps is not None else spec.max_episode_steps
-        self.episodes = Episodes(cfg, num_envs, slot_offset, seed, int(limit or 0))
+        self.episodes = EpisodeTracker(cfg, num_envs, slot_offset, seed, int(limit or 0))
         shared = self._gpu and cfg.group_size == 1 and not cfg.use_fixed_reset_state_ids
         # Pictures and scenes that are built anew for every episode are made slot by slot on the CPU.
         self._alone = alone = not self._gpu and (visual or bool(self._kwargs.get("reconfiguration_freq")))
@@ -191,7 +191,7 @@ class ManiSkillVectorEnv(VectorEnv):
         row = convert(first.get_obs())
         self.can_stay_on_device = self._gpu and len(self._parts) == 1
         self.observation_space = space_of(row)
-        self._played = Played(num_envs, int(np.prod(self.action_space.shape)))
+        self._played = ActionLog(num_envs, int(np.prod(self.action_space.shape)))
 
     def _build(self, spec: Any, sizes: list[int], alone: bool, seeded: bool) -> list[Any]:
         from rlhpc.embodied.envs.maniskill_tasks import seeded_task

@@ -25,7 +25,7 @@ from mani_skill.utils.structs.base import PhysxRigidBodyComponentStruct
 from sapien import physx
 
 
-class _Buffer:
+class _PhysxBuffer:
     """A tensor behind the accessor that PhysX's GPU buffers have."""
 
     def __init__(self, *shape: int) -> None:
@@ -52,7 +52,7 @@ class _ContactQuery:
 
     def __init__(self, bodies: list[Any]) -> None:
         self.bodies = bodies
-        self.cuda_impulses = _Buffer(len(bodies), 3)
+        self.cuda_impulses = _PhysxBuffer(len(bodies), 3)
 
 
 class BatchedPhysx:
@@ -60,7 +60,7 @@ class BatchedPhysx:
 
     def __init__(self, scenes: list[sapien.Scene]) -> None:
         self.systems = [scene.physx_system for scene in scenes]
-        self.cuda_rigid_body_data = _Buffer(0, 13)
+        self.cuda_rigid_body_data = _PhysxBuffer(0, 13)
         self._asked: set[int] = set()
         self._impulses: dict[int, list[tuple[int, int, np.ndarray]]] = {}
 
@@ -106,9 +106,9 @@ class BatchedPhysx:
         self._joints = [art.active_joints for art in self._articulations]
         self._dofs = [art.dof for art in self._articulations]
         widest = max(self._dofs, default=0)
-        self.cuda_rigid_body_data = _Buffer(len(self._bodies), 13)
+        self.cuda_rigid_body_data = _PhysxBuffer(len(self._bodies), 13)
         names = ("qpos", "qvel", "qacc", "qf", "target_qpos", "target_qvel")
-        self._q = {name: _Buffer(len(self._articulations), widest) for name in names}
+        self._q = {name: _PhysxBuffer(len(self._articulations), widest) for name in names}
         for number, joints in enumerate(self._joints):
             for column, joint in enumerate(joints):
                 self._q["target_qpos"].array[number, column] = joint.drive_target[0]

@@ -10,7 +10,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from rlhpc.embodied.envs.base import Step, VectorEnv
-from rlhpc.embodied.envs.episode_tracker import Episodes
+from rlhpc.embodied.envs.episode_tracker import EpisodeTracker
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class SlotwiseVectorEnv(VectorEnv):
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, limit: int) -> None:
         self.num_envs = num_envs
-        self.episodes = Episodes(cfg, num_envs, slot_offset, seed, limit)
+        self.episodes = EpisodeTracker(cfg, num_envs, slot_offset, seed, limit)
         self._history: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
         self._seen: list[Any] = [None] * num_envs
 
@@ -98,7 +98,7 @@ class SlotwiseVectorEnv(VectorEnv):
     def _move(
         self, actions: np.ndarray, active: np.ndarray
     ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
-        """What the learner gets of a step (`Episodes.add`), and successes."""
+        """What the learner gets of a step (`EpisodeTracker.add`), and successes."""
         n = self.num_envs
         rewards, failed, success = np.zeros(n, np.float32), np.zeros(n, bool), np.zeros(n, bool)
         for slot in np.flatnonzero(active).tolist():

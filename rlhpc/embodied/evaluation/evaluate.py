@@ -19,7 +19,7 @@ from rlhpc.checkpoint.start import find_weights
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.config.typed import mapping, plain, select, typed
 from rlhpc.embodied.config import EmbodiedConfig, PpoConfig
-from rlhpc.embodied.data.datasets import Options
+from rlhpc.embodied.data.datasets import WriteOptions
 from rlhpc.embodied.data.video import framed, shrink, tile, write_video
 from rlhpc.embodied.envs.base import VectorEnv, env_failed
 from rlhpc.embodied.evaluation.episodes import Watch, evaluate_policy
@@ -209,7 +209,7 @@ def record_episodes(
     intervene: str | None = None,
     only_taken: bool = False,
     trust_code: bool = False,
-    options: Options | None = None,
+    options: WriteOptions | None = None,
 ) -> dict[str, Any]:
     """Records episodes of `env.eval` as trajectories.
 

@@ -12,7 +12,7 @@ import torch
 
 from rlhpc.config.typed import changed
 from rlhpc.embodied.config import EvalEnvConfig
-from rlhpc.embodied.data.datasets import Options
+from rlhpc.embodied.data.datasets import WriteOptions
 from rlhpc.embodied.data.lerobot_info import DatasetFacts
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
 from rlhpc.embodied.data.trajectory import EpisodeWriter
@@ -200,7 +200,8 @@ def _stack(rows: list[Any]) -> Any:
 def record(
     actor: Any, env_cfg: EvalEnvConfig, output: Path, *, episodes: int, seed: int, only_success: bool = False,
     mode: str = "eval", teacher: Any = None, intervention: Intervention | None = None, only_taken: bool = False,
-    source_type: str = "rl", source_desc: str = "", extra: Mapping[str, Any] | None = None, options: Options | None = None,
+    source_type: str = "rl", source_desc: str = "", extra: Mapping[str, Any] | None = None,
+    options: WriteOptions | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Plays episodes and writes them as trajectories.
 

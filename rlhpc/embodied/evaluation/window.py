@@ -32,7 +32,7 @@ class _Closed(Exception):
     """Somebody closed the window."""
 
 
-class Window(Watch):
+class EnvWindow(Watch):
     """Shows slot 0 of an environment in a window, at the film's pace. Escape, q or the window's button ends it.
 
     Args:
@@ -134,10 +134,10 @@ def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOp
     side = changed(cfg.env.eval, "num_envs", 1 if in_window else episodes)
     if options.seed is not None:
         side = changed(side, "seed", options.seed)
-    watches: list[Window | Film] = []
+    watches: list[EnvWindow | Film] = []
 
     def watch(env: VectorEnv) -> Watch:
-        watches.append(Window(env, side.env_id, side.video_fps) if in_window else Film(env, episodes))
+        watches.append(EnvWindow(env, side.env_id, side.video_fps) if in_window else Film(env, episodes))
         return watches[0]
 
     def check_pictures(done: int, steps: int) -> None:
@@ -156,7 +156,7 @@ def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOp
         raise ConfigError(f"env.eval.env_id={side.env_id} does not fit {folder}'s policy: {error}") from error
     finally:
         for one in watches:
-            if isinstance(one, Window):
+            if isinstance(one, EnvWindow):
                 one.close()
     if watches and isinstance(watches[0], Film):
         watches[0].write(options.film, side.video_fps)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhpc.runs.memory.account import GIB, MIB, Account, Moment, Ranks, Term, terms
+from rlhpc.runs.memory.account import GIB, MIB, Account, GroupRanks, MemoryTerm, Moment, terms
 from rlhpc.runtime.errors import RlhpcError
 
 _WHY = (
@@ -20,7 +20,7 @@ _ON_HOST, _ON_ACCELERATOR = 24.0 * MIB, 1.5 * GIB
 _POLICIES = ("actor", "rollout")
 
 
-def accounts(cfg: Any, ranks: Mapping[str, Ranks], *, build: bool, measure: bool) -> list[Account]:
+def accounts(cfg: Any, ranks: Mapping[str, GroupRanks], *, build: bool, measure: bool) -> list[Account]:
     """What each group of a run holds (`rlhpc.runs.memory.plan.Accounting`)."""
     del build
     found = {name: one for name, one in ranks.items() if name in _POLICIES}
@@ -55,14 +55,14 @@ def _parameters(cfg: Any, accelerated: bool) -> tuple[int, float]:
     )
 
 
-def _account(cfg: Any, name: str, ranks: Ranks, trained: int, frozen: float) -> Account:
+def _account(cfg: Any, name: str, ranks: GroupRanks, trained: int, frozen: float) -> Account:
     whole = (
         1.0 / ranks.number if name == "actor" and cfg.actor.training_backend.lower() in ("fsdp", "deepspeed") else 1.0
     )
     process = (
-        Term("context and collectives", _ON_ACCELERATOR)
+        MemoryTerm("context and collectives", _ON_ACCELERATOR)
         if ranks.accelerated
-        else Term("libraries' work space", _ON_HOST)
+        else MemoryTerm("libraries' work space", _ON_HOST)
     )
     held = (*terms(weights=4.0 * trained * whole, frozen_weights=frozen * whole), process)
     if name == "actor":

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhpc.embodied.robots.protocol import Line, LineLost, greet, hear_greeting
+from rlhpc.embodied.robots.protocol import LineLost, RobotConnection, greet, hear_greeting
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_json, replace_durably
 from rlhpc.runtime.host import node_name
@@ -30,7 +30,7 @@ _FORM = "rlhpc robot key 1"
 _KEY_POLL_S = 0.2
 
 
-class Refused(ConfigError):
+class RobotRefused(ConfigError):
     """A run does not take a robot, and says why."""
 
 
@@ -40,7 +40,7 @@ def proof(secret: str, role: str, *said: str) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class RobotMeetingPoint:
     """Where an env rank waits for a robot, as it publishes it.
 
     Attributes:
@@ -86,7 +86,7 @@ class Key:
     id: str
     secret: str
     until: float
-    place: Place
+    place: RobotMeetingPoint
 
     @classmethod
     def read(cls, path: Path) -> Key:
@@ -102,7 +102,7 @@ class Key:
             found = read_json(path.read_bytes())
             if found.pop("form") != _FORM:
                 raise ValueError
-            key = cls(**{**found, "place": Place(**found["place"])})
+            key = cls(**{**found, "place": RobotMeetingPoint(**found["place"])})
             if not _ID.fullmatch(key.id) or len(bytes.fromhex(key.secret)) != 32:
                 raise ValueError
         except OSError as error:
@@ -116,9 +116,9 @@ def _place(folder: Path, slot: int) -> Path:
     return folder / f"slot_{slot}.json"
 
 
-def places(folder: Path) -> list[Place]:
+def places(folder: Path) -> list[RobotMeetingPoint]:
     """Where robots are waited for."""
-    return [Place(**read_json(path.read_bytes())) for path in sorted(folder.glob("slot_*.json"))]
+    return [RobotMeetingPoint(**read_json(path.read_bytes())) for path in sorted(folder.glob("slot_*.json"))]
 
 
 def invite(folder: Path, output: Path, *, slot: int | None, minutes: float, wait_s: float, run: str) -> Key:
@@ -183,9 +183,9 @@ def use(folder: Path, slot: int, name: str, fits: Callable[[], None]) -> None:
     path = _entry(folder, slot, name)
     entry = read_json(path.read_bytes())
     if entry["used"]:
-        raise Refused(f"this key has been used {_ago(entry['used'])} ago: one key is for one joining")
+        raise RobotRefused(f"this key has been used {_ago(entry['used'])} ago: one key is for one joining")
     if time.time() > entry["until"]:
-        raise Refused(f"this key ended {_ago(entry['until'])} ago")
+        raise RobotRefused(f"this key ended {_ago(entry['until'])} ago")
     fits()
     replace_durably(path, json.dumps({**entry, "used": time.time()}).encode(), mode=0o600)
 
@@ -238,18 +238,18 @@ class Meeting:
         _refuse_two(folder, slot)
         listener = TcpListener(address)
         port = listener.address[1]
-        self.place = Place(robot, slot, address, port, node_name(), run, there=False, since=time.time())
+        self.place = RobotMeetingPoint(robot, slot, address, port, node_name(), run, there=False, since=time.time())
         self._changed = threading.Condition()
         self._strangers = ConnectionTable[socket.socket](_MOST)
         self._coming = threading.Lock()
-        self._line: Line | None = None
+        self._line: RobotConnection | None = None
         self._fresh = False
         self._session: tuple[str, str] = ("", "")
         self.place.withdraw(folder)
         self.place.publish(folder)
         self._acceptor = listener.serve(self._come, "robot-meeting")
 
-    def wait(self, timeout_s: float, check: Callable[[], None]) -> tuple[Line, bool] | None:
+    def wait(self, timeout_s: float, check: Callable[[], None]) -> tuple[RobotConnection, bool] | None:
         """The robot's line, and whether another process than before is at its other end; None if there is none in time."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -319,14 +319,14 @@ class Meeting:
             self._forget(sock)
             try:
                 self._admit(name, again, about)
-            except Refused as error:
+            except RobotRefused as error:
                 greet(sock, {"refused": str(error), "proof": proof(secret, "no", own, theirs, str(error))})
                 return False
             greet(sock, {"proof": proof(secret, "run", own, theirs)})
             if not again:
                 self._session = session_of(secret, own, theirs)
                 self._fresh = True
-            self._line = Line(sock, line_key(secret, own, theirs), b"run", b"robot")
+            self._line = RobotConnection(sock, line_key(secret, own, theirs), b"run", b"robot")
             self._tell(there=True)
             self._changed.notify_all()
         log.info("%s %s", self.place.robot, "is back" if again else "has joined")
@@ -344,9 +344,9 @@ class Meeting:
 
         def fits() -> None:
             if self._line is not None and not self._line.lost:
-                raise Refused("the run has its robot already")
+                raise RobotRefused("the run has its robot already")
             if why := self._misfit(json.loads(about)):
-                raise Refused(why)
+                raise RobotRefused(why)
 
         use(self._folder, self._slot, name, fits)
 
@@ -364,7 +364,7 @@ def _refuse_two(folder: Path, slot: int) -> None:
                 )
 
 
-def join(sock: socket.socket, name: str, secret: str, about: str) -> tuple[Line, tuple[str, str]]:
+def join(sock: socket.socket, name: str, secret: str, about: str) -> tuple[RobotConnection, tuple[str, str]]:
     """The robot's side: shows a key, or that it has been here before.
 
     Returns:
@@ -376,13 +376,13 @@ def join(sock: socket.socket, name: str, secret: str, about: str) -> tuple[Line,
     """
     said = hear_greeting(sock, GREETING_S)
     if said.get("rlhpc robot") != VERSION:
-        raise Refused(f"the run speaks another version ({said.get('rlhpc robot')!r}): install the run's rlhpc")
+        raise RobotRefused(f"the run speaks another version ({said.get('rlhpc robot')!r}): install the run's rlhpc")
     theirs, own = str(said["nonce"]), secrets.token_hex(32)
     shown = proof(secret, "robot", theirs, own, name, about)
     greet(sock, {"name": name, "nonce": own, "about": about, "proof": shown})
     said = hear_greeting(sock, GREETING_S)
     if "refused" in said:
-        raise Refused(f"the run refuses this robot: {str(said['refused'])[:300]}")
+        raise RobotRefused(f"the run refuses this robot: {str(said['refused'])[:300]}")
     if not hmac.compare_digest(str(said.get("proof")), proof(secret, "run", theirs, own)):
         raise LineLost("what answers there does not know the key")
-    return Line(sock, line_key(secret, theirs, own), b"robot", b"run"), session_of(secret, theirs, own)
+    return RobotConnection(sock, line_key(secret, theirs, own), b"robot", b"run"), session_of(secret, theirs, own)

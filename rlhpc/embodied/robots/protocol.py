@@ -137,7 +137,7 @@ def _exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
     return data
 
 
-class Line:
+class RobotConnection:
     """One side of a connection between a run and a robot that know each other.
 
     Args:

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhpc.embodied.envs.base import TIMED, Step, Timing
 from rlhpc.embodied.robots.joining import Meeting
-from rlhpc.embodied.robots.protocol import Line, LineLost, Message, give, misfit, observed, taken, told
+from rlhpc.embodied.robots.protocol import LineLost, Message, RobotConnection, give, misfit, observed, taken, told
 from rlhpc.embodied.robots.robot_env import OneRobotEnv, Pace, above_0
 from rlhpc.runtime.context import check_run
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
@@ -74,7 +74,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
         self._settings = settings | {"max_episode_steps": self.max_episode_steps, "slot": slot_offset, **pace._asdict()}
         self.timing = Timing()
         self._meeting: Meeting | None = None
-        self._line: Line | None = None
+        self._line: RobotConnection | None = None
         self._asked = self._came = self._trips = 0
         self._why, self._owes_begin = "", False
         self._waits_because = ""
@@ -116,7 +116,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
             f"kwargs.max_change is {self._max_change:g}; {no_max_change}" if self._max_change and no_max_change else ""
         )
 
-    def _until_there(self, deadline: float) -> tuple[Line, bool]:
+    def _until_there(self, deadline: float) -> tuple[RobotConnection, bool]:
         meeting, place = self._met(), self._met().place
         if (arrival := meeting.wait(0.0, check_run)) is None:
             log.warning(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rlhpc.embodied.envs.base import Step, Timing, VectorEnv
-from rlhpc.embodied.envs.episode_tracker import Episodes
+from rlhpc.embodied.envs.episode_tracker import EpisodeTracker
 from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
 from rlhpc.embodied.robots.driver import Observation as Seen
-from rlhpc.embodied.robots.limits import RESUME_MODES, Limits, RobotStopped, StaleObservation
+from rlhpc.embodied.robots.limits import RESUME_MODES, CommandLimits, RobotStopped, StaleObservation
 from rlhpc.embodied.robots.safety import SafetyCore, safe_robot
 from rlhpc.runtime.context import check_run
 from rlhpc.runtime.errors import ConfigError, RlhpcError
@@ -56,8 +56,8 @@ class OneRobotEnv(VectorEnv):
 class RobotVectorEnv(OneRobotEnv):
     """One robot. Its episodes cannot be resumed.
 
-    `kwargs`: `hz` (10), steps a second; `max_change`, `stale_s` and `resume`, see `Limits`; `late` (keep), whether it keeps to
-    the last command or must `stop` when the step for the next one is over; the others are the robot's own. A stop for
+    `kwargs`: `hz` (10), steps a second; `max_change`, `stale_s` and `resume`, see `CommandLimits`; `late` (keep), whether it
+    keeps to the last command or must `stop` when the step for the next one is over; the others are the robot's own. A stop for
     safety ends the episode as truncated, without an entry in the statistics (`infos["lost"]`), and the next one begins when a
     person has said so. So does a command that is refused, but that the next one begins at once.
 
@@ -88,7 +88,7 @@ class RobotVectorEnv(OneRobotEnv):
             self._core = SafetyCore(robot, pace.limits)
         self.observation_space, self.action_space = self._core.observation_space, self._core.action_space
         self.max_episode_steps = cfg.max_episode_steps or 0
-        self.episodes = Episodes(cfg, 1, slot_offset, seed, self.max_episode_steps)
+        self.episodes = EpisodeTracker(cfg, 1, slot_offset, seed, self.max_episode_steps)
         self.timing = self._core.timing
         self.on_wait = check_run
         self._refusals = 0
@@ -193,9 +193,9 @@ class Pace(NamedTuple):
     resume: str
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> CommandLimits:
         """Limits of its commands."""
-        return Limits(self.stale_s, self.max_change, self.resume)
+        return CommandLimits(self.stale_s, self.max_change, self.resume)
 
     @classmethod
     def of(cls, num_envs: int, kwargs: dict[str, Any]) -> Pace:

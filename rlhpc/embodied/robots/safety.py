@@ -24,7 +24,7 @@ import numpy as np
 
 from rlhpc.embodied.envs.base import Timing
 from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
-from rlhpc.embodied.robots.limits import Limits, StaleObservation, nearest_command, why_no_max_change
+from rlhpc.embodied.robots.limits import CommandLimits, StaleObservation, nearest_command, why_no_max_change
 from rlhpc.embodied.robots.notices import Notice, robot_name
 from rlhpc.embodied.robots.states import LIVE, State, StateMachine
 from rlhpc.embodied.robots.watchdog import WatchdogProcess
@@ -58,7 +58,7 @@ class SafetyCore:
         timing: Counts of stops and refusals.
     """
 
-    def __init__(self, driver: Robot, limits: Limits, name: str = "") -> None:
+    def __init__(self, driver: Robot, limits: CommandLimits, name: str = "") -> None:
         self.__driver = driver
         self.observation_space, self.action_space = driver.observation_space, driver.action_space
         self.name = name or type(driver).__name__
@@ -88,7 +88,7 @@ class SafetyCore:
         """State of the robot."""
         return self._states.current
 
-    def set_limits(self, limits: Limits) -> None:
+    def set_limits(self, limits: CommandLimits) -> None:
         """Changes the limits.
 
         Raises:
@@ -383,7 +383,7 @@ class SafetyCore:
             self._stop_driver()
 
 
-def safe_robot(path: str, key: str, kwargs: dict[str, Any], limits: Limits) -> SafetyCore:
+def safe_robot(path: str, key: str, kwargs: dict[str, Any], limits: CommandLimits) -> SafetyCore:
     """Builds a robot from its class, as `module:Class`, inside its safety core.
 
     Raises:

@@ -18,9 +18,9 @@ import numpy as np
 
 from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.robots.driver import Robot
-from rlhpc.embodied.robots.joining import GREETING_S, Key, Refused, join
-from rlhpc.embodied.robots.limits import Limits
-from rlhpc.embodied.robots.protocol import Line, LineLost, Message, give, take, told
+from rlhpc.embodied.robots.joining import GREETING_S, Key, RobotRefused, join
+from rlhpc.embodied.robots.limits import CommandLimits
+from rlhpc.embodied.robots.protocol import LineLost, Message, RobotConnection, give, take, told
 from rlhpc.embodied.robots.remote_env import SETTINGS
 from rlhpc.embodied.robots.robot_env import RobotVectorEnv
 from rlhpc.embodied.robots.safety import SafetyCore
@@ -113,9 +113,9 @@ class _LetGo(Exception):
     """The run let the robot go while a person was waited for; has the number of its message."""
 
 
-def own_limits(bounds: Mapping[str, float], resume: str = "person") -> Limits:
+def own_limits(bounds: Mapping[str, float], resume: str = "person") -> CommandLimits:
     """Returns the limits of a robot before a run asks for narrower ones."""
-    return Limits(bounds.get("stale_s", Limits().stale_s), bounds.get("max_change"), resume)
+    return CommandLimits(bounds.get("stale_s", CommandLimits().stale_s), bounds.get("max_change"), resume)
 
 
 class Served:
@@ -175,7 +175,9 @@ class Served:
             self._core.close()
             way.close()
 
-    def _join(self, way: Way, name: str, secret: str, about: str) -> tuple[Line | None, tuple[str, str], str]:
+    def _join(
+        self, way: Way, name: str, secret: str, about: str
+    ) -> tuple[RobotConnection | None, tuple[str, str], str]:
         """A line to the run and the session, or why there is none."""
         try:
             sock = way.open()
@@ -186,11 +188,11 @@ class Served:
         except (OSError, KeyError, TypeError, ValueError) as error:
             sock.close()
             return None, ("", ""), str(error)
-        except Refused:
+        except RobotRefused:
             sock.close()
             raise
 
-    def _obey(self, line: Line) -> bool:
+    def _obey(self, line: RobotConnection) -> bool:
         """Does what the run says; returns once it lets go.
 
         Raises:
@@ -221,13 +223,13 @@ class Served:
                         f"the robot's own code failed in {words['do']}, and it is stopped: {said}"
                     ) from error
 
-    def _leave(self, line: Line, number: int) -> bool:
+    def _leave(self, line: RobotConnection, number: int) -> bool:
         self._core.end()
         with contextlib.suppress(LineLost):
             line.say({"number": number})
         return True
 
-    def _remind(self, line: Line, number: int) -> Callable[[str], None]:
+    def _remind(self, line: RobotConnection, number: int) -> Callable[[str], None]:
         """Returns a function that tells the run that a person is waited for, and ends the wait when the run is gone."""
         reminded = 0.0
 
@@ -251,10 +253,10 @@ class Served:
         limit = int(settings["max_episode_steps"]) or None
         section = EnvSideConfig(env_type="robot", max_episode_steps=limit, kwargs=pace, **own)
         self._core.end()
-        self._core.set_limits(Limits(pace["stale_s"], pace["max_change"], self._core.limits.resume))
+        self._core.set_limits(CommandLimits(pace["stale_s"], pace["max_change"], self._core.limits.resume))
         self._env = RobotVectorEnv(section, 1, int(settings["slot"]), seed, self._core)
 
-    def _do(self, line: Line, message: Message) -> None:
+    def _do(self, line: RobotConnection, message: Message) -> None:
         words, env = message.words, self._env
         if env is None:
             raise LineLost("the run did not say how the robot is moved")

@@ -108,7 +108,7 @@ def _noticed(peer: Peer) -> Iterator[None]:
         raise PeerLeft(f"{peer[0]}-{peer[1]}") from error
 
 
-class Lane(Protocol):
+class EnvLink(Protocol):
     """Both directions between one env rank and one rollout rank, for one stage. Both methods raise `PeerLeft` where the other
     end has gone."""
 
@@ -131,7 +131,7 @@ class Lanes:
         stages: Of each stage the peers, the slots in common, and the lanes.
     """
 
-    def __init__(self, worker: Worker, group: str, stages: list[list[tuple[int, range, Lane]]]) -> None:
+    def __init__(self, worker: Worker, group: str, stages: list[list[tuple[int, range, EnvLink]]]) -> None:
         self._log, self._group, self._stages = worker.log, group, stages
 
     def put(self, stage: int, part_of: Callable[[range], Any]) -> None:
@@ -215,15 +215,15 @@ class ChannelLane:
         self._peer, self._check = peer, until_left(*peer)
 
     def put(self, array: Any) -> None:
-        """Sends to the other end (`Lane.put`)."""
+        """Sends to the other end (`EnvLink.put`)."""
         put_until_left(self._out, array, self._out_key, self._peer)
 
     def get(self) -> Any:
-        """Waits for what the other end sent (`Lane.get`)."""
+        """Waits for what the other end sent (`EnvLink.get`)."""
         return get_until_left(self._in, self._in_key, self._peer, self._check)
 
     def ready(self) -> bool:
-        """Whether something has come (`Lane.ready`)."""
+        """Whether something has come (`EnvLink.ready`)."""
         return not self._in.empty(self._in_key)
 
 
@@ -242,7 +242,7 @@ class NoLane:
         raise PeerLeft("it has gone")
 
     def ready(self) -> bool:
-        """Nobody need wait (`Lane.ready`)."""
+        """Nobody need wait (`EnvLink.ready`)."""
         return True
 
 
@@ -253,7 +253,7 @@ class MailboxLane:
         self._boxes, self._is_env, self._first = boxes, is_env, next(iter(boxes.values()))
 
     def put(self, array: Any) -> None:
-        """Sends to the other end (`Lane.put`)."""
+        """Sends to the other end (`EnvLink.put`)."""
         if not self._is_env:
             self._first.put(array)
             return
@@ -261,11 +261,11 @@ class MailboxLane:
             box.put(array[key])
 
     def get(self) -> Any:
-        """Waits for what the other end sent (`Lane.get`)."""
+        """Waits for what the other end sent (`EnvLink.get`)."""
         return self._first.get() if self._is_env else {key: box.get() for key, box in self._boxes.items()}
 
     def ready(self) -> bool:
-        """Whether all of it has come (`Lane.ready`)."""
+        """Whether all of it has come (`EnvLink.ready`)."""
         return self._first.ready() if self._is_env else all(box.ready() for box in self._boxes.values())
 
 
@@ -331,16 +331,16 @@ def open_lanes(worker: Worker, slots: SlotMap, observation_space: Any, near: lis
     observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
     bytes_a_slot = row_bytes(observation_space)
     other = slots.rollout_name if is_env else slots.env_name
-    found: list[list[tuple[int, range, Lane]]] = []
+    found: list[list[tuple[int, range, EnvLink]]] = []
     for stage in range(slots.stages):
         peers = slots.rollouts_of(stage, worker.rank) if is_env else slots.envs_of(stage, worker.rank)
-        lanes: list[tuple[int, range, Lane]] = []
+        lanes: list[tuple[int, range, EnvLink]] = []
         for (rank, common), together in zip(peers, near[stage], strict=True):
             env, rollout = (worker.rank, rank) if is_env else (rank, worker.rank)
             if env in slots.absent:
                 lanes.append((rank, common, NoLane()))
                 continue
-            lane: Lane | None = (
+            lane: EnvLink | None = (
                 None if together else _mailbox(slots, stage, env, rollout, len(common), bytes_a_slot, is_env)
             )
             if lane is None:
@@ -355,7 +355,7 @@ def open_lanes(worker: Worker, slots: SlotMap, observation_space: Any, near: lis
 
 def _mailbox(
     slots: SlotMap, stage: int, env: int, rollout: int, size: int, bytes_a_slot: dict[str, int], is_env: bool
-) -> Lane | None:
+) -> EnvLink | None:
     """A mailbox for the pair where both can have one; both ends come to the same answer."""
     context = current()
     peer = (slots.rollout_name, rollout) if is_env else (slots.env_name, env)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlhpc.embodied.config import PlayingConfig
-from rlhpc.embodied.rollout.work_sharing import PARTS, Turn
+from rlhpc.embodied.rollout.work_sharing import PARTS, FullRollout
 from rlhpc.runtime.errors import ConfigError
 
 OBSERVATIONS, ACTIONS, OUTCOMES, TRAJECTORIES = "observations", "actions", "outcomes", "trajectories"
@@ -242,7 +242,7 @@ class Acted:
         gone: Rollout ranks that have gone since they were asked to act in it.
     """
 
-    turn: Turn
+    turn: FullRollout
     slots: SlotMap
     gone: frozenset[int] = frozenset()
 

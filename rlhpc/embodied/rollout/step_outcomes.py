@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shape:
+class OutcomeShape:
     """What outcomes tell apart: see the arguments of `Outcomes` by these names."""
 
     chunk: int = 1
@@ -25,14 +25,14 @@ class Shape:
     whole: bool = False
 
 
-def shape_of(cfg: PlayingConfig, rewards: str, logprobs: str, whole: bool) -> Shape:
+def shape_of(cfg: PlayingConfig, rewards: str, logprobs: str, whole: bool) -> OutcomeShape:
     """The shape, from what rewards and log-probabilities belong to."""
     per_action = rewards == "action_level"
     told_apart = per_action or logprobs != "chunk_level"
-    return Shape(cfg.actor.model.num_action_chunks if told_apart else 1, per_action, whole)
+    return OutcomeShape(cfg.actor.model.num_action_chunks if told_apart else 1, per_action, whole)
 
 
-def ppo_shape(cfg: PpoConfig) -> Shape:
+def ppo_shape(cfg: PpoConfig) -> OutcomeShape:
     """The shape of a run of PPO; without `env.train.auto_reset` each rollout is one episode a slot."""
     algorithm = cfg.algorithm
     return shape_of(cfg, algorithm.reward_type.lower(), algorithm.logprob_type.lower(), not cfg.env.train.auto_reset)
@@ -179,7 +179,7 @@ class Outcomes:
         }
 
 
-def nothing_of(share: range, steps: int, shape: Shape, last_obs: Any) -> dict[str, Any]:
+def nothing_of(share: range, steps: int, shape: OutcomeShape, last_obs: Any) -> dict[str, Any]:
     """`Outcomes.part` of slots of which nothing is known; who takes it must know so."""
     outcomes = Outcomes(
         share, steps, chunk=shape.chunk, reward_per_action=shape.reward_per_action, whole=shape.whole,

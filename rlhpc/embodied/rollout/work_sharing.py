@@ -24,7 +24,7 @@ _LEAST = 4
 
 
 @dataclass(frozen=True)
-class Turn:
+class FullRollout:
     """What env and rollout ranks that the run started with are to play with one another.
 
     Attributes:
@@ -41,7 +41,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RolloutShard:
     """A part that a rank is to play.
 
     Attributes:
@@ -61,7 +61,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Played:
+class DeliveredShard:
     """What the driver is told of a part that all actors have.
 
     Attributes:
@@ -105,8 +105,8 @@ class PartLedger:
         #: What nobody plays: step, unit, decisions.
         self._open: deque[tuple[int, int, int]] = deque()
         #: What somebody plays, by number.
-        self._under_way: dict[int, tuple[Asked, int]] = {}
-        self._done: dict[int, list[list[Played]]] = {}
+        self._under_way: dict[int, tuple[RolloutShard, int]] = {}
+        self._done: dict[int, list[list[DeliveredShard]]] = {}
         #: Decisions of slots that are yet to be delivered, by step.
         self._missing: dict[int, int] = {}
 
@@ -137,7 +137,7 @@ class PartLedger:
         """How many parts a rank is to play, or plays."""
         return sum(player == rank for _, player in self._under_way.values())
 
-    def ask(self, rank: int, version: int) -> Asked | None:
+    def ask(self, rank: int, version: int) -> RolloutShard | None:
         """The next part for a rank; None if nothing is left."""
         if not self._open:
             return None
@@ -146,11 +146,11 @@ class PartLedger:
         if not self._free:
             self._keys += 1
             self._free.append(self._keys)
-        asked = Asked(self._number, self._free.pop(), step, unit, decisions, version)
+        asked = RolloutShard(self._number, self._free.pop(), step, unit, decisions, version)
         self._under_way[asked.number] = asked, rank
         return asked
 
-    def accept(self, played: Played) -> bool:
+    def accept(self, played: DeliveredShard) -> bool:
         """Takes in what a rank says of a part; whether it counts."""
         found = self._under_way.pop(played.number, None)
         if found is None:  # it had been asked of another by then, or its step is made otherwise
@@ -179,7 +179,7 @@ class PartLedger:
         """Whether all of a step has been delivered."""
         return not self._missing[step]
 
-    def close(self, step: int) -> list[list[Played]]:
+    def close(self, step: int) -> list[list[DeliveredShard]]:
         """The parts of a step that is whole: of each unit, in the order in which they follow one another. Actors take them in
         before anything that comes later under the same keys."""
         units = self._done.pop(step)
@@ -245,6 +245,6 @@ def shares(decisions: int, units: int, ranks: int) -> tuple[int, int, float]:
     return own, pieces, took * (units + ranks) / (units * decisions)
 
 
-def keys_of(units: Sequence[Sequence[Played]]) -> list[list[int]]:
+def keys_of(units: Sequence[Sequence[DeliveredShard]]) -> list[list[int]]:
     """The parts' keys, by unit."""
     return [[part.key for part in unit] for unit in units]

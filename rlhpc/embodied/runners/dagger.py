@@ -16,7 +16,7 @@ from typing import Any
 from rlhpc.checkpoint import newest_valid
 from rlhpc.config.typed import typed
 from rlhpc.embodied.config import BcConfig
-from rlhpc.embodied.data.datasets import Options
+from rlhpc.embodied.data.datasets import WriteOptions
 from rlhpc.embodied.data.lerobot_writer import NothingToWrite
 from rlhpc.embodied.evaluation.evaluate import record_episodes
 from rlhpc.embodied.evaluation.intervention import named_intervention, require_single
@@ -33,7 +33,7 @@ from rlhpc.runtime.files import read_json
 
 def dagger(
     config: str | Path, overrides: Sequence[str], *, expert: str | None, rounds: int, episodes: int,
-    intervene: str | None = None, trust_code: bool = False, options: Options | None = None,
+    intervene: str | None = None, trust_code: bool = False, options: WriteOptions | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Trains a policy by DAgger.
 
@@ -112,7 +112,7 @@ def _quoted(path: str) -> str:
 
 def _labelled(
     folder: Path, number: int, expert: str | None, cfg: BcConfig, episodes: int, student: str | None, intervene: str | None,
-    trust_code: bool, options: Options | None,
+    trust_code: bool, options: WriteOptions | None,
 ) -> str | None:  # fmt: skip
     """The data of a round: episodes of the student (of the expert itself, without one) with the expert's actions, or what was
     done by somebody who took over; None if nobody did."""

@@ -23,7 +23,7 @@ from rlhpc.embodied.config import PlayingConfig, PpoConfig, SacConfig
 from rlhpc.embodied.envs.base import timing_row
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.rollout.step_outcomes import in_order
-from rlhpc.embodied.rollout.work_sharing import Turn, cuts, divisible
+from rlhpc.embodied.rollout.work_sharing import FullRollout, cuts, divisible
 from rlhpc.embodied.runners.rollout_sources import Players
 from rlhpc.embodied.training.blueprint import check_backend
 from rlhpc.jobs.signals import StopRequest
@@ -260,7 +260,7 @@ class PlayingRunner(Runner[Cfg]):
                 f"step {step}: nothing that the environments brought was finite, {self._in_vain} steps in a row"
             )
 
-    def generate(self, rollout: WorkerGroup, turn: Turn) -> Any:
+    def generate(self, rollout: WorkerGroup, turn: FullRollout) -> Any:
         """Has rollout ranks act in a turn; returns a handle."""
         return rollout.generate(turn)
 
@@ -466,7 +466,7 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         self.players.forget(step)
         return row
 
-    def generate(self, rollout: WorkerGroup, turn: Turn) -> Any:
+    def generate(self, rollout: WorkerGroup, turn: FullRollout) -> Any:
         """See `PlayingRunner.generate`."""
         return rollout.generate(turn, self._random_until)
 

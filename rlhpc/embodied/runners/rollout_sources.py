@@ -15,7 +15,7 @@ import numpy as np
 
 from rlhpc.embodied.rollout.slot_map import Acted, SlotMap, Source
 from rlhpc.embodied.rollout.step_outcomes import in_order
-from rlhpc.embodied.rollout.work_sharing import PLAYED, PartLedger, Played, Turn, keys_of, shares
+from rlhpc.embodied.rollout.work_sharing import PLAYED, DeliveredShard, FullRollout, PartLedger, keys_of, shares
 from rlhpc.runs.replicas import Nothing, Originals, Replicas
 from rlhpc.runs.run_folder import note
 from rlhpc.runtime.channel import Channel, QueueEmpty
@@ -139,7 +139,7 @@ class Helped:
         for rank, asked in chosen:
             self._env.execute_on(rank).play(asked, self._at_random(asked.step))
 
-    def make(self, step: int, version: int) -> list[list[Played]] | None:
+    def make(self, step: int, version: int) -> list[list[DeliveredShard]] | None:
         """Waits until a step that is theirs has been played.
 
         Returns:
@@ -171,7 +171,7 @@ class Helped:
         """Parts that actors may have and need not keep; each is told once."""
         return self.ledger.pop_useless()
 
-    def taken_from(self, units: Sequence[Sequence[Played]]) -> Counter[int]:
+    def taken_from(self, units: Sequence[Sequence[DeliveredShard]]) -> Counter[int]:
         """Transitions of a step's parts by rank, in decisions of slots."""
         found: Counter[int] = Counter()
         for number, unit in enumerate(units):
@@ -197,7 +197,7 @@ class _Playing:
         gone: Rollout ranks that have gone since.
     """
 
-    turn: Turn
+    turn: FullRollout
     slots: SlotMap
     acting: Any
     simulating: Any
@@ -242,7 +242,7 @@ class Players:
         ahead: int,
         divisible: bool,
         cuts: int,
-        generate: Callable[[WorkerGroup, Turn], Any],
+        generate: Callable[[WorkerGroup, FullRollout], Any],
         at_random: Callable[[int], bool],
         restarts: Callable[[], int],
         timeout: float,
@@ -491,7 +491,7 @@ class Players:
         end = begin + decisions
         while begin < end:
             self._turns += 1
-            turn = Turn(self._turns, step, begin, min(end, (begin // self._part + 1) * self._part) - begin)
+            turn = FullRollout(self._turns, step, begin, min(end, (begin // self._part + 1) * self._part) - begin)
             acting = self._generate(self._who_act(), turn)
             self._played.append(_Playing(turn, self.slots, acting, self._here("interact", turn)))
             begin += turn.decisions
@@ -503,7 +503,7 @@ class Players:
     def _turns_of(self, step: int) -> list[_Playing]:
         return [playing for playing in self._played if playing.turn.step == step]
 
-    def parts_of(self, step: int) -> list[list[Played]] | None:
+    def parts_of(self, step: int) -> list[list[DeliveredShard]] | None:
         """The parts of a step that ranks which joined have played; waits for them. None if all of it is the others'."""
         if step not in self._helped.steps:
             return None
@@ -514,7 +514,7 @@ class Players:
             self._play(step, begin, self._decisions - begin)
         return parts
 
-    def receive(self, step: int, parts: list[list[Played]] | None) -> Any:
+    def receive(self, step: int, parts: list[list[DeliveredShard]] | None) -> Any:
         """Has the actors take in a step; returns a handle."""
         present = self._rollouts.present
 
@@ -527,7 +527,9 @@ class Players:
         units = None if parts is None else keys_of(parts)
         return self._actor.receive(step, Source(self.slots, turns, later, units, tuple(self._helped.useless())))
 
-    def outcome(self, step: int, parts: list[list[Played]] | None) -> tuple[dict[str, np.ndarray], float, float]:
+    def outcome(
+        self, step: int, parts: list[list[DeliveredShard]] | None
+    ) -> tuple[dict[str, np.ndarray], float, float]:
         """The episodes of a step, and the seconds in which rollout ranks acted and in which env ranks simulated; waits for it.
 
         Args:
@@ -546,6 +548,6 @@ class Players:
             self._played.remove(playing)
         return in_order(episodes), act_s, max(joined_s, simulate_s)
 
-    def joined(self, parts: list[list[Played]] | None) -> collections.Counter[int]:
+    def joined(self, parts: list[list[DeliveredShard]] | None) -> collections.Counter[int]:
         """Decisions of a step, in all slots, from each rank that has joined."""
         return self._helped.taken_from(parts or ())

@@ -33,7 +33,7 @@ Cfg = TypeVar("Cfg", PpoConfig, SacConfig, BcConfig)
 FILE, SPEC = "actor-{rank}.pt", "model.json"
 
 
-class Learner(Protocol):
+class PolicyLearner(Protocol):
     """What holds weights and optimizers: a `TrainingBackend`, or an update with several optimizers of its own."""
 
     @property
@@ -68,7 +68,7 @@ class Learner(Protocol):
         """Undoes `offload` while the block runs."""
 
 
-class Trainer(SavingWorker, Generic[Cfg]):
+class PolicyTrainer(SavingWorker, Generic[Cfg]):
     """One data-parallel rank. A subclass builds `policy` and `learner` in its `init_worker`, which begins with
     `settle_in`.
 
@@ -81,7 +81,7 @@ class Trainer(SavingWorker, Generic[Cfg]):
 
     counters: tuple[str, ...] = ("updates",)
     policy: Policy
-    learner: Learner
+    learner: PolicyLearner
     sync: WeightSync | None = None
     _sync_to: Callable[[str, Sequence[int]], WeightSync]
     _before: WeightSync | None = None

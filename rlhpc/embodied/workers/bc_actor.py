@@ -27,7 +27,7 @@ from rlhpc.embodied.models import build_model, policy_section
 from rlhpc.embodied.models.advantage_conditioned import IMPROVEMENT, KEY, label, value_model
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.training.blueprint import passed
-from rlhpc.embodied.workers.actor import Trainer
+from rlhpc.embodied.workers.actor import PolicyTrainer
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.backend import Metrics
@@ -64,7 +64,7 @@ def check_actions(cfg: BcConfig, action_space: Any) -> None:
         raise ConfigError(f"algorithm.bc_loss is 'mse', and the actions are {action_space}; choose nll")
 
 
-class BcActor(Trainer[BcConfig]):
+class BcActor(PolicyTrainer[BcConfig]):
     """Trains the policy on demonstrations; each rank holds an equal share of their steps.
 
     Attributes:
@@ -113,7 +113,7 @@ class BcActor(Trainer[BcConfig]):
         self.counters = (*self.counters, "labels")
 
     def load(self, folder: str) -> None:
-        """See `Trainer.load`.
+        """See `PolicyTrainer.load`.
 
         Raises:
             ConfigError: What counts as an improvement has changed.

@@ -14,8 +14,8 @@ from rlhpc.embodied.config import PpoConfig
 from rlhpc.embodied.envs.observations import take
 from rlhpc.embodied.models.noise import noise_of_slots
 from rlhpc.embodied.rollout.slot_map import SlotMap, UnitMap
-from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Shape, ppo_shape
-from rlhpc.embodied.rollout.work_sharing import PARTS, PLAYED, Asked, Played
+from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, OutcomeShape, ppo_shape
+from rlhpc.embodied.rollout.work_sharing import PARTS, PLAYED, DeliveredShard, RolloutShard
 from rlhpc.embodied.workers.env_base import Cfg, SimulatingWorker
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
 from rlhpc.runtime.plugins import load_attribute
@@ -67,7 +67,7 @@ class Replica:
         self._acting.sync.forget()
         self._version = -1
 
-    def play(self, asked: Asked, random: bool) -> None:
+    def play(self, asked: RolloutShard, random: bool) -> None:
         """Plays a part, and gives it to the actors: all of it, or, if this rank is to leave, what there is by then. Rollouts
         that are whole episodes are given whole or not at all.
 
@@ -86,10 +86,10 @@ class Replica:
                 message: dict[str, Any] = {name: column[part] for name, column in columns.items()}
                 message["version"] = self._version
                 self._parts.entrust(message, key=self._slots.part_key(asked.key, actor))
-        self._played.entrust(Played(asked.number, asked.key, self._rank, made, self._version, episodes))
+        self._played.entrust(DeliveredShard(asked.number, asked.key, self._rank, made, self._version, episodes))
         rank.before_leaving(None)
 
-    def _roll(self, asked: Asked) -> tuple[int, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    def _roll(self, asked: RolloutShard) -> tuple[int, dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Decisions that were made, trajectories `[n, T, ...]` and episodes."""
         rank, acting, begun = self._simulating, self._acting, time.perf_counter()
         env, share, whole = rank.envs[0], rank.shares[0], rank.shape().whole
@@ -123,7 +123,7 @@ class Replica:
         report = episodes.report(restarts=env.restarts, busy_s=time.perf_counter() - begun, timing=[env.timing])
         return made, columns, report
 
-    def _noise(self, part: Asked, t: int) -> torch.Tensor:
+    def _noise(self, part: RolloutShard, t: int) -> torch.Tensor:
         words, slots = (*self._words, part.number, t), range(len(self._simulating.shares[0]))
         return noise_of_slots(self._acting.policy.sample_noise, words, slots).to(self._acting.device)
 
@@ -198,7 +198,7 @@ class JoiningWorker(SimulatingWorker[Cfg]):
         assert self._replica is not None
         self._replica.connect()
 
-    def play(self, asked: Asked, random: bool) -> None:
+    def play(self, asked: RolloutShard, random: bool) -> None:
         """See `Replica.play`."""
         assert self._replica is not None
         self._replica.play(asked, random)
@@ -209,6 +209,6 @@ class EnvWorker(JoiningWorker[PpoConfig]):
 
     acts = "rlhpc.embodied.workers.rollout:MultiStepRolloutWorker"
 
-    def shape(self) -> Shape:
+    def shape(self) -> OutcomeShape:
         """Of the outcomes."""
         return ppo_shape(self.cfg)

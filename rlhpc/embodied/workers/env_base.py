@@ -19,8 +19,8 @@ from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.observations import Obs, as_arrays, as_given, join, take
 from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, open_lanes, put_until_left
 from rlhpc.embodied.rollout.slot_map import OUTCOMES, SlotMap, within
-from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, Shape
-from rlhpc.embodied.rollout.work_sharing import Turn
+from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, OutcomeShape
+from rlhpc.embodied.rollout.work_sharing import FullRollout
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.context import current
 from rlhpc.runtime.devices import empty_cache
@@ -99,7 +99,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             self.log.info("observations stay on the accelerator on their way to the policy")
         self._outcomes = self.connect_channel(OUTCOMES)
 
-    def interact(self, turn: Turn) -> dict[str, np.ndarray]:
+    def interact(self, turn: FullRollout) -> dict[str, np.ndarray]:
         """Simulates the decisions of a turn in every slot.
 
         While the policy acts on one stage, this rank simulates the others. Where a rollout rank has gone, nobody acts on its
@@ -151,7 +151,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         )
 
     @abstractmethod
-    def shape(self) -> Shape:
+    def shape(self) -> OutcomeShape:
         """Of the outcomes."""
 
     def outcomes_of(self, step: int, share: range) -> Outcomes:

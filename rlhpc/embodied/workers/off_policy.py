@@ -14,16 +14,16 @@ from rlhpc.algorithms.nonfinite import skips
 from rlhpc.embodied.algorithms.off_policy import TransitionBatch
 from rlhpc.embodied.algorithms.registry import algorithm_for
 from rlhpc.embodied.config import SacConfig
-from rlhpc.embodied.data.mixture import Draw, Mixture, fit, load_demos
+from rlhpc.embodied.data.mixture import Mixture, MixtureDraw, fit, load_demos
 from rlhpc.embodied.data.replay_buffer import ReplayBuffer
 from rlhpc.embodied.envs.observations import as_arrays, columns_of, rows_of
 from rlhpc.embodied.models import Policy, build_model
 from rlhpc.embodied.models.off_policy import ActorCritic
 from rlhpc.embodied.rollout.slot_map import TRAJECTORIES, SlotMap, Source
-from rlhpc.embodied.rollout.step_outcomes import Shape
+from rlhpc.embodied.rollout.step_outcomes import OutcomeShape
 from rlhpc.embodied.rollout.trajectory_receiver import Intake
-from rlhpc.embodied.rollout.work_sharing import PARTS, Turn
-from rlhpc.embodied.workers.actor import Trainer
+from rlhpc.embodied.rollout.work_sharing import PARTS, FullRollout
+from rlhpc.embodied.workers.actor import PolicyTrainer
 from rlhpc.embodied.workers.env import JoiningWorker
 from rlhpc.embodied.workers.rollout import ActingWorker
 from rlhpc.runs.device import settle
@@ -101,9 +101,9 @@ class OffPolicyEnvWorker(JoiningWorker[SacConfig]):
 
     acts = "rlhpc.embodied.workers.off_policy:OffPolicyRolloutWorker"
 
-    def shape(self) -> Shape:
+    def shape(self) -> OutcomeShape:
         """Of the outcomes."""
-        return Shape()
+        return OutcomeShape()
 
 
 class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
@@ -115,7 +115,7 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         """The network, with fresh weights."""
         return build_model(self.cfg.actor.model, observation_space, action_space)
 
-    def generate(self, turn: Turn, random_steps: int = 0) -> dict[str, float]:
+    def generate(self, turn: FullRollout, random_steps: int = 0) -> dict[str, float]:
         """See `ActingWorker.generate`; the actions of the run's first `random_steps` transitions are random."""
         self._random = random_steps - ((turn.step - 1) * self.steps + turn.begin) * self.slots.num_envs
         return super().generate(turn)
@@ -139,9 +139,9 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
                 chosen[part] = self.policy.head.uniform(noise)[part]
         return self.policy.executed(seen, chosen), {"actions": chosen}
 
-    def shape(self) -> Shape:
+    def shape(self) -> OutcomeShape:
         """Of the outcomes."""
-        return Shape()
+        return OutcomeShape()
 
     def columns(self, outcomes: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
         """See `ActingWorker.columns`."""
@@ -165,7 +165,7 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         return self.policy.acting()
 
 
-class OffPolicyActor(Trainer[SacConfig]):
+class OffPolicyActor(PolicyTrainer[SacConfig]):
     """Keeps the transitions of its slots, and trains actor and critics: small networks, which every rank holds."""
 
     policy: ActorCritic
@@ -289,7 +289,7 @@ class OffPolicyActor(Trainer[SacConfig]):
         seconds = {"update_s": time.perf_counter() - begun}
         return {**self.off_policy.metrics(), "buffer_size": float(len(self.replay)), **seconds}
 
-    def _batch(self, draw: Draw) -> TransitionBatch:
+    def _batch(self, draw: MixtureDraw) -> TransitionBatch:
         columns = {name: torch.from_numpy(column).to(self.device) for name, column in draw.columns.items()}
         return TransitionBatch(
             obs=rows_of(columns, "obs"),

@@ -18,7 +18,7 @@ from rlhpc.embodied.models.mlp import flat_numbers
 from rlhpc.embodied.rollout.slot_map import TRAJECTORIES, SlotMap, Source
 from rlhpc.embodied.rollout.trajectory_receiver import Intake
 from rlhpc.embodied.rollout.work_sharing import PARTS, cuts
-from rlhpc.embodied.workers.actor import Trainer
+from rlhpc.embodied.workers.actor import PolicyTrainer
 
 #: What advantages are computed from, of what a step or its part brought.
 _SEQUENCE = ("rewards", "values", "next_values", "terminations", "truncations", "loss_mask")
@@ -91,7 +91,7 @@ def by_decision(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**batch, **ends}
 
 
-class EmbodiedActor(Trainer[PpoConfig]):
+class EmbodiedActor(PolicyTrainer[PpoConfig]):
     """Trains by PPO and its relatives on what the rollout ranks hand over."""
 
     #: The step's transitions, where it is trained on while it is played.

@@ -21,8 +21,8 @@ from rlhpc.embodied.models import Policy, build_model, policy_section
 from rlhpc.embodied.models.noise import noise_of_slots
 from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, get_until_left, open_lanes, until_left
 from rlhpc.embodied.rollout.slot_map import OUTCOMES, TRAJECTORIES, SlotMap, within
-from rlhpc.embodied.rollout.step_outcomes import Shape, next_values, nothing_of, ppo_shape
-from rlhpc.embodied.rollout.work_sharing import Turn
+from rlhpc.embodied.rollout.step_outcomes import OutcomeShape, next_values, nothing_of, ppo_shape
+from rlhpc.embodied.rollout.work_sharing import FullRollout
 from rlhpc.runs.device import own_device, seed_process, settle, to_tensors
 from rlhpc.runtime.context import current
 from rlhpc.runtime.devices import empty_cache
@@ -113,7 +113,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         """Whether the next actions are drawn at random; only off-policy runs have such."""
 
     @abstractmethod
-    def shape(self) -> Shape:
+    def shape(self) -> OutcomeShape:
         """Of the outcomes."""
 
     def connect(self, slots: SlotMap) -> None:
@@ -144,7 +144,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     # -- rollout --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def generate(self, turn: Turn) -> dict[str, float]:
+    def generate(self, turn: FullRollout) -> dict[str, float]:
         """Acts for the decisions of a turn in every slot, then sends the trajectories to the actors.
 
         Noise is drawn from (seed, step, decision, slot), so that an action depends neither on the rank that chose it nor on
@@ -380,6 +380,6 @@ class MultiStepRolloutWorker(ActingWorker[PpoConfig]):
         policy.logprob_type = self.cfg.algorithm.logprob_type.lower()
         return policy
 
-    def shape(self) -> Shape:
+    def shape(self) -> OutcomeShape:
         """Of the outcomes."""
         return ppo_shape(self.cfg)

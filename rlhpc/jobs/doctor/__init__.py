@@ -14,19 +14,19 @@ from rlhpc.jobs.doctor import node_checks as nodes
 from rlhpc.jobs.doctor import slurm_checks
 from rlhpc.jobs.doctor.node_probe import space
 from rlhpc.jobs.doctor.probe_jobs import Probed, look_here, plan_jobs, run_probes, wake_up_s
-from rlhpc.jobs.doctor.slurm_facts import Line, Site, SlurmFacts, render, to_json, worst
+from rlhpc.jobs.doctor.slurm_facts import Finding, Site, SlurmFacts, render, to_json, worst
 from rlhpc.runtime.allocation import visible_accelerators
 from rlhpc.runtime.cluster_config import Given
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.slurm import ask
 
-__all__ = ["Line", "examine", "render", "to_json", "worst"]
+__all__ = ["Finding", "examine", "render", "to_json", "worst"]
 
 _PACKAGES = ("snakemake", "snakemake-executor-plugin-slurm", "snakemake-executor-plugin-slurm-jobstep", "submitit")
 _USUAL_CONF = Path("/etc/slurm/slurm.conf")
 
 
-def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: int = 8) -> list[Line]:
+def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: int = 8) -> list[Finding]:
     """Runs all checks.
 
     Args:
@@ -66,7 +66,7 @@ def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: 
     return lines + nodes.simulators(probed) + nodes.clocks(probed) + nodes.limits(probed)
 
 
-def _here(folder: Path) -> list[Line]:
+def _here(folder: Path) -> list[Finding]:
     """The checks that concern this machine alone."""
     versions: dict[str, str | None] = {}
     for name in _PACKAGES:

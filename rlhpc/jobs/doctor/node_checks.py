@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.jobs.doctor.probe_jobs import Probed, ProbeJob
-from rlhpc.jobs.doctor.slurm_facts import Line, Site, names, size
+from rlhpc.jobs.doctor.slurm_facts import Finding, Site, names, size
 from rlhpc.runtime.allocation import visible_accelerators
 from rlhpc.runtime.devices import VIRTUAL, why_unseen
 
@@ -21,36 +21,36 @@ _CLOCK_S = 5.0
 _FAST = re.compile(r"^(ib|hsn|opa|roce)\d")
 
 
-def started(jobs: Iterable[ProbeJob]) -> list[Line]:
+def started(jobs: Iterable[ProbeJob]) -> list[Finding]:
     """A probe job started in each partition, and all of its nodes spoke."""
     lines = []
     for job in jobs:
         what = f"probe in {job.partition or '(default)'}"
         asked = f"{job.nodes} nodes" + (f" with {job.gres}" if job.gres else "")
         if job.error and job.error.startswith("sbatch:"):
-            lines.append(Line("fail", what, f"not accepted ({asked}): {job.error}", "correct the site file"))
+            lines.append(Finding("fail", what, f"not accepted ({asked}): {job.error}", "correct the site file"))
         elif job.error.startswith("did not start"):
             lines.append(
-                Line("warn", what, f"{job.error}; it was cancelled, and its nodes were not looked at",
+                Finding("warn", what, f"{job.error}; it was cancelled, and its nodes were not looked at",
                      "try again when the partition is less busy, or with a longer --start")
             )  # fmt: skip
         elif job.error:
-            lines.append(Line("fail", what, job.error, "a run's steps would fail alike"))
+            lines.append(Finding("fail", what, job.error, "a run's steps would fail alike"))
         elif len(job.hello) < job.nodes:
             lines.append(
-                Line("fail", what, f"{len(job.hello)} of {job.nodes} nodes answered ({names(job.hello)})",
+                Finding("fail", what, f"{len(job.hello)} of {job.nodes} nodes answered ({names(job.hello)})",
                      "look at the others with srun --nodelist=… hostname")
             )  # fmt: skip
         else:
-            lines.append(Line("pass", what, f"looked at {names(job.hello)}"))
+            lines.append(Finding("pass", what, f"looked at {names(job.hello)}"))
     return lines
 
 
-def shared_folder(probed: Probed) -> list[Line]:
+def shared_folder(probed: Probed) -> list[Finding]:
     """Every node sees what is written here, and this side sees what every node writes."""
     what, folder = "shared folder", probed.folder
     if probed.folder_error:
-        return [Line("fail", what, f"cannot write in {folder}: {probed.folder_error}", "name another with --folder")]
+        return [Finding("fail", what, f"cannot write in {folder}: {probed.folder_error}", "name another with --folder")]
     hellos = probed.hellos
     if not hellos:
         return []
@@ -73,7 +73,7 @@ def shared_folder(probed: Probed) -> list[Line]:
                 continue
             problems.setdefault(why, []).append(node)
     lines = [
-        Line("fail", what, f"{folder} is not shared: {names(nodes)} {why}",
+        Finding("fail", what, f"{folder} is not shared: {names(nodes)} {why}",
              "put runs (runner.run_dir) on a filesystem that all nodes and this one share")
         for why, nodes in problems.items()
     ]  # fmt: skip
@@ -82,14 +82,14 @@ def shared_folder(probed: Probed) -> list[Line]:
         found = f"{folder}: seen alike from {names(latencies)}, within {math.ceil(latencies[slowest])} ms ({slowest})"
         if latencies[slowest] > _SLOW_MS:
             lines.append(
-                Line("warn", what, found, "slow: ask for acdirmax/lookupcache settings, or use another filesystem")
+                Finding("warn", what, found, "slow: ask for acdirmax/lookupcache settings, or use another filesystem")
             )
         else:
-            lines.append(Line("pass", what, found))
+            lines.append(Finding("pass", what, found))
     return lines
 
 
-def interface(probed: Probed, site: Site) -> list[Line]:
+def interface(probed: Probed, site: Site) -> list[Finding]:
     """The interface by which the nodes reach one another: the site's, on every node, or the one that they use by default."""
     what, hellos = "interface", probed.hellos
     if not hellos:
@@ -99,10 +99,10 @@ def interface(probed: Probed, site: Site) -> list[Line]:
         if lacking:
             there = sorted({name for node in lacking for name in hellos[node]["interfaces"]})
             return [
-                Line("fail", what, f"{site.interface} has no address on {names(lacking)}; there are: {', '.join(there)}",
+                Finding("fail", what, f"{site.interface} has no address on {names(lacking)}; there are: {', '.join(there)}",
                      "correct interface in the site file")
             ]  # fmt: skip
-        return [Line("pass", what, f"{site.interface}, on every node looked at")]
+        return [Finding("pass", what, f"{site.interface}, on every node looked at")]
     used: dict[str, set[str]] = {}
     for node, said in probed.peers.items():
         for other, found in said["reach"].items():
@@ -116,15 +116,15 @@ def interface(probed: Probed, site: Site) -> list[Line]:
     )
     if fast:
         return [
-            Line("warn", what, f"the route goes by {text}; every node has {', '.join(sorted(fast))}, too",
+            Finding("warn", what, f"the route goes by {text}; every node has {', '.join(sorted(fast))}, too",
                  f"if that is the faster network, set interface: {min(fast)} in the site file")
         ]  # fmt: skip
     if any(name.startswith(("lo", "docker", "virbr")) for name in used) and len(hellos) > 1:
-        return [Line("warn", what, f"the route goes by {text}", "set interface in the site file")]
-    return [Line("pass", what, f"by the route between nodes: {text}")]
+        return [Finding("warn", what, f"the route goes by {text}", "set interface in the site file")]
+    return [Finding("pass", what, f"by the route between nodes: {text}")]
 
 
-def ports(probed: Probed) -> list[Line]:
+def ports(probed: Probed) -> list[Finding]:
     """Nodes reach one another on ports that the kernel picks, both ways."""
     peers = probed.peers
     pairs = {
@@ -133,7 +133,7 @@ def ports(probed: Probed) -> list[Line]:
     if not pairs:
         if probed.hellos:
             return [
-                Line(
+                Finding(
                     "warn", "ports", "only one node was looked at, so no connection was tried", "use --nodes 2 or more"
                 )
             ]
@@ -142,14 +142,14 @@ def ports(probed: Probed) -> list[Line]:
     if closed:
         (one, other), why = next(iter(closed.items()))
         return [
-            Line("fail", "ports", f"{len(closed)} of {len(pairs)} connections between nodes fail: {one} → {other}: {why}",
+            Finding("fail", "ports", f"{len(closed)} of {len(pairs)} connections between nodes fail: {one} → {other}: {why}",
                  "open TCP between compute nodes (net.ipv4.ip_local_port_range), or name the interface they share")
         ]  # fmt: skip
     slowest = max(found["ms"] for found in pairs.values())
-    return [Line("pass", "ports", f"{names(peers)} reach one another both ways, within {math.ceil(slowest)} ms")]
+    return [Finding("pass", "ports", f"{names(peers)} reach one another both ways, within {math.ceil(slowest)} ms")]
 
 
-def gpu_masks(probed: Probed, environ: Mapping[str, str]) -> list[Line]:
+def gpu_masks(probed: Probed, environ: Mapping[str, str]) -> list[Finding]:
     """Each node's mask names as many GPUs as the job asked for."""
     problems: dict[str, list[str]] = {}
     right: list[str] = []
@@ -169,18 +169,18 @@ def gpu_masks(probed: Probed, environ: Mapping[str, str]) -> list[Line]:
     do = "unset CUDA_VISIBLE_DEVICES before submitting" if stale is not None else (
         "something sets it on the node: look in ~/.bashrc, modules and the task prolog"
     )  # fmt: skip
-    lines = [Line("fail", "GPU mask", f"stale on {names(nodes)}: {text}", do) for text, nodes in problems.items()]
+    lines = [Finding("fail", "GPU mask", f"stale on {names(nodes)}: {text}", do) for text, nodes in problems.items()]
     if unmasked:
         lines.append(
-            Line("warn", "GPU mask", f"none on {names(unmasked)}, though a GPU was asked for",
+            Finding("warn", "GPU mask", f"none on {names(unmasked)}, though a GPU was asked for",
                  "ask for whole nodes (sbatch: [--exclusive]), or for File= in gres.conf")
         )  # fmt: skip
     if right and not problems:
-        lines.append(Line("pass", "GPU mask", f"as asked for on {names(right)}"))
+        lines.append(Finding("pass", "GPU mask", f"as asked for on {names(right)}"))
     return lines
 
 
-def gpus_in_torch(probed: Probed, environ: Mapping[str, str]) -> list[Line]:
+def gpus_in_torch(probed: Probed, environ: Mapping[str, str]) -> list[Finding]:
     """Torch, in the Python that trains, can use the GPUs that each node was granted."""
     what = "GPUs in torch"
     asked = {
@@ -190,7 +190,7 @@ def gpus_in_torch(probed: Probed, environ: Mapping[str, str]) -> list[Line]:
         return []
     if environ.get(VIRTUAL):
         return [
-            Line("warn", what, f"not looked at on {names(asked)}: {VIRTUAL} says that GPUs are only a number here",
+            Finding("warn", what, f"not looked at on {names(asked)}: {VIRTUAL} says that GPUs are only a number here",
                  f"unset {VIRTUAL} unless they are")
         ]  # fmt: skip
     problems: dict[tuple[str, str], list[str]] = {}
@@ -204,8 +204,8 @@ def gpus_in_torch(probed: Probed, environ: Mapping[str, str]) -> list[Line]:
             text += f", and sums over {said['seen']} of them by NCCL" if said.get("nccl") else ""
             right.setdefault(text, []).append(node)
     return [
-        *(Line("fail", what, f"{names(nodes)}: {found}", do) for (found, do), nodes in problems.items()),
-        *(Line("pass", what, f"{text} ({names(nodes)})") for text, nodes in right.items()),
+        *(Finding("fail", what, f"{names(nodes)}: {found}", do) for (found, do), nodes in problems.items()),
+        *(Finding("pass", what, f"{text} ({names(nodes)})") for text, nodes in right.items()),
     ]
 
 
@@ -248,7 +248,7 @@ def _grouped(hellos: Mapping[str, Any], judge: Callable[[Mapping[str, Any]], str
     return problems
 
 
-def python(probed: Probed, executable: str = sys.executable) -> list[Line]:
+def python(probed: Probed, executable: str = sys.executable) -> list[Finding]:
     """The nodes have the same Python as this host, with the packages."""
 
     def judge(said: Mapping[str, Any]) -> str | None:
@@ -263,7 +263,7 @@ def python(probed: Probed, executable: str = sys.executable) -> list[Line]:
     )  # fmt: skip
 
 
-def shared_memory(probed: Probed) -> list[Line]:
+def shared_memory(probed: Probed) -> list[Finding]:
     def judge(said: Mapping[str, Any]) -> str | None:
         space = said["space"]["/dev/shm"]
         if "error" in space or not space["writable"]:
@@ -277,7 +277,7 @@ def shared_memory(probed: Probed) -> list[Line]:
     )  # fmt: skip
 
 
-def node_disks(probed: Probed, site: Site) -> list[Line]:
+def node_disks(probed: Probed, site: Site) -> list[Finding]:
     def judge(said: Mapping[str, Any]) -> str | None:
         for name in ("/tmp", "scratch"):
             space = said["space"].get(name)
@@ -294,7 +294,7 @@ def node_disks(probed: Probed, site: Site) -> list[Line]:
     )
 
 
-def simulators(probed: Probed) -> list[Line]:
+def simulators(probed: Probed) -> list[Finding]:
     """Vulkan works: checked on the nodes where a GPU was asked for or, if there are none, on all."""
     hellos = {node: said for job in probed.jobs if job.gpus for node, said in job.hello.items()} or probed.hellos
 
@@ -310,7 +310,7 @@ def simulators(probed: Probed) -> list[Line]:
     )  # fmt: skip
 
 
-def clocks(probed: Probed) -> list[Line]:
+def clocks(probed: Probed) -> list[Finding]:
     offsets = {node: off for job in probed.jobs for node, off in job.offsets.items()}
     if not offsets:
         return []
@@ -318,14 +318,14 @@ def clocks(probed: Probed) -> list[Line]:
     if wrong:
         node = max(wrong, key=lambda name: abs(wrong[name]))
         return [
-            Line("warn", "clocks", f"of {names(wrong)} differ from this one's, by up to {abs(wrong[node]):.0f} s ({node})",
+            Finding("warn", "clocks", f"of {names(wrong)} differ from this one's, by up to {abs(wrong[node]):.0f} s ({node})",
                  "ask for NTP on all nodes; a requeued job may be refused by a node whose clock is behind")
         ]  # fmt: skip
     sure = max(abs(by) + half for by, half in offsets.values())
-    return [Line("pass", "clocks", f"within {max(sure, 0.1):.1f} s of this one's")]
+    return [Finding("pass", "clocks", f"within {max(sure, 0.1):.1f} s of this one's")]
 
 
-def limits(probed: Probed) -> list[Line]:
+def limits(probed: Probed) -> list[Finding]:
     def judge(said: Mapping[str, Any]) -> str | None:
         found = said["limits"]
         if 0 <= found["nofile"] < _LEAST_FILES:
@@ -350,37 +350,37 @@ def _lines(
     do: str,
     passed: str,
     hellos: Mapping[str, Any] | None = None,
-) -> list[Line]:
+) -> list[Finding]:
     """A line for each kind of problem that some nodes have, or one line saying that all nodes passed."""
     hellos = probed.hellos if hellos is None else hellos
     problems = _grouped(hellos, judge)
-    lines = [Line(level, what, f"{names(nodes)} {why}", do) for why, nodes in problems.items()]
-    return lines or ([Line("pass", what, passed)] if hellos else [])
+    lines = [Finding(level, what, f"{names(nodes)} {why}", do) for why, nodes in problems.items()]
+    return lines or ([Finding("pass", what, passed)] if hellos else [])
 
 
 _LEAST_SPACE = 5 * 2**30
 _LEAST_INODES = 20_000
 
 
-def environment(environ: Mapping[str, str]) -> list[Line]:
+def environment(environ: Mapping[str, str]) -> list[Finding]:
     """Variables of this shell that a job would inherit and should not."""
     lines = []
     mask = environ.get("CUDA_VISIBLE_DEVICES")
     if mask is not None and "SLURM_JOB_ID" not in environ:
         lines.append(
-            Line("warn", "this shell's GPU mask", f"CUDA_VISIBLE_DEVICES={mask!r} goes along with every job",
+            Finding("warn", "this shell's GPU mask", f"CUDA_VISIBLE_DEVICES={mask!r} goes along with every job",
                  "unset CUDA_VISIBLE_DEVICES (look in ~/.bashrc) before submitting")
         )  # fmt: skip
     stray = sorted(name for name in environ if name.startswith(("SBATCH_", "SALLOC_")))
     if stray:
         lines.append(
-            Line("warn", "this shell's options", f"set: {', '.join(stray)}; they win over what a run asks for",
+            Finding("warn", "this shell's options", f"set: {', '.join(stray)}; they win over what a run asks for",
                  f"unset {' '.join(stray)}")
         )  # fmt: skip
     return lines
 
 
-def packages(versions: Mapping[str, str | None], conf: str | None) -> list[Line]:
+def packages(versions: Mapping[str, str | None], conf: str | None) -> list[Finding]:
     """Versions of what submits; `conf` is the path of slurm.conf where it is not the usual one."""
     lines = []
     least = {"snakemake": (9,), "submitit": (1, 5), "snakemake-executor-plugin-slurm": (2,)}
@@ -389,37 +389,37 @@ def packages(versions: Mapping[str, str | None], conf: str | None) -> list[Line]
         wanted = ".".join(map(str, least.get(name, ())))
         if text is None and name.startswith("snakemake-executor"):
             lines.append(
-                Line("warn", name, "not installed", "pip install 'rlhpc[slurm]' (only profiles/slurm needs it)")
+                Finding("warn", name, "not installed", "pip install 'rlhpc[slurm]' (only profiles/slurm needs it)")
             )
         elif text is None:
-            lines.append(Line("fail", name, "not installed", f"pip install {name}"))
+            lines.append(Finding("fail", name, "not installed", f"pip install {name}"))
         elif found < least.get(name, ()):
-            lines.append(Line("fail", name, f"{text}; {wanted} or later is needed", f"pip install -U {name}"))
+            lines.append(Finding("fail", name, f"{text}; {wanted} or later is needed", f"pip install -U {name}"))
         elif name.endswith("jobstep") and found == (0, 6, 1) and conf:
             lines.append(
-                Line("warn", name, f"{text} loses SLURM_CONF in its jobs, and here it is {conf}",
+                Finding("warn", name, f"{text} loses SLURM_CONF in its jobs, and here it is {conf}",
                      f"pip install {name}==0.6.0, or have the file at /etc/slurm/slurm.conf")
             )  # fmt: skip
         else:
-            lines.append(Line("pass", name, text))
+            lines.append(Finding("pass", name, text))
     return lines
 
 
-def disk(what: str, path: str, found: Mapping[str, Any]) -> Line:
+def disk(what: str, path: str, found: Mapping[str, Any]) -> Finding:
     """Room and inodes of a filesystem, as `probe.space` gives them."""
     if "error" in found:
-        return Line("fail", what, f"{path}: {found['error']}", "make the folder, or name another")
+        return Finding("fail", what, f"{path}: {found['error']}", "make the folder, or name another")
     text = f"{path}: {size(found['free'])} of {size(found['total'])} free"
     if found["inodes"]:
         text += f", {found['inodes_free']} of {found['inodes']} inodes"
     if not found["writable"]:
-        return Line("fail", what, f"{path} is not writable", "name a folder of your own")
+        return Finding("fail", what, f"{path} is not writable", "name a folder of your own")
     if found["free"] < _LEAST_SPACE or (found["inodes"] and found["inodes_free"] < _LEAST_INODES):
-        return Line("warn", what, text, "make room, or use another folder: a run that cannot save stops")
-    return Line("pass", what, text)
+        return Finding("warn", what, text, "make room, or use another folder: a run that cannot save stops")
+    return Finding("pass", what, text)
 
 
-def quotas(text: str) -> list[Line]:
+def quotas(text: str) -> list[Finding]:
     """`quota -wp` (with raw times): used and limits of blocks and of files."""
     lines = []
     for row in text.splitlines():
@@ -434,9 +434,9 @@ def quotas(text: str) -> list[Line]:
                 f"{100 * int(used) / limit:.0f} % of {size(limit * unit) if unit > 1 else limit} {what} on {words[0]}"
             )
             if int(used) > 0.9 * limit:
-                lines.append(Line("warn", "quota", share, "make room: caches in $HOME are often the cause"))
+                lines.append(Finding("warn", "quota", share, "make room: caches in $HOME are often the cause"))
             else:
-                lines.append(Line("pass", "quota", share))
+                lines.append(Finding("pass", "quota", share))
     return lines
 
 

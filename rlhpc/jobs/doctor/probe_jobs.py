@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhpc.jobs.doctor import node_probe, torch_probe
-from rlhpc.jobs.doctor.slurm_facts import Group, Site, SlurmFacts, is_asleep, seconds_of, usable
+from rlhpc.jobs.doctor.slurm_facts import Site, SiteNodeGroup, SlurmFacts, is_asleep, seconds_of, usable
 from rlhpc.runtime.devices import VIRTUAL
 from rlhpc.runtime.imports import LEAVE_FOLDER
 from rlhpc.runtime.launchers.srun_commands import step_environment
@@ -75,7 +75,7 @@ class ProbeJob:
 
 def plan_jobs(site: Site, facts: SlurmFacts, most_nodes: int) -> list[ProbeJob]:
     """One job for each partition of the site that exists."""
-    by_partition: dict[str | None, list[Group]] = {}
+    by_partition: dict[str | None, list[SiteNodeGroup]] = {}
     for group in site.groups:
         record = facts.partition(group.partition)
         if record is not None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from rlhpc.jobs.doctor.probe_jobs import ProbeJob
 from rlhpc.jobs.doctor.slurm_facts import (
-    Group,
-    Line,
+    Finding,
     Site,
+    SiteNodeGroup,
     SlurmFacts,
     gres_of,
     is_asleep,
@@ -28,38 +28,38 @@ TESTED_SLURM = ((22, 5), (24, 11), (26, 5))
 _LEAST_JOB_AGE_S = 120
 
 
-def commands(which: Callable[[str], str | None]) -> Line:
+def commands(which: Callable[[str], str | None]) -> Finding:
     missing = [name for name in COMMANDS if not which(name)]
     if len(missing) == len(COMMANDS):
-        return Line(
+        return Finding(
             "warn", "Slurm commands", "none here, so this machine alone was looked at",
             "on a cluster, call this on a login node (or load its slurm module)",
         )  # fmt: skip
     if missing:
-        return Line("fail", "Slurm commands", f"not found: {', '.join(missing)}", "put Slurm's bin folder on PATH")
-    return Line("pass", "Slurm commands", ", ".join(COMMANDS))
+        return Finding("fail", "Slurm commands", f"not found: {', '.join(missing)}", "put Slurm's bin folder on PATH")
+    return Finding("pass", "Slurm commands", ", ".join(COMMANDS))
 
 
-def version(facts: SlurmFacts) -> Line:
+def version(facts: SlurmFacts) -> Finding:
     found = version_of(facts.version.text or facts.config.get("SLURM_VERSION", ""))
     if not found:
-        return Line("fail", "Slurm version", facts.version.words, "sbatch --version should print it")
+        return Finding("fail", "Slurm version", facts.version.words, "sbatch --version should print it")
     text = (facts.version.text or facts.config.get("SLURM_VERSION", "")).strip().split()[-1]
     if found < _OLDEST_SLURM:
-        return Line("fail", "Slurm version", text, "srun --overlap came with 20.11; ask for an upgrade")
+        return Finding("fail", "Slurm version", text, "srun --overlap came with 20.11; ask for an upgrade")
     tested = ", ".join(f"{year}.{month:02}" for year, month in TESTED_SLURM)
     if found < TESTED_SLURM[0]:
-        return Line("warn", "Slurm version", text, f"rlhpc is tested with {tested}; try a short run first")
-    return Line("pass", "Slurm version", f"{text}; rlhpc is tested with {tested}")
+        return Finding("warn", "Slurm version", text, f"rlhpc is tested with {tested}; try a short run first")
+    return Finding("pass", "Slurm version", f"{text}; rlhpc is tested with {tested}")
 
 
-def controller(facts: SlurmFacts) -> Line:
+def controller(facts: SlurmFacts) -> Finding:
     if facts.config_answer.code != 0:
-        return Line("fail", "Slurm controller", facts.config_answer.words, "is slurmctld up, and SLURM_CONF right?")
-    return Line("pass", "Slurm controller", f"cluster {facts.config.get('ClusterName', '?')} answers")
+        return Finding("fail", "Slurm controller", facts.config_answer.words, "is slurmctld up, and SLURM_CONF right?")
+    return Finding("pass", "Slurm controller", f"cluster {facts.config.get('ClusterName', '?')} answers")
 
 
-def partitions(facts: SlurmFacts, site: Site) -> list[Line]:
+def partitions(facts: SlurmFacts, site: Site) -> list[Finding]:
     """The partitions that the site names exist, are up, and have working nodes."""
     lines = []
     there = [record.get("PartitionName", "") for record in facts.partitions]
@@ -69,16 +69,16 @@ def partitions(facts: SlurmFacts, site: Site) -> list[Line]:
         record = facts.partition(name)
         if record is None and name is None:
             lines.append(
-                Line("fail", what, f"there is none; there are: {', '.join(there)}", "name one in the site file")
+                Finding("fail", what, f"there is none; there are: {', '.join(there)}", "name one in the site file")
             )
         elif record is None:
             lines.append(
-                Line("fail", what, f"there is no such partition; there are: {', '.join(there)}",
+                Finding("fail", what, f"there is no such partition; there are: {', '.join(there)}",
                      f"correct partition of {labels} in the site file")
             )  # fmt: skip
         elif record.get("State", "UP") != "UP":
             lines.append(
-                Line(
+                Finding(
                     "fail", what, f"is {record['State']}", f"use another partition for {labels}, or wait until it is up"
                 )
             )
@@ -87,7 +87,7 @@ def partitions(facts: SlurmFacts, site: Site) -> list[Line]:
     return lines
 
 
-def _nodes_line(what: str, facts: SlurmFacts, name: str | None) -> Line:
+def _nodes_line(what: str, facts: SlurmFacts, name: str | None) -> Finding:
     nodes = facts.nodes_of(name)
     out = [node.get("NodeName", "?") for node in nodes if is_out_of_service(node)]
     ready, asleep = sum(usable(node) for node in nodes), sum(is_asleep(node) for node in nodes)
@@ -95,18 +95,18 @@ def _nodes_line(what: str, facts: SlurmFacts, name: str | None) -> Line:
     if asleep:
         summary += f", {asleep} asleep, which Slurm starts for jobs"
     if len(out) == len(nodes):
-        return Line("fail", what, "no node of it works", "ask the site's administrators")
+        return Finding("fail", what, "no node of it works", "ask the site's administrators")
     if out:
-        return Line("warn", what, f"{summary}; out of service: {names(out)}", "sinfo --list-reasons says why")
-    return Line("pass", what, summary)
+        return Finding("warn", what, f"{summary}; out of service: {names(out)}", "sinfo --list-reasons says why")
+    return Finding("pass", what, summary)
 
 
-def accounts(facts: SlurmFacts, site: Site) -> list[Line]:
+def accounts(facts: SlurmFacts, site: Site) -> list[Finding]:
     """The site's account and QOS exist, if sacctmgr answers."""
     asked = {(group.account, group.qos) for group in site.groups if group.account or group.qos}
     if facts.associations.code != 0:
         return [
-            Line("warn", "account", f"{_words(account, qos)} could not be looked up: {facts.associations.words}",
+            Finding("warn", "account", f"{_words(account, qos)} could not be looked up: {facts.associations.words}",
                  "a wrong one shows when a job is submitted")
             for account, qos in sorted(asked, key=str)
         ]  # fmt: skip
@@ -119,19 +119,23 @@ def accounts(facts: SlurmFacts, site: Site) -> list[Line]:
         levels = sorted({name for row in mine for name in row[2].split(",") if name})
         if account and not mine:
             lines.append(
-                Line("fail" if enforced else "warn", "account", f"{account} is none of yours ({', '.join(known) or 'none'})",
-                     "correct account in the site file")
-            )  # fmt: skip
+                Finding(
+                    "fail" if enforced else "warn",
+                    "account",
+                    f"{account} is none of yours ({', '.join(known) or 'none'})",
+                    "correct account in the site file",
+                )
+            )
         elif qos and qos not in levels:
             lines.append(
-                Line("fail" if enforced else "warn", "account", f"{_words(account, qos)}: that QOS is none of "
+                Finding("fail" if enforced else "warn", "account", f"{_words(account, qos)}: that QOS is none of "
                      f"{', '.join(levels) or 'none'}", "correct qos in the site file")
             )  # fmt: skip
         else:
-            lines.append(Line("pass", "account", _words(account, qos)))
+            lines.append(Finding("pass", "account", _words(account, qos)))
     if not asked and enforced and not rows:
         lines.append(
-            Line(
+            Finding(
                 "fail", "account", "you have none, and jobs need one", "ask for an account and name it in the site file"
             )
         )
@@ -142,7 +146,7 @@ def _words(account: str | None, qos: str | None) -> str:
     return " ".join(filter(None, (account, f"with QOS {qos}" if qos else "")))
 
 
-def resources(facts: SlurmFacts, site: Site) -> list[Line]:
+def resources(facts: SlurmFacts, site: Site) -> list[Finding]:
     """The partition has nodes with GPUs of the name that the site gives."""
     lines = []
     for group in site.groups:
@@ -154,7 +158,7 @@ def resources(facts: SlurmFacts, site: Site) -> list[Line]:
         if having:
             counts = sorted({group.matches(node["Gres"]) for node in having})
             lines.append(
-                Line(
+                Finding(
                     "pass",
                     what,
                     f"{group.gres}: {'/'.join(map(str, counts))} a node, on {len(having)} of {len(nodes)} nodes",
@@ -165,32 +169,32 @@ def resources(facts: SlurmFacts, site: Site) -> list[Line]:
             {":".join(filter(None, (name, of))) for node in nodes for name, of, _ in gres_of(node.get("Gres", ""))}
         )
         lines.append(
-            Line("fail", what, f"no node of partition {group.partition or '(default)'} has {group.gres}; its nodes have: "
+            Finding("fail", what, f"no node of partition {group.partition or '(default)'} has {group.gres}; its nodes have: "
                  f"{', '.join(there) or 'nothing of the kind'}", "correct gres_name in the site file")
         )  # fmt: skip
     return lines
 
 
-def het_jobs(facts: SlurmFacts, test: str | None = None) -> Line:
+def het_jobs(facts: SlurmFacts, test: str | None = None) -> Finding:
     """Heterogeneous jobs: backfill starts them; `test` is what `sbatch --test-only` refused one with."""
     scheduler, parameters = facts.config.get("SchedulerType", ""), facts.config.get("SchedulerParameters", "")
     what, do = "het jobs", "runs whose nodes are all alike work; for unlike nodes ask the administrators"
     if scheduler != "sched/backfill":
-        return Line("fail", what, f"SchedulerType={scheduler or '?'}: only sched/backfill starts them", do)
+        return Finding("fail", what, f"SchedulerType={scheduler or '?'}: only sched/backfill starts them", do)
     if re.search(r"disable_het(ero)?_?(job_)?steps", parameters):
-        return Line("fail", what, f"steps in them are disabled (SchedulerParameters={parameters})", do)
+        return Finding("fail", what, f"steps in them are disabled (SchedulerParameters={parameters})", do)
     if test:
         if re.search(r"account|partition|qos|node count|walltime|time limit", test, re.IGNORECASE):
             do = "the site file's values are at fault, not het jobs as such: see the lines on partition and account"
-        return Line("fail", what, f"Slurm refused one: {test}", do)
+        return Finding("fail", what, f"Slurm refused one: {test}", do)
     interval = re.search(r"bf_interval=(\d+)", parameters)
     found = f"allowed; started by backfill every {interval[1] if interval else '30'} s"
     if interval and int(interval[1]) > 300:
-        return Line("warn", what, found, "they wait that long, even where nodes are free")
-    return Line("pass", what, found)
+        return Finding("warn", what, found, "they wait that long, even where nodes are free")
+    return Finding("pass", what, found)
 
 
-def requeue(facts: SlurmFacts, jobs: Iterable[ProbeJob], environ: Mapping[str, str], site: Site) -> Line:
+def requeue(facts: SlurmFacts, jobs: Iterable[ProbeJob], environ: Mapping[str, str], site: Site) -> Finding:
     """Jobs may be put back into the queue; they ask for it themselves with --requeue."""
     what = "requeue"
     refused = [job for job in jobs if job.requeue == "0"]
@@ -203,49 +207,49 @@ def requeue(facts: SlurmFacts, jobs: Iterable[ProbeJob], environ: Mapping[str, s
         else:
             why = f"JobRequeue={default}, and Slurm took --requeue back (a submit plugin, perhaps)"
             do = "ask the administrators to allow it; until then give a job enough walltime, or runner.segments"
-        return Line("fail", what, f"disabled: a job submitted with --requeue got Requeue=0: {why}", do)
+        return Finding("fail", what, f"disabled: a job submitted with --requeue got Requeue=0: {why}", do)
     seen = any(job.requeue == "1" for job in jobs)
     if default == "0":
         allowed = (
             "a job that asks for it may (Requeue=1 on the probe)" if seen else "no probe showed whether a job may ask"
         )
-        return Line(
+        return Finding(
             "warn", what, f"disabled by default (JobRequeue=0); {allowed}",
             "rlhpc asks with --requeue; jobs of scripts of your own need it, too",
         )  # fmt: skip
-    return Line("pass", what, f"JobRequeue={default}" + (", Requeue=1 on the probe" if seen else ""))
+    return Finding("pass", what, f"JobRequeue={default}" + (", Requeue=1 on the probe" if seen else ""))
 
 
-def accounting(facts: SlurmFacts) -> Line:
+def accounting(facts: SlurmFacts) -> Finding:
     kind = facts.config.get("AccountingStorageType", "")
     if not kind.endswith("slurmdbd"):
-        return Line(
+        return Finding(
             "warn", "accounting", f"none (AccountingStorageType={kind or '?'})",
             "runs work; use profiles/slurm-no-accounting; reports have no GPU-hours",
         )  # fmt: skip
     if facts.accounting.code != 0:
-        return Line(
+        return Finding(
             "warn", "accounting", f"sacct does not answer: {facts.accounting.words}",
             "runs go on; if it stays so, use profiles/slurm-no-accounting",
         )  # fmt: skip
     if "gres/gpu" not in facts.config.get("AccountingStorageTRES", ""):
-        return Line(
+        return Finding(
             "warn", "accounting", "sacct answers, but does not count GPUs", "ask for AccountingStorageTRES=gres/gpu"
         )
-    return Line("pass", "accounting", "sacct answers and counts GPUs")
+    return Finding("pass", "accounting", "sacct answers and counts GPUs")
 
 
-def min_job_age(facts: SlurmFacts) -> Line:
+def min_job_age(facts: SlurmFacts) -> Finding:
     text = facts.config.get("MinJobAge", "")
     age = seconds_of(text)
     without = not facts.config.get("AccountingStorageType", "").endswith("slurmdbd")
     if age is not None and age < _LEAST_JOB_AGE_S:
-        return Line(
+        return Finding(
             "fail" if without else "warn", "MinJobAge",
             f"{text}: Slurm forgets how a job ended before it is asked" + ("" if without else ", where sacct fails"),
             f"ask for MinJobAge={_LEAST_JOB_AGE_S} or more",
         )  # fmt: skip
-    return Line("pass", "MinJobAge", text or "not told")
+    return Finding("pass", "MinJobAge", text or "not told")
 
 
 def _minutes(text: str | None) -> int | None:
@@ -256,7 +260,7 @@ def _minutes(text: str | None) -> int | None:
         return None
 
 
-def walltime(facts: SlurmFacts, site: Site) -> list[Line]:
+def walltime(facts: SlurmFacts, site: Site) -> list[Finding]:
     """The site's time fits the partition, and the lead of the signal fits the time."""
     lines = []
     for group in site.groups:
@@ -269,24 +273,26 @@ def walltime(facts: SlurmFacts, site: Site) -> list[Line]:
         minutes = asked or _minutes(default) or most
         found = f"{group.time or f'not set (the partition has {default})'}; at most {longest}"
         if asked is not None and most is not None and asked > most:
-            lines.append(Line("fail", what, found, f"lower time in the site file to {longest}"))
+            lines.append(Finding("fail", what, found, f"lower time in the site file to {longest}"))
         elif minutes is not None and site.signal_lead_s > minutes * 60 / 2:
             lines.append(
-                Line("fail", what, f"{found}; signal_lead_s={site.signal_lead_s} is more than half of it",
+                Finding("fail", what, f"{found}; signal_lead_s={site.signal_lead_s} is more than half of it",
                      "raise time or lower signal_lead_s")
             )  # fmt: skip
         elif site.signal_lead_s < 30:
             lines.append(
-                Line("warn", what, f"{found}; signal_lead_s={site.signal_lead_s}", "a save may take longer; raise it")
+                Finding(
+                    "warn", what, f"{found}; signal_lead_s={site.signal_lead_s}", "a save may take longer; raise it"
+                )
             )
         elif group.time is None and default not in ("NONE", "UNLIMITED"):
-            lines.append(Line("warn", what, found, "set time in the site file"))
+            lines.append(Finding("warn", what, found, "set time in the site file"))
         else:
-            lines.append(Line("pass", what, f"{found}; told {site.signal_lead_s} s before the end"))
+            lines.append(Finding("pass", what, f"{found}; told {site.signal_lead_s} s before the end"))
     return lines
 
 
-def preemption(facts: SlurmFacts, site: Site) -> list[Line]:
+def preemption(facts: SlurmFacts, site: Site) -> list[Finding]:
     if facts.config.get("PreemptType", "preempt/none").endswith("none"):
         return []
     lines = []
@@ -300,18 +306,18 @@ def preemption(facts: SlurmFacts, site: Site) -> list[Line]:
         warned = "preempt_send_user_signal" in facts.config.get("SlurmctldParameters", "")
         found = f"PreemptMode={mode}, GraceTime={grace}" + (", preempt_send_user_signal" if warned else "")
         if mode == "CANCEL":
-            lines.append(Line("warn", what, found, "a preempted run ends; start it again with the same command"))
+            lines.append(Finding("warn", what, found, "a preempted run ends; start it again with the same command"))
         elif mode == "REQUEUE" and not (grace and warned):
             lines.append(
-                Line("warn", what, f"{found}: a preempted run is not warned, and loses the steps since its last checkpoint",
+                Finding("warn", what, f"{found}: a preempted run is not warned, and loses the steps since its last checkpoint",
                      "save often (runner.save_interval), or ask for a GraceTime and preempt_send_user_signal")
             )  # fmt: skip
         else:
-            lines.append(Line("pass", what, found))
+            lines.append(Finding("pass", what, found))
     return lines
 
 
-def het_script(groups: Iterable[Group]) -> str:
+def het_script(groups: Iterable[SiteNodeGroup]) -> str:
     """A batch script for `sbatch --test-only` that asks for two components."""
     parts = []
     for group in groups:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from rlhpc.runtime.cluster import read_key
 from rlhpc.runtime.cluster_config import Given, Key
-from rlhpc.runtime.slurm import Answer, ask
+from rlhpc.runtime.slurm import CommandOutput, ask
 
 Record = Mapping[str, str]
 
@@ -47,7 +47,7 @@ def gres_of(text: str) -> list[tuple[str, str, int]]:
 
 
 @dataclass(frozen=True)
-class Group:
+class SiteNodeGroup:
     """A node group of the site, with the options that ask for its nodes."""
 
     label: str = "cluster"
@@ -68,7 +68,7 @@ class Group:
 class Site:
     """What the doctor needs from a site file."""
 
-    groups: tuple[Group, ...] = (Group(),)
+    groups: tuple[SiteNodeGroup, ...] = (SiteNodeGroup(),)
     interface: str | None = None
     scratch: str | None = None
     setup: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class Site:
     def of(cls, section: Given) -> Site:
         """From the section `cluster` of a configuration."""
 
-        def group(raw: Given) -> Group:
+        def group(raw: Given) -> SiteNodeGroup:
             def one(key: Key) -> str | None:
                 value = read_key(raw, key, read_key(section, key))
                 return None if value is None else str(value)
@@ -88,7 +88,7 @@ class Site:
             gres = next((part for part in (one("gres") or "").split(",") if part.startswith("gpu")), None)
             named = ":".join(word for word in (gres or one("gres_name") or "").split(":") if not word.isdigit())
             label = str(read_key(raw, "label", "cluster"))
-            return Group(
+            return SiteNodeGroup(
                 label, one("partition"), one("account"), one("qos"), one("constraint"), named or None, one("time")
             )
 
@@ -108,19 +108,19 @@ class Site:
 class SlurmFacts:
     """The answers to one round of questions to Slurm."""
 
-    version: Answer
+    version: CommandOutput
     config: Mapping[str, str]
-    config_answer: Answer
+    config_answer: CommandOutput
     partitions: Sequence[Record]
     nodes: Sequence[Record]
-    associations: Answer
-    accounting: Answer
+    associations: CommandOutput
+    accounting: CommandOutput
 
     @classmethod
     def gather(cls, user: str) -> SlurmFacts:
         config = ask("scontrol", "show", "config")
         if config.code != 0:
-            none = Answer(1, "", "slurmctld does not answer")
+            none = CommandOutput(1, "", "slurmctld does not answer")
             return cls(ask("sbatch", "--version"), {}, config, (), (), none, none)
         return cls(
             version=ask("sbatch", "--version"),
@@ -204,7 +204,7 @@ _WIDTH = 120
 
 
 @dataclass(frozen=True)
-class Line:
+class Finding:
     """One finding.
 
     Attributes:
@@ -234,11 +234,11 @@ def size(number: float) -> str:
     return f"{number:.1f} TiB"
 
 
-def worst(lines: Sequence[Line]) -> Level:
+def worst(lines: Sequence[Finding]) -> Level:
     return max((line.level for line in lines), key=LEVELS.index, default="pass")
 
 
-def render(lines: Sequence[Line]) -> str:
+def render(lines: Sequence[Finding]) -> str:
     """The lines as text, and a line that counts them."""
     column = max((len(line.what) for line in lines), default=0) + 2
     indent = " " * (6 + column)
@@ -257,6 +257,6 @@ def render(lines: Sequence[Line]) -> str:
     return "\n".join([*out, "", f"{len(lines)} checks: " + ", ".join(f"{counts[level]} {level}" for level in LEVELS)])
 
 
-def to_json(lines: Sequence[Line]) -> str:
+def to_json(lines: Sequence[Finding]) -> str:
     """The same as JSON: `{"level": …, "lines": [{"level", "what", "found", "do"}, …]}`."""
     return json.dumps({"level": worst(lines), "lines": [asdict(line) for line in lines]}, indent=1, ensure_ascii=False)

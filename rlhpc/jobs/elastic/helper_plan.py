@@ -46,7 +46,7 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Job:
+class LiveHelperJob:
     """A job that has not ended.
 
     Attributes:
@@ -63,7 +63,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ClusterState:
     """What there is at one moment.
 
     Attributes:
@@ -78,7 +78,7 @@ class Seen:
     """
 
     now: float
-    jobs: Sequence[Job] = ()
+    jobs: Sequence[LiveHelperJob] = ()
     waited: float | None = None
     asked: int | None = None
     spent: float = 0.0
@@ -125,7 +125,7 @@ class Rule:
         self._since: float | None = None
         self._trend = 0
 
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, seen: ClusterState) -> Decision:
         """What to do now."""
         bounds, live = self.bounds, [job for job in seen.jobs if job.state != "leaving"]
         if self._target is None:  # a driver that came back begins with what is there
@@ -158,7 +158,7 @@ class Rule:
         bounds = self.bounds
         return max(bounds.least_jobs, min(ranks, bounds.most) // bounds.per_job)
 
-    def _follow(self, seen: Seen, live: Sequence[Job]) -> str:
+    def _follow(self, seen: ClusterState, live: Sequence[LiveHelperJob]) -> str:
         """Moves the target after what the actor's waiting says."""
         assert self._target is not None
         self._target = min(self._target, self._jobs_for(seen.useful))
@@ -179,7 +179,7 @@ class Rule:
         self._target = max(self.bounds.least_jobs, min(self._target, len(live)) - 1)
         return f"the actor waits for rollouts only {waited:.0%} of the time"
 
-    def _affordable(self, seen: Seen) -> int:
+    def _affordable(self, seen: ClusterState) -> int:
         bounds = self.bounds
         if bounds.budget is None:
             return len(seen.jobs) + bounds.most
@@ -187,7 +187,7 @@ class Rule:
         return max(0, int((bounds.budget - seen.spent - reserved) / bounds.hours_per_job + 1e-9))
 
     @staticmethod
-    def _pauses(seen: Seen) -> bool:
+    def _pauses(seen: ClusterState) -> bool:
         if not seen.vain:
             return False
         return seen.now - seen.vain_since < min(_PAUSE_S * 2.0 ** (seen.vain - 1), _LONGEST_PAUSE_S)
@@ -198,7 +198,7 @@ _OWN: tuple[Key, ...] = ("qos", "constraint", "mem")
 _SHARED: tuple[Key, ...] = ("partition", "account")
 
 
-class Placed(Protocol):
+class HelperPlacement(Protocol):
     """What is asked of a rank's place."""
 
     @property
@@ -254,7 +254,7 @@ class HelperPlan:
         return [f"# helpers: {ranks}{budget}", *(f"#SBATCH --{name}={value}" for name, value in self.options)]
 
 
-def helper_plans(section: Given, placements: Mapping[str, Sequence[Placed]]) -> tuple[HelperPlan, ...]:
+def helper_plans(section: Given, placements: Mapping[str, Sequence[HelperPlacement]]) -> tuple[HelperPlan, ...]:
     """The jobs of helpers of a run.
 
     Args:
@@ -264,7 +264,7 @@ def helper_plans(section: Given, placements: Mapping[str, Sequence[Placed]]) -> 
     return tuple(_plan(section, raw, placements) for raw in read_key(section, "elastic", ()))
 
 
-def _plan(section: Given, raw: Given, placements: Mapping[str, Sequence[Placed]]) -> HelperPlan:
+def _plan(section: Given, raw: Given, placements: Mapping[str, Sequence[HelperPlacement]]) -> HelperPlan:
     group, per_job = str(read_key(raw, "group", "rollout")), int(read_key(raw, "ranks_per_job", 1))
     own = placements.get(group) or ()
     given = read_key(raw, "accelerators_per_rank")

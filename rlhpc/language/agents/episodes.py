@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.agents.chat_content import content_of, looker_of, message_text
-from rlhpc.language.data.images import Looker, Seen, joined
+from rlhpc.language.data.images import Looker, PromptImages, joined
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.data.tokenizer import without_end
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
@@ -37,7 +37,7 @@ from rlhpc.language.rewards.base import Sample
 E = TypeVar("E")
 
 
-class Helpers(Generic[E]):
+class AgentThreads(Generic[E]):
     """Threads that call an agent. One that does not come back is given up, and another takes its place.
 
     Args:
@@ -148,7 +148,7 @@ class Episode:
     outcome: Outcome | None = None
     branches: list[Episode] | None = None
     experts: np.ndarray | None = None
-    seen: Seen | None = None
+    seen: PromptImages | None = None
 
     @property
     def samples(self) -> list[Episode]:
@@ -215,7 +215,7 @@ class Agent:
         """Releases what the agent holds."""
 
 
-class Episodes:
+class EpisodeRunner:
     """Runs episodes on an engine: requests are added at any time, each `step` gives back those that ended.
 
     Not thread-safe, as the engine; agents are called in threads.
@@ -232,7 +232,7 @@ class Episodes:
         self, backend: RolloutBackend, tokenizer: Any, agent: Agent | None = None, max_turns: int = 1, threads: int = 8
     ) -> None:
         self._backend, self._tokenizer, self._agent, self._max_turns = backend, tokenizer, agent, max_turns
-        self._helpers = None if agent is None else Helpers(agent.respond, agent.timeout_s, threads)
+        self._helpers = None if agent is None else AgentThreads(agent.respond, agent.timeout_s, threads)
         self._writing: dict[int, tuple[Episode, Request]] = {}
         self._waiting: dict[int, tuple[Episode, Request, Completion]] = {}
         self._ended: list[Episode] = []
@@ -407,7 +407,7 @@ class Episodes:
 
     def _answer(
         self, episode: Episode, answer: str | dict[str, Any], drawn: list[int]
-    ) -> tuple[list[int], Seen | None]:
+    ) -> tuple[list[int], PromptImages | None]:
         """An agent's answer as tokens, and what it shows."""
         images: tuple[bytes, ...] = ()
         if isinstance(answer, dict):

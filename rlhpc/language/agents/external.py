@@ -21,9 +21,9 @@ from rlhpc.language.agents.episodes import OF_ROLES, Episode, Outcome
 from rlhpc.language.agents.gateway.feedback import awaited_turns
 from rlhpc.language.agents.gateway.output_parsers import Parsers
 from rlhpc.language.agents.gateway.server import MODEL, Drawing, Gateway
-from rlhpc.language.agents.gateway.sessions import Limits, Session, stop_reason
-from rlhpc.language.agents.inline_agents import Played, World
-from rlhpc.language.agents.turn_tree import Refused, Tree, Turn
+from rlhpc.language.agents.gateway.sessions import EpisodeLimits, GatewaySession, stop_reason
+from rlhpc.language.agents.inline_agents import InlineAgents, InlineEnvironment
+from rlhpc.language.agents.turn_tree import AgentTurn, RequestError, Tree
 from rlhpc.language.data.images import placed
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion, DropsRequests, Request, RolloutBackend
@@ -38,7 +38,7 @@ _TOLD = 5
 
 
 @dataclass(frozen=True)
-class Options:
+class AgentOptions:
     """Section `agent`, as a rank wants it.
 
     Attributes:
@@ -48,14 +48,14 @@ class Options:
         feedback_s: How long rewards may come after that; 0: they do not.
     """
 
-    limits: Limits
+    limits: EpisodeLimits
     timeout_s: float
     kwargs: dict[str, Any]
     feedback_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class AgentRanks:
     """Ranks of another group run the agents.
 
     Attributes:
@@ -91,8 +91,8 @@ class OutsideEpisodes:
         tokenizer: Any,
         parsers: Parsers,
         context: int,
-        runs: Program | World | Elsewhere,
-        options: Options,
+        runs: Program | InlineEnvironment | AgentRanks,
+        options: AgentOptions,
         ended_with_it: Callable[[], None] = lambda: None,
         address: str = "",
         check: Callable[[], None] = lambda: None,
@@ -101,16 +101,16 @@ class OutsideEpisodes:
         self._backend, self._tokenizer, self._options = backend, tokenizer, options
         self._distant: Distant | None = None
         if isinstance(runs, Program):
-            self._here: Harnesses | Played = Harnesses(runs, self._came)
+            self._here: Harnesses | InlineAgents = Harnesses(runs, self._came)
         self._gateway = Gateway(
             tokenizer, parsers, context, address, looker := looker_of(tokenizer), feedback=options.feedback_s > 0.0
         )
         self._looks = looker is not None
-        if isinstance(runs, World):
-            self._here = Played(runs, self._gateway, self._came)
-        if isinstance(runs, Elsewhere):
+        if isinstance(runs, InlineEnvironment):
+            self._here = InlineAgents(runs, self._gateway, self._came)
+        if isinstance(runs, AgentRanks):
             self._distant, self._rank = Distant(runs.post, self._came, self._again), runs.rank
-        self._sessions: dict[int, tuple[Session, Prompt | None, tuple[int, ...]]] = {}
+        self._sessions: dict[int, tuple[GatewaySession, Prompt | None, tuple[int, ...]]] = {}
         self._drawing: dict[int, Drawing] = {}
         self._paid: queue.SimpleQueue[tuple[Episode, Episode]] = queue.SimpleQueue()
         self._unpaid, self._early = dict[int, Episode](), list[tuple[Episode, Episode]]()
@@ -119,7 +119,7 @@ class OutsideEpisodes:
     def add(self, requests: Iterable[Request], prompt: Prompt | None = None) -> None:
         """Starts an episode for each request: its sampling and seed are those of all that the model draws in it."""
         for request in requests:
-            session = Session(request.id, request.sampling, request.seed, self._options.limits)
+            session = GatewaySession(request.id, request.sampling, request.seed, self._options.limits)
             self._tickets += 1  # no number is used again: one that was ended may yet have an outcome on its way
             self._sessions[self._tickets] = session, prompt, tuple(request.prompt_ids)
             self._gateway.open(session)
@@ -132,7 +132,7 @@ class OutsideEpisodes:
     def _again(self, number: int) -> dict[str, Any]:
         """An episode begins once more, with nothing of what it was, and draws the same."""
         old, prompt, ids = self._sessions[number]
-        session = Session(old.number, old.sampling, old.seed, old.limits)
+        session = GatewaySession(old.number, old.sampling, old.seed, old.limits)
         session.counts["begun_again"] = old.counts["begun_again"] + 1
         self._gateway.loop.call_soon_threadsafe(self._gateway.end, old)
         self._gateway.open(session)
@@ -140,10 +140,10 @@ class OutsideEpisodes:
         return self._ticket(number, session, prompt)
 
     @property
-    def _harnesses(self) -> Harnesses | Played | Distant:
+    def _harnesses(self) -> Harnesses | InlineAgents | Distant:
         return self._distant or self._here
 
-    def _ticket(self, number: int, session: Session, prompt: Prompt | None) -> dict[str, Any]:
+    def _ticket(self, number: int, session: GatewaySession, prompt: Prompt | None) -> dict[str, Any]:
         messages = [] if prompt is None else _said(prompt)
         task = {"messages": messages, "seed": session.seed, "kwargs": self._options.kwargs}
         if prompt is not None:
@@ -235,7 +235,7 @@ class OutsideEpisodes:
         else:
             self._backend.abort()
         for number in idle:
-            self._drawing.pop(number).answer(Refused("the episode has ended", 401))
+            self._drawing.pop(number).answer(RequestError("the episode has ended", 401))
 
     def _show(self) -> None:
         """Shows what there is of replies to clients that read along."""
@@ -247,7 +247,7 @@ class OutsideEpisodes:
 
     def _forget(self, why: str, status: int) -> None:
         for drawing in self._drawing.values():
-            drawing.answer(Refused(why, status))
+            drawing.answer(RequestError(why, status))
         self._drawing.clear()
 
     def _take(self, wait: bool) -> list[Episode]:
@@ -271,20 +271,20 @@ class OutsideEpisodes:
 
     def _begin(self, drawing: Drawing) -> None:
         if drawing.session.closed:
-            drawing.answer(Refused("the episode has ended", 401))
+            drawing.answer(RequestError("the episode has ended", 401))
             return
         self._number += 1
         request = Request(self._number, drawing.prompt_ids, drawing.sampling, drawing.seed, drawing.seen)
         try:
             self._backend.add([request])
         except ConfigError as error:  # a token is none, say
-            drawing.answer(Refused(str(error)))
+            drawing.answer(RequestError(str(error)))
             return
         except RlhpcError:  # the engine's, whoever asks
             raise
         except Exception as error:  # one request ends no run
             log.warning("the engine refuses a request of episode %d: %r", drawing.session.number, error)
-            drawing.answer(Refused(f"the engine refuses the request: {first_line(error)}"))
+            drawing.answer(RequestError(f"the engine refuses the request: {first_line(error)}"))
             return
         self._drawing[self._number] = drawing
 
@@ -298,12 +298,14 @@ class OutsideEpisodes:
             return
         session, prompt, ids = known
         self._gateway.end(session)
-        turns, later = dict[str, Turn](), said.get("later")
+        turns, later = dict[str, AgentTurn](), said.get("later")
         try:
             if later and not self._options.feedback_s:
-                raise Refused("its reward comes `later`: set agent.feedback_timeout_s to how long to wait for that")
+                raise RequestError(
+                    "its reward comes `later`: set agent.feedback_timeout_s to how long to wait for that"
+                )
             turns = awaited_turns(session.tree.turns, later) if later else turns
-        except Refused as why:
+        except RequestError as why:
             said = {"error": str(why)}
         episode = self._episode(session, prompt, ids, said)
         if turns and episode.outcome is not None and not episode.outcome.error:
@@ -322,7 +324,9 @@ class OutsideEpisodes:
             said["error"] = f"no reward came for it within agent.feedback_timeout_s ({self._options.feedback_s:g} s)"
         self._paid.put((before, again(said)))
 
-    def _episode(self, session: Session, prompt: Prompt | None, ids: tuple[int, ...], said: dict[str, Any]) -> Episode:
+    def _episode(
+        self, session: GatewaySession, prompt: Prompt | None, ids: tuple[int, ...], said: dict[str, Any]
+    ) -> Episode:
         outcome = Outcome(said.get("reward"), said.get("response"), said.get("error", ""), said.get("metrics", {}))
         if "turn_rewards" in said:
             outcome.error = outcome.error or _paid(session.tree, said["turn_rewards"])
@@ -380,7 +384,7 @@ def _said(prompt: Prompt) -> list[dict[str, Any]]:
     return found
 
 
-def _spare(branches: list[Episode], limits: Limits) -> int:
+def _spare(branches: list[Episode], limits: EpisodeLimits) -> int:
     """Masks what roles say that are not trained; how many tokens that were."""
     count = 0
     for branch in branches:

@@ -15,7 +15,7 @@ from rlhpc.language.agents.episodes import Agent, Episode
 from rlhpc.language.agents.gateway.sessions import OVER
 from rlhpc.language.agents.gateway.threads import Threads
 from rlhpc.language.agents.runner.task import Task
-from rlhpc.language.agents.turn_tree import Refused
+from rlhpc.language.agents.turn_tree import RequestError
 from rlhpc.language.envs.base import Environment, play
 from rlhpc.language.envs.tools import PythonTool, Tool, calculator
 from rlhpc.language.policy_text import valid_text
@@ -28,7 +28,7 @@ _THREADS = 16
 
 
 @dataclass(frozen=True)
-class World:
+class InlineEnvironment:
     """What is played.
 
     Attributes:
@@ -40,7 +40,7 @@ class World:
     episodes: int
 
 
-class Played:
+class InlineAgents:
     """Plays an episode for each ticket, as `Harnesses` run a program for it.
 
     Args:
@@ -49,7 +49,7 @@ class Played:
         done: Is called with the ticket's id and the outcome.
     """
 
-    def __init__(self, world: World, gateway: Gateway, done: Callable[[int, dict[str, Any]], None]) -> None:
+    def __init__(self, world: InlineEnvironment, gateway: Gateway, done: Callable[[int, dict[str, Any]], None]) -> None:
         self._world, self._gateway, self._done = world, gateway, done
         self._threads = Threads(_THREADS)
         self._waiting: collections.deque[dict[str, Any]] = collections.deque()
@@ -102,7 +102,7 @@ class Played:
         async def ask(role: str, messages: list[dict[str, Any]], tools: Sequence[Any]) -> dict[str, Any] | None:
             try:
                 return await self._gateway.chat(ticket["api_key"], role, list(messages), list(tools))
-            except Refused as why:
+            except RequestError as why:
                 if why.code == OVER:
                     return None
                 raise

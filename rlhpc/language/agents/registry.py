@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from rlhpc.config.typed import plain, select
-from rlhpc.language.agents.episodes import Agent, Episode, Episodes
+from rlhpc.language.agents.episodes import Agent, Episode, EpisodeRunner
 from rlhpc.language.agents.inline_agents import ToolAgent
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Request, RolloutBackend
@@ -25,20 +25,20 @@ from rlhpc.runtime.plugins import Registry, required
 
 if TYPE_CHECKING:
     from rlhpc.language.agents.agent_processes import Program
-    from rlhpc.language.agents.external import Elsewhere, Options, OutsideEpisodes
+    from rlhpc.language.agents.external import AgentOptions, AgentRanks, OutsideEpisodes
     from rlhpc.language.agents.gateway.output_parsers import Parsers
-    from rlhpc.language.agents.inline_agents import World
+    from rlhpc.language.agents.inline_agents import InlineEnvironment
     from rlhpc.language.config.run import LanguageConfig
 
 #: Episodes on an engine, whoever answers the model or asks it.
-Generation: TypeAlias = Union[Episodes, "OutsideEpisodes"]
+Generation: TypeAlias = Union[EpisodeRunner, "OutsideEpisodes"]
 #: The kind of agent that is in the rollout rank.
 INLINE = "inline"
 
 __all__ = [
     "Agent",
     "Episode",
-    "Episodes",
+    "EpisodeRunner",
     "Generation",
     "ToolAgent",
     "check_harness",
@@ -78,7 +78,7 @@ def run_episodes(
     max_turns: int,
 ) -> Iterator[Episode]:  # fmt: skip
     """Runs episodes to their end; each as soon as it is there."""
-    episodes = Episodes(backend, tokenizer, agent, max_turns)
+    episodes = EpisodeRunner(backend, tokenizer, agent, max_turns)
     try:
         for request, prompt in requests:
             episodes.add([request], prompt)
@@ -99,7 +99,7 @@ def configured_agent(cfg: LanguageConfig) -> Agent | None:
 
 
 def make_generation(
-    cfg: LanguageConfig, backend: RolloutBackend, tokenizer: Any, elsewhere: Elsewhere | None = None, address: str = ""
+    cfg: LanguageConfig, backend: RolloutBackend, tokenizer: Any, elsewhere: AgentRanks | None = None, address: str = ""
 ) -> Generation:
     """Episodes as sections `rollout` and `agent` describe them: of one turn, with `rollout.agent`, or of an agent outside.
 
@@ -115,7 +115,7 @@ def make_generation(
     """
     inside = configured_agent(cfg)
     if cfg.agent.kind == INLINE:
-        return Episodes(backend, tokenizer, inside, cfg.rollout.max_turns)
+        return EpisodeRunner(backend, tokenizer, inside, cfg.rollout.max_turns)
     from rlhpc.language.agents.external import OutsideEpisodes
 
     parsers, options = outside_agent(cfg, tokenizer)
@@ -138,16 +138,16 @@ def make_generation(
         raise
 
 
-def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Options]:
+def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, AgentOptions]:
     """What section `agent` says: how replies are read, and an episode's limits.
 
     Raises:
         ConfigError: The model has no chat template, there is no such parser, or a package is missing.
     """
     required("aiohttp", f"agent.kind={cfg.agent.kind} needs aiohttp")
-    from rlhpc.language.agents.external import Options
+    from rlhpc.language.agents.external import AgentOptions
     from rlhpc.language.agents.gateway.output_parsers import Parsers
-    from rlhpc.language.agents.gateway.sessions import Limits
+    from rlhpc.language.agents.gateway.sessions import EpisodeLimits
 
     agent = cfg.agent
     if not tokenizer.chat_template:
@@ -162,9 +162,9 @@ def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Options
         raise ConfigError(
             f"agent.untrained_roles is {list(untrained)}; allowed: some of the roles, not all of them ({known})"
         )
-    limits = Limits(agent.max_turns, agent.max_tokens, roles, untrained, policies_of(cfg).by_role)
+    limits = EpisodeLimits(agent.max_turns, agent.max_tokens, roles, untrained, policies_of(cfg).by_role)
     later = float(select(cfg, "agent.feedback_timeout_s") or 0.0)
-    options = Options(limits, agent.timeout_s, kwargs, later)
+    options = AgentOptions(limits, agent.timeout_s, kwargs, later)
     return Parsers(tokenizer, agent.tool_parser, agent.reasoning_parser), options
 
 
@@ -205,12 +205,14 @@ def _private_paths(cfg: LanguageConfig) -> tuple[str, ...]:
     return tuple(map(str, paths))
 
 
-def world_of(cfg: LanguageConfig) -> World:
+def world_of(cfg: LanguageConfig) -> InlineEnvironment:
     """The world that `agent.kind: environment` is about."""
-    from rlhpc.language.agents.inline_agents import World
+    from rlhpc.language.agents.inline_agents import InlineEnvironment
 
     kwargs = plain(cfg.agent.kwargs)
-    return World(partial(find_environment(str(cfg.agent.target), kwargs), **kwargs), cfg.agent.episodes_per_rank)
+    return InlineEnvironment(
+        partial(find_environment(str(cfg.agent.target), kwargs), **kwargs), cfg.agent.episodes_per_rank
+    )
 
 
 def check_harness(cfg: LanguageConfig) -> None:

@@ -34,7 +34,7 @@ _WATCH_S = 2.0
 
 
 @dataclass
-class _Running:
+class _RunningService:
     """A service. `said` is the file with what it prints; `listeners` are the inodes of its sockets that were looked at."""
 
     section: ServiceConfig
@@ -86,7 +86,7 @@ class Services:
     ) -> None:
         self._temporary = make_temporary_folder("services") if sections and not folder else None
         where = folder or self._temporary or Path()
-        self._running: list[_Running] = []
+        self._running: list[_RunningService] = []
         try:
             for section in sections:
                 self._running.append(_start(section, where, (ports or {}).get(section.name)))
@@ -141,7 +141,7 @@ def placed_in(value: Any, addresses: Mapping[str, str]) -> Any:
     return [placed_in(part, addresses) for part in value] if isinstance(value, (list, tuple)) else value
 
 
-def _start(section: ServiceConfig, folder: Path, before: str | None) -> _Running:
+def _start(section: ServiceConfig, folder: Path, before: str | None) -> _RunningService:
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -156,10 +156,10 @@ def _start(section: ServiceConfig, folder: Path, before: str | None) -> _Running
             run_module("rlhpc.language.agents.runner.keeper", *command), stdin=subprocess.PIPE, stdout=file, stderr=file,
             env={**os.environ, **without_proxy(), "PORT": str(port)},
         )  # fmt: skip
-    return _Running(section, f"{_LOOPBACK}:{port}", process, said)
+    return _RunningService(section, f"{_LOOPBACK}:{port}", process, said)
 
 
-def _await_ready(running: _Running) -> None:
+def _await_ready(running: _RunningService) -> None:
     section = running.section
     deadline = time.monotonic() + section.timeout_s
     while not _is_ready(running):
@@ -176,20 +176,20 @@ def _await_ready(running: _Running) -> None:
     log.info("service %s is ready at %s", section.name, running.address)
 
 
-def _foreign(running: _Running) -> str:
+def _foreign(running: _RunningService) -> str:
     return (
         f"agent.services[{running.section.name}]: a program that is not this service listens at its address {running.address} "
         f"(another user's, or of this user outside it){running.tail()}. Start the run again: it takes another port"
     )
 
 
-def _is_ready(running: _Running) -> bool:
+def _is_ready(running: _RunningService) -> bool:
     """Returns whether a service answers, and whether it is the service that answers."""
     answers = _answers(running)
     return answers and running.process.poll() is None and not running.is_foreign()
 
 
-def _answers(running: _Running) -> bool:
+def _answers(running: _RunningService) -> bool:
     ready, (host, _, port) = running.section.ready, running.address.partition(":")
     if ready.startswith("line:"):
         return ready[5:].strip().encode() in running.said.read_bytes()

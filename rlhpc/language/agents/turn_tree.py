@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlhpc.language.agents.episodes import Episode
-from rlhpc.language.data.images import Seen
+from rlhpc.language.data.images import PromptImages
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +31,7 @@ from rlhpc.runtime.errors import ConfigError
 
 
 @dataclass
-class Turn:
+class AgentTurn:
     """One call of the model.
 
     Attributes:
@@ -62,7 +62,7 @@ class Turn:
     experts: np.ndarray | None = None
     names: list[str] = field(default_factory=list)
     feedback: float | None = None
-    seen: Seen | None = None
+    seen: PromptImages | None = None
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Tree:
         turns: All of them.
     """
 
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[AgentTurn] = field(default_factory=list)
 
     def ids(self, turn: int) -> list[int]:
         """All tokens that a turn read and drew."""
@@ -86,7 +86,7 @@ class Tree:
             found.append(parent)
         return found[::-1]
 
-    def continued_by(self, ids: Sequence[int], role: int = 0, seen: Seen | None = None) -> int | None:
+    def continued_by(self, ids: Sequence[int], role: int = 0, seen: PromptImages | None = None) -> int | None:
         """The longest turn of a role whose tokens these begin with, and which was shown what these show up to there; of equal
         ones the last. None if there is none."""
         ids, ends, best = list(ids), dict[int, int](), None
@@ -173,7 +173,7 @@ class Tree:
         return found
 
 
-def _places(seen: Seen | None) -> tuple[tuple[int, bytes], ...]:
+def _places(seen: PromptImages | None) -> tuple[tuple[int, bytes], ...]:
     return () if seen is None else seen.places
 
 
@@ -186,7 +186,7 @@ _TOKEN_CHARACTERS = 16
 Message = dict[str, Any]
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """A request that cannot be answered.
 
     Args:
@@ -207,23 +207,23 @@ def canonical(message: Mapping[str, Any]) -> Message:
         Refused: It is no message.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise Refused("messages must be a list of objects with role and content")
+        raise RequestError("messages must be a list of objects with role and content")
     role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
     try:
         content, images = content_of(message.get("content"))
     except ConfigError as error:
-        raise Refused(str(error)) from None
+        raise RequestError(str(error)) from None
     found: Message = {"role": role, "content": content, **({"images": images} if images else {})}
     reasoning = _text_in(message, "reasoning_content") or _text_in(message, "reasoning")
     if reasoning:
         found["reasoning_content"] = reasoning
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
-        raise Refused("a message's tool_calls must be a list")
+        raise RequestError("a message's tool_calls must be a list")
     if calls:
         found["tool_calls"] = [_call(call) for call in calls]
     if message.get("function_call"):
-        raise Refused("a message has a function_call; functions are tools here: send tool_calls")
+        raise RequestError("a message has a function_call; functions are tools here: send tool_calls")
     for name in ("tool_call_id", "name"):
         if value := _text_in(message, name):
             found[name] = value
@@ -233,7 +233,7 @@ def canonical(message: Mapping[str, Any]) -> Message:
 def _text_in(message: Mapping[str, Any], name: str) -> str:
     value = message.get(name)
     if value is not None and not isinstance(value, str):
-        raise Refused(f"a message's {name} must be a text")
+        raise RequestError(f"a message's {name} must be a text")
     return value or ""
 
 
@@ -242,12 +242,12 @@ def _call(call: Any) -> Message:
     name = function.get("name") if isinstance(function, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not isinstance(arguments, (str, dict, type(None))):
-        raise Refused(
+        raise RequestError(
             "a message's tool_calls must each have a function with a name, and with arguments as a text or an object"
         )
     ident = call.get("id")
     if ident is not None and not isinstance(ident, str):
-        raise Refused("the id of a message's tool call must be a text")
+        raise RequestError("the id of a message's tool call must be a text")
     return {"id": ident, "type": "function", "function": {"name": name, "arguments": parse_arguments(arguments)}}
 
 
@@ -301,7 +301,9 @@ class Renderer:
         """Raises:
         Refused: There are more messages than the context has tokens."""
         if len(messages) > self.context:
-            raise Refused(f"{len(messages)} messages leave no room in the context of {self.context} tokens", code=OVER)
+            raise RequestError(
+                f"{len(messages)} messages leave no room in the context of {self.context} tokens", code=OVER
+            )
 
     def check_length(self, messages: Sequence[Message], tools: Any) -> None:
         """Raises:
@@ -310,14 +312,14 @@ class Renderer:
             return
         count = _characters([{**message, "images": None} for message in messages]) + _characters(tools)
         if count > self._most_characters:
-            raise Refused(
+            raise RequestError(
                 f"messages and tools of {count} characters leave no room in the context of {self.context} tokens",
                 code=OVER,
             )
 
     def prompt(
         self, tree: Tree, messages: Sequence[Message], keys: tuple[str, ...], tools: Any, role: int = 0
-    ) -> tuple[list[int], int | None, Seen | None]:
+    ) -> tuple[list[int], int | None, PromptImages | None]:
         """The tokens of a conversation, the turn of the tree that it goes on from, if any, and what it shows, if anything.
 
         Args:
@@ -331,7 +333,7 @@ class Renderer:
             Refused: The template does not take it, or the model reads no pictures.
         """
         if self.looker is None and any("images" in message for message in messages):
-            raise Refused("a message shows a picture; this model reads text alone")
+            raise RequestError("a message shows a picture; this model reads text alone")
         known, length = None, 0
         for at, turn in enumerate(tree.turns):
             if turn.role != role:
@@ -354,11 +356,11 @@ class Renderer:
         shown[reply] = {"role": "assistant", "content": REPLY}
         try:
             text = self._text(shown, tools)
-        except Refused:  # a template that wants to see the calls that tools answered
+        except RequestError:  # a template that wants to see the calls that tools answered
             return None
         return behind_reply(self.tokenizer, text, drawn) if text.count(REPLY) == 1 else None
 
-    def _encode(self, text: str, messages: Sequence[Message], behind: int = 0) -> tuple[list[int], Seen | None]:
+    def _encode(self, text: str, messages: Sequence[Message], behind: int = 0) -> tuple[list[int], PromptImages | None]:
         """Tokens of what a template makes of messages, behind so many others, with all parts of their pictures; and these."""
         ids, spoken, text = list[int](), set[int](), valid_text(text)
         if self.looker is None:
@@ -374,7 +376,7 @@ class Renderer:
         try:
             return self.looker.look(images, ids, behind, spoken)
         except ConfigError as error:
-            raise Refused(str(error)) from None
+            raise RequestError(str(error)) from None
 
     def _text(self, messages: Sequence[Message], tools: Any) -> str:
         said = [{name: value for name, value in message.items() if name != "images"} for message in messages]
@@ -383,7 +385,7 @@ class Renderer:
         try:
             return render_chat(self.tokenizer, said, tools or (), add_generation_prompt=True)
         except ConfigError as error:
-            raise Refused(str(error)) from None
+            raise RequestError(str(error)) from None
 
 
 def _characters(value: Any) -> int:

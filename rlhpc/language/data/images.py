@@ -36,7 +36,7 @@ _TRAINED = ("local", "fsdp")
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class PromptImages:
     """The pictures of one prompt.
 
     Attributes:
@@ -82,12 +82,12 @@ class Seen:
         return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
 
 
-def joined(first: Seen | None, then: Seen | None) -> Seen | None:
+def joined(first: PromptImages | None, then: PromptImages | None) -> PromptImages | None:
     """What a text shows, and what is shown behind that, in one."""
     if first is None or then is None:
         return first or then
     arrays = {name: np.concatenate([getattr(first, name), getattr(then, name)]) for name in ("grids", "at")}
-    return Seen(
+    return PromptImages(
         first.patches + then.patches, merge=first.merge, digests=first.digests + then.digests, **arrays
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def positions(length: int, at: np.ndarray, grids: np.ndarray, merge: int) -> np.
 
     Args:
         length: Tokens.
-        at, grids, merge: See `Seen`.
+        at, grids, merge: See `PromptImages`.
 
     Returns:
         `[3, length]` int64.
@@ -144,14 +144,14 @@ class Looker:
         except ConfigError as error:
             raise ConfigError(f"{prompt.where}: {error}") from None
 
-    def seen(self, images: Sequence[bytes], at: Sequence[int]) -> Seen:
+    def seen(self, images: Sequence[bytes], at: Sequence[int]) -> PromptImages:
         """Pictures of which the first tokens stand at these places."""
         patches, grids, digests = zip(*map(self._one, images), strict=True)
-        return Seen(tuple(patches), np.stack(grids), np.asarray(at, np.int64), self._merge, tuple(digests))
+        return PromptImages(tuple(patches), np.stack(grids), np.asarray(at, np.int64), self._merge, tuple(digests))
 
     def look(
         self, images: Sequence[bytes], ids: Sequence[int], behind: int = 0, spoken: Collection[int] = ()
-    ) -> tuple[list[int], Seen]:
+    ) -> tuple[list[int], PromptImages]:
         """Token ids with as many of a picture as it has parts, where a chat template wrote one; and what they show.
 
         Args:
@@ -194,12 +194,12 @@ class Looker:
         side = self._cutter.patch_size * self._merge
         return max(1, int(self._cutter.size["longest_edge"]) // side**2)
 
-    def blank(self, tokens: int) -> Seen:
+    def blank(self, tokens: int) -> PromptImages:
         """A picture of so many tokens, all grey, which stands alone."""
         grids = np.asarray([[1, self._merge, self._merge * tokens]], np.int64)
         width = 3 * self._cutter.temporal_patch_size * self._cutter.patch_size**2
         patches = np.zeros((int(grids.prod()), width), np.float32)
-        return Seen((patches,), grids, np.zeros(1, np.int64), self._merge, (b"",))
+        return PromptImages((patches,), grids, np.zeros(1, np.int64), self._merge, (b"",))
 
     def _cut(self, image: bytes) -> tuple[np.ndarray, np.ndarray, bytes]:
         """Patches, grid and digest of a picture."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Judged:
+class PreferenceRow:
     """A row: what reward models and DPO are trained on and measured by.
 
     Attributes:
@@ -68,7 +68,7 @@ class Preferences:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> Judged:
+    def __getitem__(self, index: int) -> PreferenceRow:
         return self._rows[index]
 
     def fit(self, encoder: PromptTokenizer, most: int) -> int:
@@ -93,13 +93,13 @@ class Preferences:
         dropped, self._rows = len(self._rows) - len(rows), rows
         return dropped
 
-    def _row(self, index: int) -> Judged:
+    def _row(self, index: int) -> PreferenceRow:
         prompt, cfg = self._problems[index], self._cfg
         if self._form == "labels":
             if not prompt.response:
                 raise self._fault(index, prompt, "response_key", self._response_key, "a text that is not empty")
             label = self._number(index, prompt, "label_key", str(self._label))
-            return Judged(_bare(prompt), (prompt.response,), label, (prompt.turn,))
+            return PreferenceRow(_bare(prompt), (prompt.response,), label, (prompt.turn,))
         there = self._columns(index, prompt)
         if prompt.response and cfg.chosen_key in there and self._response_key not in there:
             raise ConfigError(
@@ -110,7 +110,7 @@ class Preferences:
             *(self._response(index, prompt, name) for name in ("chosen_key", "rejected_key")), strict=True
         )
         margin = self._number(index, prompt, "margin_key", self._margin) if self._margin else 0.0
-        return Judged(_bare(prompt), texts, margin, turns)
+        return PreferenceRow(_bare(prompt), texts, margin, turns)
 
     def _response(self, index: int, prompt: Prompt, name: str) -> tuple[str, Message | None]:
         """A response: a text, or the last turn of a conversation that goes on from the prompt's."""
@@ -171,7 +171,7 @@ def _bare(prompt: Prompt) -> Prompt:
 
 
 def encode_demonstrations(
-    row: Judged, encoder: PromptTokenizer, most: int
+    row: PreferenceRow, encoder: PromptTokenizer, most: int
 ) -> list[tuple[list[int], list[bool]]] | None:
     """Token ids of each of a row's responses after the prompt, with the end token, and which are trained on; None for a
     row that is to be dropped.
@@ -194,7 +194,7 @@ def encode_demonstrations(
     return samples
 
 
-def encode(row: Judged, encoder: PromptTokenizer, most: int) -> list[list[int]] | None:
+def encode(row: PreferenceRow, encoder: PromptTokenizer, most: int) -> list[list[int]] | None:
     """Token ids of each of a row's responses as a reward model reads them; None for a row that is to be dropped.
 
     They end with a token that is no padding, since that is where the reward is read. So where padding is made of the end

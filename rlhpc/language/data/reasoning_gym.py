@@ -75,7 +75,7 @@ class ReasoningGymProblems:
         elif given:
             raise ConfigError(f"{key}.kwargs has {', '.join(given)} beside tasks; put arguments below their task")
         self._several = len(tasks) > 1
-        self._streams = [_Stream(name, dict(kwargs or {}), seed, key) for name, kwargs in tasks.items()]
+        self._streams = [_TaskStream(name, dict(kwargs or {}), seed, key) for name, kwargs in tasks.items()]
         self._accepted: list[list[int]] = [[] for _ in self._streams]
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class ReasoningGymProblems:
         return accepted[turn]
 
 
-class _Stream:
+class _TaskStream:
     """The problems of one task, by position, without end."""
 
     def __init__(self, task: Any, kwargs: dict[str, Any], seed: int, key: str) -> None:
@@ -274,12 +274,12 @@ class _Maker:
 def _serve() -> None:
     """What a `_Maker`'s process does."""
     out, sys.stdout = sys.stdout.buffer, sys.stderr  # some tasks print
-    streams: dict[str, _Stream] = {}
+    streams: dict[str, _TaskStream] = {}
     for line in sys.stdin:
         task, kwargs, seed, position = json.loads(line)
         name = json.dumps([task, kwargs, seed])
         if name not in streams:
-            streams[name] = _Stream(task, kwargs, seed, "data")
+            streams[name] = _TaskStream(task, kwargs, seed, "data")
         out.write(pickle.dumps(streams[name][position]))
         out.flush()
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.config.typed import select
 from rlhpc.language.data.chat_messages import Message, find_unwritten, require_plain
-from rlhpc.language.data.images import Looker, Seen, digest_of, make_looker
+from rlhpc.language.data.images import Looker, PromptImages, digest_of, make_looker
 from rlhpc.language.data.prompts import Prompt, PromptDataset
 from rlhpc.language.hugging_face import (
     load_model_config,
@@ -134,7 +134,7 @@ class PromptTokenizer:
     def _turn_end(self) -> int | None:
         return turn_end(self.tokenizer)
 
-    def seen(self, prompt: Prompt, at: Sequence[int]) -> Seen | None:
+    def seen(self, prompt: Prompt, at: Sequence[int]) -> PromptImages | None:
         """What a prompt shows, whose pictures begin where `encode` says; None if it shows nothing."""
         return self.looker.seen(prompt.images, at) if prompt.images else None
 

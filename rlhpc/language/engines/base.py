@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from rlhpc.checkpoint.tensor_slice import Box
-    from rlhpc.language.data.images import Seen
+    from rlhpc.language.data.images import PromptImages
     from rlhpc.weights.delta import Elements
 
 
@@ -43,7 +43,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int = 0
-    seen: Seen | None = None
+    seen: PromptImages | None = None
     """What the prompt shows, if it shows something."""
 
 
@@ -78,7 +78,7 @@ class RolloutBackend(Protocol):
     `Completion.versions` tells which token is whose.
 
     What only some engines say or can do is in `SaysForkable`, `AwaitsWeights`, `TakesParts`, `TakesShards`, `TellsWeights`,
-    `ScoresTexts`, `SaysExperts`, `DropsRequests`, `Bounded`, `HasContext` and `ReadsInChunks`.
+    `ScoresTexts`, `SaysExperts`, `DropsRequests`, `BoundedEngine`, `HasContext` and `ReadsInChunks`.
     """
 
     @property
@@ -206,7 +206,7 @@ class DropsRequests(Protocol):
 
 
 @runtime_checkable
-class Bounded(Protocol):
+class BoundedEngine(Protocol):
     """An engine that says how many sequences it makes at a time; what is added beyond waits in it, and for it."""
 
     capacity: int

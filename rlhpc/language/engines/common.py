@@ -140,7 +140,7 @@ class UpdateFailed(RlhpcError):
     """A weight update broke off: the engine's weights are of two versions, so it makes no more tokens."""
 
 
-class Engine:
+class EngineBase:
     """Base of the engines: checks requests, and keeps what `generate` did not ask for until the next `step`.
 
     A subclass sets `version`, `context` and `vocabulary`, and implements `_queue`, `_advance`, `_abort` and `_drop`.

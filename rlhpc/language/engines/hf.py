@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhpc.language.data.tokenizer import StopTexts, end_tokens, find_tokenizer, first_line
 from rlhpc.language.engines.base import Completion, Request, beyond_context
 from rlhpc.language.engines.batch_invariance import KeyValues, moves_into_places
-from rlhpc.language.engines.common import Engine, EngineOptions, fitting_update
+from rlhpc.language.engines.common import EngineBase, EngineOptions, fitting_update
 from rlhpc.language.engines.hf_forward import Forward
 from rlhpc.language.hugging_face import load_model_config, no_progress_bar, transformers
 from rlhpc.language.models.loading import auto_class
@@ -100,7 +100,7 @@ def _pick(sums: Tensor, noise: Tensor) -> Tensor:
     return torch.searchsorted(sums, target, right=True)
 
 
-class Ledger:
+class SequenceTable:
     """Rows as arrays on the host, so that a step over many of them is a few array operations.
 
     Args:
@@ -214,7 +214,7 @@ class Ledger:
 _ADMIT = 8
 
 
-class HFRollout(Engine):
+class HFRollout(EngineBase):
     """Continuous batching over a transformers model's `forward`.
 
     It does not use `generate`, which takes a batch as it is and ends with its slowest sequence, and in which no request
@@ -257,7 +257,7 @@ class HFRollout(Engine):
         self.context = context_length(text_config, options)
         self._waiting: deque[Request] = deque()
         with self._memory():
-            self._ledger = Ledger(self._max_rows, self.vocabulary, self._own_ends, self._stop_texts)
+            self._ledger = SequenceTable(self._max_rows, self.vocabulary, self._own_ends, self._stop_texts)
             self._forward = Forward(self._model, self._device, self._max_rows, self.context, self.vocabulary)
         self._forward.routing = self._routers() if options.says_experts else None
         self.choices = 0 if self._forward.routing is None else self._forward.routing.choices

@@ -17,7 +17,7 @@ from rlhpc.language.engines.batch_invariance import Decoding, KeyValues, can_joi
 from rlhpc.language.models.vision import sub_attention
 
 if TYPE_CHECKING:
-    from rlhpc.language.data.images import Seen
+    from rlhpc.language.data.images import PromptImages
     from rlhpc.language.models.moe_routing import Routing
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Forward:
         self._cache = None
 
     def prefill(
-        self, sequences: Sequence[Sequence[int]], source: Sequence[int], seen: Sequence[Seen | None] = ()
+        self, sequences: Sequence[Sequence[int]], source: Sequence[int], seen: Sequence[PromptImages | None] = ()
     ) -> Tensor:
         """Fills the cache with sequences.
 
@@ -147,7 +147,9 @@ class Forward:
             tokens += length
         yield slice(begin, len(lengths))
 
-    def _prefill(self, sequences: Sequence[Sequence[int]], looked: Seen | None, places: np.ndarray | None) -> Tensor:
+    def _prefill(
+        self, sequences: Sequence[Sequence[int]], looked: PromptImages | None, places: np.ndarray | None
+    ) -> Tensor:
         from transformers.cache_utils import DynamicCache
 
         lengths = [len(sequence) for sequence in sequences]

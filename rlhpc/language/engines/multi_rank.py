@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rlhpc.language.engines.base import Bounded, Completion, DropsRequests, Request, RolloutBackend, ScoresTexts
+from rlhpc.language.engines.base import BoundedEngine, Completion, DropsRequests, Request, RolloutBackend, ScoresTexts
 from rlhpc.runtime.errors import RlhpcError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ ADD, STEP, GENERATE, SCORE, ABORT, DROP, OFFLOAD, RELOAD, WEIGHTS, END = (
 Told = tuple[list[tuple[Any, ...]], int]
 
 
-class Link(Protocol):
+class EngineLink(Protocol):
     """What ranks of one engine have of each other."""
 
     @property
@@ -83,7 +83,7 @@ class Leader:
         link: To the others.
     """
 
-    def __init__(self, engine: RolloutBackend, link: Link) -> None:
+    def __init__(self, engine: RolloutBackend, link: EngineLink) -> None:
         self._engine, self._link, self._seen = engine, link, _Seen()
         self._before: list[tuple[Any, ...]] = []
 
@@ -94,8 +94,8 @@ class Leader:
 
     @property
     def capacity(self) -> int:
-        """See `Bounded.capacity`."""
-        assert isinstance(self._engine, Bounded)
+        """See `BoundedEngine.capacity`."""
+        assert isinstance(self._engine, BoundedEngine)
         return self._engine.capacity
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -184,7 +184,7 @@ class Leader:
             self._link.tell((told, self._seen.check))
 
 
-class Follower:
+class FollowerEngine:
     """The engine as the other ranks have it.
 
     Args:
@@ -193,7 +193,7 @@ class Follower:
         take_weights: Takes in the weights that come next.
     """
 
-    def __init__(self, engine: RolloutBackend, link: Link, take_weights: Callable[[], object]) -> None:
+    def __init__(self, engine: RolloutBackend, link: EngineLink, take_weights: Callable[[], object]) -> None:
         self._engine, self._link, self._take, self._seen = engine, link, take_weights, _Seen()
 
     def follow(self) -> None:
@@ -244,7 +244,7 @@ class Follower:
 class _Mourning:
     """Where a rank of the engine has ended, the error of the others is a consequence, which nobody needs to hear."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: EngineLink) -> None:
         self._link = link
 
     def __enter__(self) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from rlhpc.language.config.run import LanguageConfig
-    from rlhpc.language.engines.multi_rank import Link
+    from rlhpc.language.engines.multi_rank import EngineLink
 
 Run = TypeVar("Run", bound="LanguageConfig")
 ENGINES: Registry[EngineFactory] = Registry(
@@ -25,7 +25,7 @@ ENGINES: Registry[EngineFactory] = Registry(
 
 
 def make_rollout(
-    cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int, link: Link | None = None
+    cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int, link: EngineLink | None = None
 ) -> RolloutBackend:
     """Builds the engine of `rollout.rollout_backend`.
 
@@ -45,7 +45,7 @@ def make_rollout(
 
 
 def make_engine(
-    cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int, link: Link | None = None
+    cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int, link: EngineLink | None = None
 ) -> RolloutBackend:
     """Builds the engine of a run, of one policy or several (`agent.policies`).
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhpc.checkpoint.tensor_slice import Box
 from rlhpc.language.data.tokenizer import StopTexts, end_tokens, find_tokenizer
 from rlhpc.language.engines.base import Completion, Request
-from rlhpc.language.engines.common import Engine, EngineOptions, UpdateFailed, fitting_update
+from rlhpc.language.engines.common import EngineBase, EngineOptions, UpdateFailed, fitting_update
 from rlhpc.language.engines.vllm_images import shown
 from rlhpc.language.engines.vllm_launch import VLLMProcess
 from rlhpc.language.engines.vllm_logprobs import log_before_filters
@@ -36,7 +36,7 @@ from rlhpc.weights.verification import COST
 
 if TYPE_CHECKING:
     from rlhpc.language.config.run import LanguageConfig
-    from rlhpc.language.engines.multi_rank import Link
+    from rlhpc.language.engines.multi_rank import EngineLink
 
 
 #: Ranks that vLLM's kernels are made for.
@@ -178,7 +178,7 @@ _PROBE = "probe"
 
 
 @dataclass
-class _Running:
+class _RunningRequest:
     """A request under way.
 
     Attributes:
@@ -201,7 +201,7 @@ class _Running:
         return Completion(self.request.id, self.token_ids, self.logprobs, versions, reason)
 
 
-class VLLMRollout(VLLMProcess, Engine):
+class VLLMRollout(VLLMProcess, EngineBase):
     """vLLM's `LLMEngine`, which writes.
 
     Args:
@@ -225,9 +225,9 @@ class VLLMRollout(VLLMProcess, Engine):
         model_path: str,
         device: str | torch.device,
         seed: int = 0,
-        link: Link | None = None,
+        link: EngineLink | None = None,
     ) -> None:
-        Engine.__init__(self)
+        EngineBase.__init__(self)
         options = EngineOptions.from_config(cfg, model_path, device)
         config = load_model_config(options.model_path, options.trust_remote_code)
         self._tokenizer = find_tokenizer(options.model_path, options.trust_remote_code)
@@ -246,7 +246,7 @@ class VLLMRollout(VLLMProcess, Engine):
         self._adapters = (
             None if options.adapters is None else Adapters(*options.adapters, self._needed, options.policies)
         )
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _RunningRequest] = {}
         self._torn, self._slept = "", False
         VLLMProcess.__init__(self, options, config, seed, link)
         self.context = int(self._engine.model_config.max_model_len)
@@ -338,7 +338,7 @@ class VLLMRollout(VLLMProcess, Engine):
             if self._options.keeps_cache:  # none of the keys and values of a request that came before an update
                 prompt["cache_salt"] = str(self.version)
             self._engine.add_request(name, prompt, parameters, lora_request=self._asked(sampling.policy))
-            self._running[name] = _Running(request)
+            self._running[name] = _RunningRequest(request)
 
     def _advance(self) -> list[Completion]:
         with self._explained():
@@ -364,7 +364,7 @@ class VLLMRollout(VLLMProcess, Engine):
                 done.append(self._running.pop(output.request_id).completion(self.version, reason))
         return done
 
-    def _so_far(self) -> Iterator[tuple[_Running, list[int], list[float]]]:
+    def _so_far(self) -> Iterator[tuple[_RunningRequest, list[int], list[float]]]:
         """Requests under way with all their tokens and log-probs, also those that vLLM keeps until the end."""
         for state in self._engine.output_processor.request_states.values():
             running = self._running.get(state.external_req_id)

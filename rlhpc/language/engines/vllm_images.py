@@ -19,7 +19,7 @@ import torch
 from rlhpc.language.data.images import make_looker
 
 if TYPE_CHECKING:
-    from rlhpc.language.data.images import Looker, Seen
+    from rlhpc.language.data.images import Looker, PromptImages
 
 #: Where vLLM has each family's model, and its class there.
 _MODELS = {
@@ -56,7 +56,7 @@ def take_pictures(config: Any, path: str, trust_remote_code: bool) -> None:
     ModelRegistry.register_model(name, registered)
 
 
-def shown(ids: Sequence[int], seen: Seen) -> dict[str, Any]:
+def shown(ids: Sequence[int], seen: PromptImages) -> dict[str, Any]:
     """A prompt as vLLM's engine takes it after its own way from pictures to patches.
 
     Args:
@@ -69,7 +69,7 @@ def shown(ids: Sequence[int], seen: Seen) -> dict[str, Any]:
     return dict(mm_input(list(ids), _items(seen), {_KIND: digests}, {_KIND: _places(seen)}))
 
 
-def _items(seen: Seen) -> Any:
+def _items(seen: PromptImages) -> Any:
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
@@ -82,7 +82,7 @@ def _items(seen: Seen) -> Any:
     return MultiModalKwargsItems.from_hf_inputs(given, fields)
 
 
-def _places(seen: Seen) -> list[Any]:
+def _places(seen: PromptImages) -> list[Any]:
     from vllm.multimodal.inputs import PlaceholderRange
 
     return [

@@ -20,7 +20,7 @@ from rlhpc.runtime.text import first_line
 
 if TYPE_CHECKING:
     from rlhpc.language.engines.common import EngineOptions
-    from rlhpc.language.engines.multi_rank import Link
+    from rlhpc.language.engines.multi_rank import EngineLink
 import glob
 import itertools
 from pathlib import Path
@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING
 from rlhpc.runtime.host import host_id
 
 if TYPE_CHECKING:
-    from rlhpc.language.engines.multi_rank import Link
+    from rlhpc.language.engines.multi_rank import EngineLink
 
 
 @contextmanager
-def one_of_several(link: Link | None) -> Iterator[None]:
+def one_of_several(link: EngineLink | None) -> Iterator[None]:
     """While vLLM builds the engine of this rank.
 
     - `RANK` and `LOCAL_RANK` are what it reads: a rank sees no accelerator but its own, which is its first.
@@ -160,7 +160,7 @@ class VLLMProcess:
     #: Whether requests have seeds.
     draws = False
 
-    def __init__(self, options: EngineOptions, config: Any, seed: int, link: Link | None = None) -> None:
+    def __init__(self, options: EngineOptions, config: Any, seed: int, link: EngineLink | None = None) -> None:
         self._options, self._sleeps, self._link = options, options.sleeps, link
         self._looks = looks(config)
         self._build(config, seed)

@@ -53,7 +53,7 @@ class Bm25:
         return sorted(scores, key=lambda at: (-scores[at], at))[:most]
 
 
-class World:
+class PageIndex:
     """Pages, and an index of them.
 
     Args:
@@ -88,9 +88,9 @@ class World:
 
 
 @functools.lru_cache(maxsize=8)
-def world_of(pages: int, seed: int) -> World:
+def world_of(pages: int, seed: int) -> PageIndex:
     """A world, made once in a process."""
-    return World(pages, seed)
+    return PageIndex(pages, seed)
 
 
 class Search(ToolEnvironment):

@@ -20,7 +20,7 @@ from rlhpc.algorithms.preference_losses import find_reward_loss
 from rlhpc.config.typed import plain
 from rlhpc.language.config.data import suite_named
 from rlhpc.language.config.models import LanguageModelConfig
-from rlhpc.language.data.preferences import Judged, Preferences, encode
+from rlhpc.language.data.preferences import PreferenceRow, Preferences, encode
 from rlhpc.language.data.tokenizer import PromptTokenizer, load_tokenizer
 from rlhpc.language.models.micro_batching import Parts, micro_batches
 from rlhpc.language.models.token_batch import TokenBatch
@@ -48,7 +48,7 @@ class Suite:
         encoder: Makes tokens of them.
     """
 
-    rows: list[Judged]
+    rows: list[PreferenceRow]
     dropped: int
     encoder: PromptTokenizer
 
@@ -102,7 +102,7 @@ def suites_of(cfg: RewardRunConfig, tokenizer: Any, form: str) -> dict[str, Suit
     return {name: suite_of(cfg, suite_named(cfg.data.eval, name), tokenizer, form) for name in names}
 
 
-def batch_of(rows: Sequence[Judged], encoder: PromptTokenizer, most: int, pad: int) -> TokenBatch:
+def batch_of(rows: Sequence[PreferenceRow], encoder: PromptTokenizer, most: int, pad: int) -> TokenBatch:
     """The responses of rows as samples; those of a row stand next to each other, and `reward` has each one's target.
 
     Args:
@@ -141,7 +141,7 @@ def cut(whole: TokenBatch, each: int, max_tokens: int) -> Parts:
 
 
 def rewards_of(
-    rows: Sequence[Judged], encoder: PromptTokenizer, most: int, pad: int, max_tokens: int,
+    rows: Sequence[PreferenceRow], encoder: PromptTokenizer, most: int, pad: int, max_tokens: int,
     forward: Callable[[TokenBatch], Tensor], evenly: Callable[[Parts, TokenBatch], Parts] = lambda parts, _: parts,
 ) -> list[list[float]]:  # fmt: skip
     """The rewards of each row's responses.

@@ -529,7 +529,7 @@ def _logits(rows: slice, bias: Tensor | None, factors: tuple[Tensor, ...] | list
     return z.to(first.dtype)
 
 
-class Reading(Protocol):
+class LogitReading(Protocol):
     """What a loss wants of the trained model's logits beside log-probs and entropies: one value per token."""
 
     def rows(self, batch: TokenBatch) -> RowReader | None:
@@ -562,7 +562,7 @@ def token_scores(
     batch: TokenBatch,
     temperature: float = 1.0,
     entropy: bool = False,
-    reading: Reading | None = None,
+    reading: LogitReading | None = None,
     share: RowShare | None = None,
 ) -> TokenScores:
     """One forward pass of a Hugging Face causal language model.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhpc.config.parallel import Sizes
+from rlhpc.config.parallel import MeshSizes
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.runtime.comm.background import AsyncWork
 from rlhpc.runtime.errors import ConfigError, RlhpcError
@@ -227,7 +227,7 @@ def minibatches(
             yield f"epoch {epoch}, minibatch {number}", batch.select(chosen)
 
 
-def share_out(batch: TokenBatch, worker: Worker, sizes: Sizes, *, each: int = 1, hidden: int = 0) -> TokenBatch:
+def share_out(batch: TokenBatch, worker: Worker, sizes: MeshSizes, *, each: int = 1, hidden: int = 0) -> TokenBatch:
     """A rank's new part of the samples of all ranks. All ranks call it; who gets what depends on the lengths alone. Ranks of a
     block have the same samples, and those at the same place of all blocks share them out.
 

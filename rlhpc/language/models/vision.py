@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhpc.language.data.images import FAMILIES, Seen, looks, positions
+from rlhpc.language.data.images import FAMILIES, PromptImages, looks, positions
 from rlhpc.runtime.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ class Pictures:
     merge: int
 
     @classmethod
-    def of(cls, seen: Sequence[Seen | None]) -> Pictures | None:
+    def of(cls, seen: Sequence[PromptImages | None]) -> Pictures | None:
         """Those of samples, each with what it sees; None if none sees anything. The same picture is kept once."""
         there = [one for one in seen if one is not None]
         if not there:

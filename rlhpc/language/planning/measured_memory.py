@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rlhpc.config.parallel import Sizes
+from rlhpc.config.parallel import MeshSizes
 from rlhpc.language.planning.memory_model import STEP, Training
 from rlhpc.language.planning.model_size import config_of, size_of
 from rlhpc.runs.memory.account import gib
@@ -31,7 +31,7 @@ DEPTHS = (4, 8)
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredMemory:
     """What the tracker found.
 
     Attributes:
@@ -60,7 +60,7 @@ class Measured:
         )
 
 
-def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> Measured:
+def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> MeasuredMemory:
     """Follows a group's step.
 
     Args:
@@ -74,7 +74,7 @@ def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> 
     begun = time.monotonic()
     config = dict(config_of(path, kwargs))
     plain = dataclasses.replace(
-        training, backend="fsdp", sizes=Sizes(shard=training.ranks), lora=0, offload=False, reference=False, beside=0.0,
+        training, backend="fsdp", sizes=MeshSizes(shard=training.ranks), lora=0, offload=False, reference=False, beside=0.0,
         logits=False, head=True, edges_apart=False, accelerated=True, eager=0,
     )  # fmt: skip
     peaks, accounted = {}, {}
@@ -86,7 +86,7 @@ def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> 
     first, last = DEPTHS
     each = (peaks[last] - peaks[first]) / (last - first)
     whole = peaks[last] + each * (training.size.layers - last)
-    return Measured(peaks, accounted, whole, accounted_bytes(plain), time.monotonic() - begun)
+    return MeasuredMemory(peaks, accounted, whole, accounted_bytes(plain), time.monotonic() - begun)
 
 
 def accounted_bytes(training: Training) -> float:

@@ -8,14 +8,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhpc.config.parallel import Sizes
+from rlhpc.config.parallel import MeshSizes
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import plain, select, typed
 from rlhpc.language.config.engines import ServingConfig
 from rlhpc.language.config.models import PretrainedConfig
 from rlhpc.language.config.run import GrpoConfig, SftConfig, TrainedLanguageConfig, responses_per_step
 from rlhpc.language.config.training import LanguageActorConfig
-from rlhpc.language.planning.memory_model import PART, PARTS, Layers, Serving, Training, process, scoring_chunk
+from rlhpc.language.planning.memory_model import PART, PARTS, LayerMemory, Serving, Training, process, scoring_chunk
 from rlhpc.language.planning.model_size import ModelSize, NotKnown, size_of
 from rlhpc.language.scoring.groups import (
     AGENT,
@@ -28,7 +28,7 @@ from rlhpc.language.scoring.groups import (
     group_roles,
     scoring_groups,
 )
-from rlhpc.runs.memory.account import Account, Change, Moment, Ranks, Term, terms
+from rlhpc.runs.memory.account import Account, GroupRanks, MemoryTerm, Moment, SuggestedChange, terms
 
 #: Most tokens that are looked at, and the multiple that they are of.
 _MOST, _STEP = 1 << 22, 256
@@ -70,7 +70,7 @@ def largest_context(name: str, serving: Serving, room: float) -> Mapping[str, st
     return {f"{name}.max_model_len": f"{tokens} tokens"} if tokens > 0 else {}
 
 
-def wider_engines(name: str, serving: Serving, room: float) -> Sequence[Change]:
+def wider_engines(name: str, serving: Serving, room: float) -> Sequence[SuggestedChange]:
     """The smallest engine of more ranks that fits, where engines may have several."""
     if serving.engine != "vllm" or name != "rollout":
         return ()
@@ -78,11 +78,11 @@ def wider_engines(name: str, serving: Serving, room: float) -> Sequence[Change]:
         wider = dataclasses.replace(serving, tensor=tensor)
         most = max(moment.nbytes for moment in wider.moments())
         if tensor > serving.tensor and serving.size.heads % tensor == 0 and not wider.refusals() and most <= room:
-            return (Change((f"{name}.parallel.tensor={tensor}",), most),)
+            return (SuggestedChange((f"{name}.parallel.tensor={tensor}",), most),)
     return ()
 
 
-def nearest(name: str, training: Training, section: LanguageActorConfig, room: float) -> Sequence[Change]:
+def nearest(name: str, training: Training, section: LanguageActorConfig, room: float) -> Sequence[SuggestedChange]:
     """Configurations that fit, those that change least first.
 
     Args:
@@ -91,12 +91,12 @@ def nearest(name: str, training: Training, section: LanguageActorConfig, room: f
         section: The group's section.
         room: What a rank may hold.
     """
-    found: list[tuple[float, Change]] = []
+    found: list[tuple[float, SuggestedChange]] = []
     for distance, words, changed in _others(name, training, divides=select(section, "parallel") is not None):
         if words and (nbytes := held(changed)) <= room:
-            found.append((distance, Change(words, nbytes)))
+            found.append((distance, SuggestedChange(words, nbytes)))
     found.sort(key=lambda one: (one[0], one[1].nbytes))
-    best: list[Change] = []
+    best: list[SuggestedChange] = []
     for _, change in found:
         if not any(set(other.overrides) <= set(change.overrides) for other in best):
             best.append(change)
@@ -132,7 +132,7 @@ def _divided(name: str, training: Training, *, divides: bool) -> Iterator[tuple[
     ranks, sizes = training.ranks, training.sizes
     if training.backend != "fsdp" and ranks > 1:
         yield 1.0, (f"{name}.training_backend=fsdp",), dataclasses.replace(
-            training, backend="fsdp", sizes=Sizes(shard=ranks), offload=False
+            training, backend="fsdp", sizes=MeshSizes(shard=ranks), offload=False
         )  # fmt: skip
     if training.backend == "deepspeed" and training.stage < 3:
         yield 1.2, (f"{name}.deepspeed.zero_stage=3",), dataclasses.replace(training, stage=3)
@@ -149,7 +149,7 @@ def _divided(name: str, training: Training, *, divides: bool) -> Iterator[tuple[
                 dataclasses.replace(training, sizes=wider),
             )
         elif training.backend == "local":
-            wide = dataclasses.replace(training, backend="fsdp", sizes=Sizes(shard=ranks * more), offload=False)
+            wide = dataclasses.replace(training, backend="fsdp", sizes=MeshSizes(shard=ranks * more), offload=False)
             yield 4.0 + math.log2(more), (f"{name}.training_backend=fsdp", f"{more * ranks} ranks for {name}"), wide
 
 
@@ -160,7 +160,7 @@ def divisions(training: Training) -> Iterator[tuple[float, Training]]:
     for replicate, context, tensor, expert in itertools.product(*map(_powers, (ranks, ranks, ranks, experts))):
         if ranks % (replicate * context * tensor) or replicate > training.sizes.replicate:
             continue
-        sizes = Sizes(replicate, ranks // (replicate * context * tensor), context, tensor, expert)
+        sizes = MeshSizes(replicate, ranks // (replicate * context * tensor), context, tensor, expert)
         if _possible(training, sizes):
             yield _far(training.sizes, sizes), dataclasses.replace(training, sizes=sizes)
 
@@ -169,7 +169,7 @@ def _powers(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
-def _possible(training: Training, sizes: Sizes) -> bool:
+def _possible(training: Training, sizes: MeshSizes) -> bool:
     """Whether the model can be divided so."""
     size = training.size
     within = sizes.shard * sizes.context * sizes.tensor
@@ -183,13 +183,13 @@ def _possible(training: Training, sizes: Sizes) -> bool:
     )
 
 
-def _far(before: Sizes, after: Sizes) -> float:
+def _far(before: MeshSizes, after: MeshSizes) -> float:
     """How far one is from the other: experts cost least, then context, then tensor."""
     weights = {"replicate": 0.5, "context": 0.8, "tensor": 1.0, "expert": 0.6}
     return sum(w * abs(math.log2(getattr(after, key) / getattr(before, key))) for key, w in weights.items())
 
 
-def _words(name: str, before: Sizes, after: Sizes) -> tuple[str, ...]:
+def _words(name: str, before: MeshSizes, after: MeshSizes) -> tuple[str, ...]:
     keys = ("replicate", "context", "tensor", "expert")
     return tuple(
         f"{name}.parallel.{key}={getattr(after, key)}" for key in keys if getattr(after, key) != getattr(before, key)
@@ -205,7 +205,7 @@ FREED_BY_A_STEP = ("gradients", "optimizer temporaries")
 
 
 def accounts(
-    cfg: TrainedLanguageConfig, ranks: Mapping[str, Ranks], *, build: bool = True, measure: bool = False
+    cfg: TrainedLanguageConfig, ranks: Mapping[str, GroupRanks], *, build: bool = True, measure: bool = False
 ) -> list[Account]:
     """What each group of a run holds (`rlhpc.runs.memory.plan.Accounting`).
 
@@ -219,7 +219,7 @@ def accounts(
     return [_account(cfg, name, found, build) for name, found in ranks.items() if name != AGENT]
 
 
-def _account(cfg: TrainedLanguageConfig, name: str, ranks: Ranks, build: bool) -> Account:
+def _account(cfg: TrainedLanguageConfig, name: str, ranks: GroupRanks, build: bool) -> Account:
     try:
         if name == "actor":
             return _trained(cfg, name, cfg.actor, ranks, build)
@@ -246,12 +246,12 @@ def itemsize(dtype: str, accelerated: bool) -> int:
     return 2 if dtype in _HALF or (dtype == "auto" and accelerated) else 4
 
 
-def sizes_of(section: LanguageActorConfig, ranks: int) -> Sizes:
+def sizes_of(section: LanguageActorConfig, ranks: int) -> MeshSizes:
     """How a group's ranks divide its model."""
     if section.training_backend.lower() != "fsdp":
-        return Sizes(replicate=ranks)
+        return MeshSizes(replicate=ranks)
     parallel: Any = select(section, "parallel")
-    return Sizes(shard=ranks) if parallel is None else Sizes.of(parallel, ranks)
+    return MeshSizes(shard=ranks) if parallel is None else MeshSizes.of(parallel, ranks)
 
 
 def longest(cfg: RunConfig) -> tuple[int, int]:
@@ -276,7 +276,7 @@ def _writes(cfg: RunConfig) -> bool:
 
 
 def training_of(
-    cfg: TrainedLanguageConfig, name: str, section: LanguageActorConfig, ranks: Ranks, *, build: bool = True
+    cfg: TrainedLanguageConfig, name: str, section: LanguageActorConfig, ranks: GroupRanks, *, build: bool = True
 ) -> Training:
     """How a group trains.
 
@@ -314,7 +314,7 @@ def _policies(cfg: object) -> int:
     return max(1, len({*plain(select(cfg, "agent.policies") or {}).values()}))
 
 
-def _tokens(cfg: RunConfig, section: LanguageActorConfig, sizes: Sizes, length: int) -> int:
+def _tokens(cfg: RunConfig, section: LanguageActorConfig, sizes: MeshSizes, length: int) -> int:
     """Tokens of the largest micro-batch: what may be in one, or less where an optimizer step has less for a rank."""
     if not _writes(cfg):  # nobody says how long the rows are
         return section.max_tokens_per_micro_batch
@@ -323,7 +323,7 @@ def _tokens(cfg: RunConfig, section: LanguageActorConfig, sizes: Sizes, length: 
     return max(min(section.max_tokens_per_micro_batch, whole), min(length, whole))
 
 
-def _beside(cfg: GrpoConfig, ranks: Ranks, build: bool) -> float:
+def _beside(cfg: GrpoConfig, ranks: GroupRanks, build: bool) -> float:
     """Bytes of a teacher on the actor's ranks."""
     if not distils(cfg) or TEACHER in group_roles(cfg):
         return 0.0
@@ -331,7 +331,9 @@ def _beside(cfg: GrpoConfig, ranks: Ranks, build: bool) -> float:
     return float(itemsize(cfg.teacher.model.dtype, ranks.accelerated) * size.parameters)
 
 
-def _trained(cfg: TrainedLanguageConfig, name: str, section: LanguageActorConfig, ranks: Ranks, build: bool) -> Account:
+def _trained(
+    cfg: TrainedLanguageConfig, name: str, section: LanguageActorConfig, ranks: GroupRanks, build: bool
+) -> Account:
     training = training_of(cfg, name, section, ranks, build=build)
     turns = bool(select(cfg, "actor.offload_in_rollout"))
     moments = training.moments()
@@ -367,7 +369,7 @@ def _sending(training: Training, moments: Sequence[Moment]) -> Moment:
     return Moment("weights are sent", (*held, *terms(a_weight_in_full=whole, part_of_an_update=float(PART))))
 
 
-def _shared(cfg: GrpoConfig, training: Training, turns: bool) -> tuple[Term, ...]:
+def _shared(cfg: GrpoConfig, training: Training, turns: bool) -> tuple[MemoryTerm, ...]:
     """What an update takes of /dev/shm: a few parts or, where engines come for it later, all of it; and what is kept."""
     whole = float(training.itemsize * training.size.parameters)
     if cfg.rollout.weight_delta == "elements":
@@ -378,7 +380,7 @@ def _shared(cfg: GrpoConfig, training: Training, turns: bool) -> tuple[Term, ...
     return terms(weights_under_way=moving if turns else min(moving, float(PARTS * PART)), frozen_weights=frozen)
 
 
-def _loading(training: Training, ranks: Ranks) -> tuple[Term, ...]:
+def _loading(training: Training, ranks: GroupRanks) -> tuple[MemoryTerm, ...]:
     """What reading the model takes of the host where the rank computes elsewhere."""
     if not ranks.accelerated or (training.backend == "deepspeed" and training.stage == 3):
         return ()
@@ -420,7 +422,7 @@ def counted(parameters: int) -> str:
 # -- who writes -------------------------------------------------------------------------------------------------------
 
 
-def _rollout(cfg: GrpoConfig, ranks: Ranks, build: bool) -> Account:
+def _rollout(cfg: GrpoConfig, ranks: GroupRanks, build: bool) -> Account:
     prompt, response = longest(cfg)
     step = responses_per_step(cfg)
     return _serving(
@@ -429,7 +431,7 @@ def _rollout(cfg: GrpoConfig, ranks: Ranks, build: bool) -> Account:
 
 
 def _serving(
-    cfg: GrpoConfig, name: str, model: Any, section: ServingConfig, engine: str, ranks: Ranks, prompt: int, response: int,
+    cfg: GrpoConfig, name: str, model: Any, section: ServingConfig, engine: str, ranks: GroupRanks, prompt: int, response: int,
     step: int, build: bool,
 ) -> Account:  # fmt: skip
     if engine.lower() not in _ENGINES:
@@ -474,7 +476,7 @@ def _serving(
 # -- who scores -------------------------------------------------------------------------------------------------------
 
 
-def _scoring(cfg: GrpoConfig, name: str, ranks: Ranks, build: bool) -> Account:
+def _scoring(cfg: GrpoConfig, name: str, ranks: GroupRanks, build: bool) -> Account:
     if name == JUDGE:
         step = responses_per_step(cfg)
         judge = cfg.judge
@@ -495,7 +497,14 @@ def _scoring(cfg: GrpoConfig, name: str, ranks: Ranks, build: bool) -> Account:
 
 
 def frozen_account(
-    cfg: GrpoConfig, name: str, model: PretrainedConfig, max_tokens: int, ranks: Ranks, *, logits: bool, build: bool
+    cfg: GrpoConfig,
+    name: str,
+    model: PretrainedConfig,
+    max_tokens: int,
+    ranks: GroupRanks,
+    *,
+    logits: bool,
+    build: bool,
 ) -> Account:
     """A rank with a model that is not trained, and reads what others have written."""
     size: ModelSize = size_of(model.model_path, plain(select(model, "kwargs")), build=build)
@@ -503,7 +512,7 @@ def frozen_account(
     step = sum(longest(cfg)) * math.ceil(responses_per_step(cfg) / ranks.number)
 
     def moment(tokens: int) -> Moment:
-        layers = Layers(size, b, not ranks.accelerated)
+        layers = LayerMemory(size, b, not ranks.accelerated)
         chunk = scoring_chunk(layers, tokens) if logits else 0.0
         held = terms(weights=float(b * size.parameters), activations=tokens * layers.passing(), logits=chunk)
         return Moment("scoring", (*held, process(ranks.accelerated)))

@@ -21,13 +21,13 @@ import math
 from collections.abc import Set
 from dataclasses import dataclass
 
-from rlhpc.config.parallel import Sizes
+from rlhpc.config.parallel import MeshSizes
 from rlhpc.language.planning.model_size import ModelSize
-from rlhpc.runs.memory.account import GIB, MIB, Moment, Term, gib, terms
+from rlhpc.runs.memory.account import GIB, MIB, MemoryTerm, Moment, gib, terms
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerMemory:
     """How a model's layers compute.
 
     Attributes:
@@ -131,7 +131,7 @@ def chunk_rows(vocabulary: int, tokens: int, *, on_host: bool) -> int:
     return min(rows, tokens)
 
 
-def loss_chunk(layers: Layers, tokens: int) -> float:
+def loss_chunk(layers: LayerMemory, tokens: int) -> float:
     """Bytes of the logits that are there at once: three times in float32 (logits, log-probs, probabilities), and once in half
     precision where the model computes in it."""
     size = layers.size
@@ -142,7 +142,7 @@ def loss_chunk(layers: Layers, tokens: int) -> float:
     return (12.0 if layers.itemsize == 4 else 14.0) * rows * size.vocabulary / layers.tensor
 
 
-def scoring_chunk(layers: Layers, tokens: int) -> float:
+def scoring_chunk(layers: LayerMemory, tokens: int) -> float:
     """The same where nothing is trained."""
     size = layers.size
     rows = chunk_rows(size.vocabulary, tokens, on_host=layers.on_host)
@@ -150,7 +150,7 @@ def scoring_chunk(layers: Layers, tokens: int) -> float:
     return whole + (8.0 if layers.itemsize == 4 else 10.0) * rows * size.vocabulary / layers.tensor
 
 
-def head_gradient(layers: Layers) -> float:
+def head_gradient(layers: LayerMemory) -> float:
     """The head's gradient, summed in float32, and one chunk's where that is in half precision."""
     return (4.0 if layers.itemsize == 4 else 6.0) * layers.size.embedding / layers.tensor
 
@@ -159,9 +159,13 @@ def head_gradient(layers: Layers) -> float:
 ON_HOST, ON_ACCELERATOR = 24 * MIB, 1.5 * GIB
 
 
-def process(accelerated: bool) -> Term:
+def process(accelerated: bool) -> MemoryTerm:
     """What is there where the rank computes."""
-    return Term("context and collectives", ON_ACCELERATOR) if accelerated else Term("libraries' work space", ON_HOST)
+    return (
+        MemoryTerm("context and collectives", ON_ACCELERATOR)
+        if accelerated
+        else MemoryTerm("libraries' work space", ON_HOST)
+    )
 
 
 #: What vLLM has beside weights and cache: the largest batch's activations and its graphs.
@@ -252,17 +256,17 @@ class Serving:
         arriving = max(layer if self.engine == "vllm" else 0.0, self.itemsize * float(self.size.largest))
         return Moment(GENERATION, held), Moment(UPDATE, (*held, *terms(arriving_weights=arriving)))
 
-    def _passing(self) -> tuple[Term, ...]:
-        layers = Layers(self.size, self.itemsize, not self.accelerated, tensor=self.tensor)
+    def _passing(self) -> tuple[MemoryTerm, ...]:
+        layers = LayerMemory(self.size, self.itemsize, not self.accelerated, tensor=self.tensor)
         if self.engine == "vllm" and self.accelerated:
-            return (Term("activations and graphs", _GRAPHS),)
+            return (MemoryTerm("activations and graphs", _GRAPHS),)
         prefill = min(self.sequences, 8) * self.prompt * layers.passing()
         logits = 3.0 * 4.0 * min(self.sequences, self.work) * self.size.vocabulary
         return terms(activations=prefill, logits=logits)
 
-    def _cache(self) -> tuple[Term, ...]:
+    def _cache(self) -> tuple[MemoryTerm, ...]:
         if self.engine == "vllm":
-            return (Term("KV cache", self.cache_bytes(), self.cache_words()),)
+            return (MemoryTerm("KV cache", self.cache_bytes(), self.cache_words()),)
         columns = -(-(self.length * _GROWTH + _MORE) // _BLOCK) * _BLOCK
         rows = self.sequences
         return terms(KV_cache=rows * self.sequence(columns), KV_cache_that_grows=rows * self.sequence(self.length))
@@ -335,12 +339,12 @@ class Training:
         logits: Whether the loss is of logits; else of one number a token.
         head: Whether the model has the causal model's head.
         edges_apart: Whether FSDP gathers embeddings and head each by itself, where they are two matrices.
-        eager: See `Layers.eager`.
+        eager: See `LayerMemory.eager`.
     """
 
     size: ModelSize
     backend: str
-    sizes: Sizes
+    sizes: MeshSizes
     tokens: int
     itemsize: int
     accelerated: bool
@@ -400,10 +404,10 @@ class Training:
             self.backend
         ]
 
-    def layers(self) -> Layers:
+    def layers(self) -> LayerMemory:
         """The layers, as activations depend on them."""
         adapted = {name.rpartition(".")[2] for name in self.size.adapted(self.targets)} if self.lora else None
-        return Layers(self.size, self.itemsize, not self.accelerated, adapted, self.sizes.tensor, self.eager)
+        return LayerMemory(self.size, self.itemsize, not self.accelerated, adapted, self.sizes.tensor, self.eager)
 
     # -- activations ------------------------------------------------------------------------------------------------
 
@@ -426,7 +430,7 @@ class Training:
         again = layers.layer() - kept if self.checkpointing else 0.0
         return self.own_tokens * (again + layers.returning())
 
-    def at_loss(self) -> tuple[Term, ...]:
+    def at_loss(self) -> tuple[MemoryTerm, ...]:
         """What the loss takes beside what the layers keep."""
         layers, tokens = self.layers(), self.own_tokens
         hidden = tokens * (layers.norm() + 2 * layers.edge())
@@ -435,7 +439,7 @@ class Training:
         gradient = 0.0 if self.lora else head_gradient(layers)
         return terms(last_hidden_states=hidden, loss_chunk=loss_chunk(layers, tokens), gradient_of_the_head=gradient)
 
-    def _model(self, **divided: float) -> tuple[Term, ...]:
+    def _model(self, **divided: float) -> tuple[MemoryTerm, ...]:
         """Weights, optimizer and frozen models, of which the rank holds such parts (in elements)."""
         trained, frozen = divided["trained"], divided["frozen"]
         reference = self.size.parameters * (divided["frozen_part"]) if self.reference and not self.lora else 0.0
@@ -454,7 +458,7 @@ class Training:
         found = {"local": self._local, "fsdp": self._fsdp, "deepspeed": self._deepspeed}[self.backend]()
         return tuple(Moment(name, (*held, process(self.accelerated))) for name, held in found.items())
 
-    def _local(self) -> dict[str, tuple[Term, ...]]:
+    def _local(self) -> dict[str, tuple[MemoryTerm, ...]]:
         trained = float(self.trained)
         base = self._model(trained=trained, frozen=float(self.frozen), frozen_part=1.0)
         base = (*base, *terms(gradients=4.0 * trained, weights_to_compute_with=self.itemsize * trained * self.mixed))
@@ -475,7 +479,7 @@ class Training:
             else float(self.size.largest if self.size.experts else self.size.hidden * self.size.intermediate)
         )
 
-    def _fsdp(self) -> dict[str, tuple[Term, ...]]:
+    def _fsdp(self) -> dict[str, tuple[MemoryTerm, ...]]:
         size, s, b = self.size, self.sizes, self.itemsize
         mine = self.trained * self.part()
         model = self._model(trained=mine, frozen=self.frozen * self.part(), frozen_part=self.part())
@@ -518,7 +522,7 @@ class Training:
             STEP: (*model, *gradients),
         }
 
-    def _deepspeed(self) -> dict[str, tuple[Term, ...]]:
+    def _deepspeed(self) -> dict[str, tuple[MemoryTerm, ...]]:
         size, b, ranks = self.size, self.itemsize, self.ranks
         trained, third = float(self.trained), self.stage == 3
         whole = 1.0 / ranks if third else 1.0

@@ -11,14 +11,14 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 
-from rlhpc.config.parallel import Sizes
+from rlhpc.config.parallel import MeshSizes
 from rlhpc.config.typed import typed
 from rlhpc.language.config.run import GrpoConfig, responses_per_step
 from rlhpc.language.planning.memory_accounts import counted, divisions, held, training_of
 from rlhpc.language.planning.memory_model import Serving, Training
 from rlhpc.language.planning.model_size import size_of
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.memory.account import GIB, SPARE, Ranks
+from rlhpc.runs.memory.account import GIB, SPARE, GroupRanks
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.exit_codes import report_errors
 
@@ -43,7 +43,7 @@ def tables(config: str) -> str:
 
 
 def _training(cfg: GrpoConfig) -> str:
-    base = training_of(cfg, "actor", cfg.actor, Ranks(PER_NODE, accelerated=True, room=ROOM))
+    base = training_of(cfg, "actor", cfg.actor, GroupRanks(PER_NODE, accelerated=True, room=ROOM))
     rows = [
         "| model | cards | divided by | most, GiB | when | largest term, GiB | micro-batch up to |",
         "|" + "---|" * 7,
@@ -52,7 +52,7 @@ def _training(cfg: GrpoConfig) -> str:
         size = size_of(model)
         for nodes in NODES:
             cards = nodes * PER_NODE
-            found = _fitting(dataclasses.replace(base, size=size, sizes=Sizes(shard=cards), edges_apart=True))
+            found = _fitting(dataclasses.replace(base, size=size, sizes=MeshSizes(shard=cards), edges_apart=True))
             name = f"{model.rpartition('/')[2]} ({counted(size.parameters)})"
             rows.append(f"| {name} | {nodes} × {PER_NODE} | {' | '.join(_cells(found))} |")
     return "\n".join(rows)
@@ -82,7 +82,7 @@ def _largest(training: Training) -> int:
     return largest_tokens(training, _USABLE)
 
 
-def divided(sizes: Sizes) -> str:
+def divided(sizes: MeshSizes) -> str:
     """`shard 8, tensor 2`."""
     named = dataclasses.asdict(sizes)
     return ", ".join(f"{key} {value}" for key, value in named.items() if value > 1) or "shard 1"

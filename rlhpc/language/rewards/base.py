@@ -70,7 +70,7 @@ class Comparing(Protocol):
 
 
 @runtime_checkable
-class Bounded(Protocol):
+class MemoryBound(Protocol):
     """A reward whose judge gets no more memory than this (MiB)."""
 
     memory_mb: int

@@ -40,7 +40,7 @@ _CONSTANT = (bool, int, float, complex, str, bytes, type(None))
 
 
 @dataclass
-class Plan:
+class TestPlan:
     """What is run beside a program, and what is claimed of it.
 
     Attributes:
@@ -66,9 +66,9 @@ class Plan:
     prepared: list[int] = field(default_factory=list)
     strict: list[bool] = field(default_factory=lambda: [False])
 
-    def copy(self) -> Plan:
+    def copy(self) -> TestPlan:
         """Returns a plan that can be extended and thrown away."""
-        return Plan(
+        return TestPlan(
             list(self.steps), list(self.scripts), list(self.claims), list(self.verdicts), self.setup, dict(self.values),
             dict(self.meanings), dict(self.definitions), list(self.prepared), self.strict,
         )  # fmt: skip
@@ -92,7 +92,7 @@ def meanings_of(body: Sequence[ast.stmt]) -> dict[str, str]:
     return meanings
 
 
-def add_step(plan: Plan, kind: str, source: str) -> int:
+def add_step(plan: TestPlan, kind: str, source: str) -> int:
     plan.steps.append({"kind": kind, "source": source})
     if kind == "do":
         plan.scripts.append({"kind": kind, "source": source})
@@ -116,7 +116,7 @@ class Reader:
         possible: Assertions that depend on it if it defines the name of a builtin function.
     """
 
-    def __init__(self, plan: Plan, entry: str, functions: Mapping[str, ast.FunctionDef]) -> None:
+    def __init__(self, plan: TestPlan, entry: str, functions: Mapping[str, ast.FunctionDef]) -> None:
         self.plan, self.entry, self.names, self.values = plan, entry, plan.meanings, plan.values
         self.judged = self.possible = 0
         self._functions = dict(functions)
@@ -124,7 +124,7 @@ class Reader:
         self._bound: dict[str, list[Any]] = {}
         self._done: list[int] = []
 
-    def read(self, body: list[ast.stmt]) -> Plan:
+    def read(self, body: list[ast.stmt]) -> TestPlan:
         """Reads the statements of a test.
 
         Raises:
@@ -564,7 +564,7 @@ class Reader:
             self._bound = bound
         return lambda answers: made(list(rounds(answers)))
 
-    def _return_to(self, plan: Plan, done: list[int]) -> None:
+    def _return_to(self, plan: TestPlan, done: list[int]) -> None:
         """Forgets what a trial has added to the plan."""
         self.plan, self._done = plan, done
         self.names, self.values = plan.meanings, plan.values

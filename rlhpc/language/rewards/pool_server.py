@@ -24,7 +24,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from rlhpc.language.rewards.base import Bounded, Preloading, Reward, Sample
+from rlhpc.language.rewards.base import MemoryBound, Preloading, Reward, Sample
 from rlhpc.language.rewards.registry import build_reward
 from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.errors import ConfigError
@@ -50,7 +50,7 @@ def judge(rewards: dict[str, Reward], sample: Sample) -> tuple[dict[str, float],
 
 def _work(spec: Spec, connection: socket.socket) -> None:
     """A judge: builds the rewards, then answers one sample after the other."""
-    limits = [factory.memory_mb if isinstance(factory, Bounded) else 0 for _, factory, _ in spec]
+    limits = [factory.memory_mb if isinstance(factory, MemoryBound) else 0 for _, factory, _ in spec]
     if all(limits):
         most = max(limits) << 20
         resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -9,14 +9,14 @@ from typing import Any
 
 from rlhpc.language.rewards import expected_values as outside
 from rlhpc.language.rewards import problem_formats
-from rlhpc.language.rewards.code_tests import Plan, Reader, add_step, calls, has_check, meanings_of
+from rlhpc.language.rewards.code_tests import Reader, TestPlan, add_step, calls, has_check, meanings_of
 from rlhpc.language.rewards.expected_values import Term
 from rlhpc.language.rewards.python_expressions import Unclear, always_true, asserts, written_out
 
 _PREPARATION = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Pass)
 
 
-def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]) -> Plan:
+def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]) -> TestPlan:
     """Takes all tests of a problem apart.
 
     Args:
@@ -61,9 +61,9 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
     return plan
 
 
-def _read_setup(setup: Sequence[ast.stmt], entry: str) -> Plan:
+def _read_setup(setup: Sequence[ast.stmt], entry: str) -> TestPlan:
     """Returns a plan in which values of the setup are known here, but for those that its own definitions use."""
-    plan = Plan()
+    plan = TestPlan()
     used = {n.id for s in setup if not isinstance(s, ast.Assign) for n in ast.walk(s) if isinstance(n, ast.Name)}
     rest = []
     reader = Reader(plan, entry, {})
@@ -97,7 +97,7 @@ def _why(body: Sequence[ast.stmt]) -> str:
     return "it has no assertion that is reached; write assert CONDITION"
 
 
-def _script(plan: Plan, body: Sequence[ast.stmt], entry: str, defined: Mapping[str, ast.FunctionDef]) -> int:
+def _script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mapping[str, ast.FunctionDef]) -> int:
     """Adds a test that is judged inside; returns whether it asserts anything."""
     rest, functions, classes = problem_formats.test_functions(body)
     source: list[ast.stmt] = [*rest, *functions, *classes]
@@ -144,7 +144,7 @@ def _equal(number: int, output: Any) -> Term:
     return lambda answers: outside.as_json(outside.value_of(answers, number)) == outside.as_json(output)
 
 
-def program_names(plan: Plan) -> list[str]:
+def program_names(plan: TestPlan) -> list[str]:
     """Returns the names that only a program can give a meaning to, in what is run beside it."""
     sources = [step["source"] for step in (*plan.steps, *plan.scripts)] + [plan.setup]
     nodes = [node for source in sources for node in ast.walk(ast.parse(source))]

@@ -25,13 +25,13 @@ from rlhpc.language.engines.base import (
     taking_parts,
 )
 from rlhpc.language.engines.common import engine_dtype
-from rlhpc.language.engines.multi_rank import Follower, Leader, Told
+from rlhpc.language.engines.multi_rank import FollowerEngine, Leader, Told
 from rlhpc.language.engines.registry import awaiting_weights, make_engine
 from rlhpc.language.hugging_face import load_model_config
 from rlhpc.language.models.loading import window_of
 from rlhpc.language.multi_policy import policies_of
 from rlhpc.language.training.prompt_dispatch import VERSIONS, PromptMap
-from rlhpc.language.training.weight_sync import Draw, Probe, check_probe, draw, long_text, sync_of
+from rlhpc.language.training.weight_sync import Probe, ProbeSequence, check_probe, draw, long_text, sync_of
 from rlhpc.runs.device import own_device
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.context import current
@@ -119,7 +119,7 @@ class RunLink:
                 time.sleep(0.05)
 
 
-class Part:
+class EngineRank:
     """A rank's part in its engine.
 
     Args:
@@ -136,7 +136,7 @@ class Part:
         self._link = link
         self.follows = link is not None and link.rank > 0
         self._leader = Leader(engine, link) if link is not None and not self.follows else None
-        self._follower = Follower(engine, link, take_weights) if link is not None and self.follows else None
+        self._follower = FollowerEngine(engine, link, take_weights) if link is not None and self.follows else None
         self.engine: RolloutBackend = self._leader or engine
 
     def begin_weights(self) -> None:
@@ -169,7 +169,7 @@ class Part:
 
 
 class _HasPart(Protocol):
-    part: Part
+    part: EngineRank
 
 
 def led(method: Callable[..., Found]) -> Callable[..., Found]:
@@ -222,7 +222,7 @@ class EngineWeights:
         if by_shards:
             assert isinstance(self._sync, SendsShards)
             self._sync.want(self._engine.wants() if isinstance(self._engine, TakesShards) else None)
-        self.part = Part(self._engine, link, self._follow)
+        self.part = EngineRank(self._engine, link, self._follow)
 
     def forget(self) -> None:
         """The next weights are complete: the last ones may have been lost on their way."""
@@ -233,7 +233,7 @@ class EngineWeights:
         device = own_device(self._worker)
         return {"dtype": engine_dtype(self._cfg, device), "device": device.type}
 
-    def draw(self, vocabulary: int, phase: int) -> list[Draw]:
+    def draw(self, vocabulary: int, phase: int) -> list[ProbeSequence]:
         """Has the engine draw from short prompts, and from one that is longer than a layer's window and than a piece of a
         prefill, if those of the run may be (`probe.draw`)."""
         cfg, engine = self._cfg, self._engine

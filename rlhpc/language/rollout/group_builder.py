@@ -17,8 +17,8 @@ from rlhpc.language.algorithms.base import LanguageAlgorithm
 from rlhpc.language.config.rewards import RewardConfig
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.rewards.pool import Scored
-from rlhpc.language.rollout.pending_group import Slot
-from rlhpc.language.rollout.sample_group import FINISHED, Group, columns_of, group_of
+from rlhpc.language.rollout.pending_group import PendingGroup
+from rlhpc.language.rollout.sample_group import FINISHED, SampleGroup, columns_of, group_of
 
 #: The term of `reward.terms` that looks at the length alone.
 LENGTH = "length"
@@ -135,7 +135,7 @@ def varied(rewards: np.ndarray) -> bool:
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoredGroup:
     """A prompt's answers, all judged.
 
     Attributes:
@@ -170,11 +170,11 @@ class GroupMaker:
         self._size = cfg.algorithm.group_size
         self._agent_weight = sum(term.weight for term in cfg.reward.terms if term.name.lower() == "agent")
 
-    def lacks(self, slot: Slot) -> bool:
+    def lacks(self, slot: PendingGroup) -> bool:
         """Whether too few of a prompt's episodes say anything about the policy as it is, in the step that it is for."""
         return len(trained_members(slot, self._oldest(slot))) < min(2, self._size)
 
-    def judged(self, slot: Slot, *, may_refill: bool) -> Judged | None:
+    def judged(self, slot: PendingGroup, *, may_refill: bool) -> ScoredGroup | None:
         """What can be said of a prompt's answers.
 
         Args:
@@ -206,9 +206,9 @@ class GroupMaker:
         differ = varied(task_rewards([s for s, used in zip(scores, trains, strict=True) if used], self._cfg.reward))
         if self._cfg.algorithm.filter_groups and not lacking and not differ and may_refill:
             return None
-        return Judged(dict(zip(indices, episodes, strict=True)), scores, rewards, trains, differ, why)
+        return ScoredGroup(dict(zip(indices, episodes, strict=True)), scores, rewards, trains, differ, why)
 
-    def group(self, slot: Slot, judged: Judged) -> tuple[Group, dict[str, float]]:
+    def group(self, slot: PendingGroup, judged: ScoredGroup) -> tuple[SampleGroup, dict[str, float]]:
         """The group that goes to an actor, and its facts for the step's metrics."""
         drop_tokens(slot, self._oldest(slot), cut=self._cfg.algorithm.overlong_filter, why=judged.why)
         episodes = list(judged.episodes.values())
@@ -228,7 +228,7 @@ class GroupMaker:
             metrics = facts_of(slot.step, episodes, judged.scores, judged.rewards, slot.vain, judged.varied)
         return made, metrics | dropped_token_metrics(slot)
 
-    def _oldest(self, slot: Slot) -> int:
+    def _oldest(self, slot: PendingGroup) -> int:
         """The first version of the weights whose tokens may be trained on."""
         return slot.step - 1 - self._cfg.algorithm.max_staleness
 
@@ -246,7 +246,7 @@ def drawn(episodes: Iterable[Episode]) -> int:
     return sum(sum(sample.loss_mask) for episode in episodes for sample in episode.samples)
 
 
-def trained_members(slot: Slot, oldest: int) -> list[int]:
+def trained_members(slot: PendingGroup, oldest: int) -> list[int]:
     """Which of a group's episodes are compared. What failed for its agent's sake says nothing about the policy, and what was
     drawn by weights before version `oldest` alone says nothing about these: neither is a reward of 0, or in any baseline."""
     return [m for m, found in sorted(slot.episodes.items()) if not found.failed and not _too_old(found, oldest)]
@@ -257,7 +257,7 @@ def _too_old(episode: Episode, oldest: int) -> bool:
     return bool(versions) and max(versions) < oldest
 
 
-def failure_of(slot: Slot) -> str:
+def failure_of(slot: PendingGroup) -> str:
     """Returns why the last of a group's episodes that failed did, or could not be judged; "" if none has."""
     reasons = [
         episode.outcome.error for _, episode in sorted(slot.episodes.items()) if episode.failed and episode.outcome
@@ -271,12 +271,12 @@ def is_cut(episode: Episode) -> bool:
     return episode.finish_reason not in FINISHED
 
 
-def refilled(slot: Slot) -> Counter[str]:
+def refilled(slot: PendingGroup) -> Counter[str]:
     """What was drawn in vain in a prompt's place, now that another one is asked there."""
     return slot.untrained + Counter(refilled=drawn(slot.episodes.values()))
 
 
-def drop_tokens(slot: Slot, oldest: int, *, cut: bool, why: str) -> None:
+def drop_tokens(slot: PendingGroup, oldest: int, *, cut: bool, why: str) -> None:
     """Counts what is not trained of a group that is handed over, and masks what is too old.
 
     Args:
@@ -310,7 +310,7 @@ def _mask_old(episode: Episode, oldest: int) -> int:
     return count
 
 
-def dropped_token_metrics(slot: Slot) -> dict[str, float]:
+def dropped_token_metrics(slot: PendingGroup) -> dict[str, float]:
     """What a group cost besides, for the step's metrics: episodes that failed, answers that another rank had begun, and tokens
     that are not trained on. What is 0 is left out."""
     failed = sum(episode.failed for episode in slot.episodes.values())

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhpc.config.parallel import Sizes
-from rlhpc.language.rollout.sample_group import Group
+from rlhpc.config.parallel import MeshSizes
+from rlhpc.language.rollout.sample_group import SampleGroup
 from rlhpc.runtime.channel import Channel, QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
@@ -32,7 +32,7 @@ class Arrivals:
     def __init__(self, makers: frozenset[str]) -> None:
         self._makers = sorted(makers)
         self._step = 0
-        self._groups: dict[_Place, dict[bytes, Group]] = {}
+        self._groups: dict[_Place, dict[bytes, SampleGroup]] = {}
         self._columns: dict[_Place, dict[bytes, dict[str, torch.Tensor]]] = {}
         self._given: set[_Place] = set()
 
@@ -52,7 +52,7 @@ class Arrivals:
             values = torch.from_numpy(np.array(message["values"]))
             self._columns.setdefault(place, {}).setdefault(message["draw"], {})[message["maker"]] = values
         else:
-            group = Group.unpack(dict(message))
+            group = SampleGroup.unpack(dict(message))
             self._groups.setdefault(place, {}).setdefault(group.draw, group)
 
     def missing(self, step: int, positions: Sequence[int]) -> dict[str, list[int]]:
@@ -63,7 +63,7 @@ class Arrivals:
                 found.setdefault(maker, []).append(position)
         return found
 
-    def whole(self, step: int, position: int) -> tuple[Group, Mapping[str, torch.Tensor]]:
+    def whole(self, step: int, position: int) -> tuple[SampleGroup, Mapping[str, torch.Tensor]]:
         """Gives away what has come of a position: the group, and its columns by maker."""
         place = step, position
         groups, columns = self._groups.pop(place), self._columns.pop(place, {})
@@ -100,7 +100,7 @@ class BlockChannel:
         sizes: Of the worker's group.
     """
 
-    def __init__(self, channel: Channel, worker: Worker, sizes: Sizes) -> None:
+    def __init__(self, channel: Channel, worker: Worker, sizes: MeshSizes) -> None:
         self._channel, self._worker = channel, worker
         self._first = sizes.first_of(sizes.data_of(worker.rank))
         self._others = [self._first + lane for lane in range(1, sizes.block)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhpc.language.agents.episodes import Episode
-from rlhpc.language.data.images import Seen
+from rlhpc.language.data.images import PromptImages
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion
 from rlhpc.language.rewards.pool import Scored
@@ -23,16 +23,16 @@ class Late:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._awaited: dict[int, tuple[Slot, int, Episode]] = {}
-        self._aside: list[Slot] = []
-        self._ready: collections.deque[Slot] = collections.deque()
+        self._awaited: dict[int, tuple[PendingGroup, int, Episode]] = {}
+        self._aside: list[PendingGroup] = []
+        self._ready: collections.deque[PendingGroup] = collections.deque()
 
-    def expects(self, slot: Slot, member: int) -> None:
+    def expects(self, slot: PendingGroup, member: int) -> None:
         """The reward of one of a group's episodes comes later."""
         episode = slot.episodes[member]
         self._awaited[id(episode)] = slot, member, episode
 
-    def paid(self, before: Episode, episode: Episode) -> Slot | None:
+    def paid(self, before: Episode, episode: Episode) -> PendingGroup | None:
         """An episode has its reward.
 
         Args:
@@ -47,7 +47,7 @@ class Late:
             slot.episodes[member] = episode
         return slot
 
-    def waits(self, slot: Slot) -> bool:
+    def waits(self, slot: PendingGroup) -> bool:
         """Whether a group lacks nothing but rewards that come later."""
         return any(other is slot for other, *_ in self._awaited.values())
 
@@ -55,14 +55,14 @@ class Late:
         """Episodes whose rewards are yet to come."""
         return len(self._awaited)
 
-    def steps_aside(self, slot: Slot) -> bool:
+    def steps_aside(self, slot: PendingGroup) -> bool:
         """Whether a group that waits may give up its place."""
         may = bool(self._ready) or len(self._aside) < self._most
         if may:
             self._aside.append(slot)
         return may
 
-    def whole(self, slot: Slot) -> bool:
+    def whole(self, slot: PendingGroup) -> bool:
         """A group has all its rewards: whether it is without a place. It then takes the next one that there is."""
         if not any(other is slot for other in self._aside):
             return False
@@ -70,13 +70,13 @@ class Late:
         self._ready.append(slot)
         return True
 
-    def next(self) -> Slot | None:
+    def next(self) -> PendingGroup | None:
         """The first group of those that wait for a place."""
         return self._ready.popleft() if self._ready else None
 
 
 @dataclass(frozen=True)
-class Begun:
+class PartialGroup:
     """A prompt with what a rank had of the answers when it was told to leave.
 
     Attributes:
@@ -91,7 +91,7 @@ class Begun:
 
 
 @dataclass
-class Slot:
+class PendingGroup:
     """A prompt under way.
 
     Attributes:
@@ -115,7 +115,7 @@ class Slot:
     scores: dict[int, Scored] = field(default_factory=dict)
     drawn: dict[int, int] = field(default_factory=dict)
     untrained: Counter[str] = field(default_factory=Counter)
-    seen: Seen | None = None
+    seen: PromptImages | None = None
     vain: int = 0
     first: tuple[int, int, int] = (0, 0, 0)
 
@@ -127,10 +127,10 @@ class Slot:
         """Of the prompt: step and position."""
         return self.step, self.position
 
-    def begun(self, episodes: Sequence[Episode]) -> Begun:
+    def begun(self, episodes: Sequence[Episode]) -> PartialGroup:
         """What another rank goes on with; `episodes` are all members', of one turn, ended or not."""
         answers = [
             Completion(i, e.token_ids, e.logprobs, e.versions, e.finish_reason, e.experts)
             for i, e in enumerate(episodes)
         ]
-        return Begun(self.position, self.attempt, answers)
+        return PartialGroup(self.position, self.attempt, answers)

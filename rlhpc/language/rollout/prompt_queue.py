@@ -3,7 +3,7 @@
 What a prompt's tokens are depends on seed, step, position and weights, not on who draws them; so ranks may be slow, be lost
 or come later, and a step is the same. The driver keeps the queue. A rank is done with a prompt once the actor's process
 has the whole group of its answers; what it had taken and was not done with goes back when it ends. Where steps overlap, a rank
-that is told to leave hands it back with what there is of the answers (`Begun`), and another goes on from there.
+that is told to leave hands it back with what there is of the answers (`PartialGroup`), and another goes on from there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from rlhpc.language.rollout.pending_group import Begun
+from rlhpc.language.rollout.pending_group import PartialGroup
 from rlhpc.language.training.prompt_dispatch import DELIVERED, WORK
 from rlhpc.runtime.channel import Channel, QueueEmpty, Taken
 from rlhpc.runtime.errors import DeadlineExceeded
@@ -39,7 +39,7 @@ class Delivery:
     failure: str = ""
 
 
-class Ledger:
+class PromptTracker:
     """The driver's side: gives out the prompts of each step once, and counts what was delivered.
 
     Args:
@@ -100,7 +100,7 @@ class Ledger:
         return summed({position: delivery.facts for position, delivery in delivered.items()})
 
 
-class Takings:
+class PromptLeases:
     """A rollout rank's side: what it has taken, and whether it may take more.
 
     Args:
@@ -128,7 +128,7 @@ class Takings:
         """Whether there was nothing left to take of a step, when last looked."""
         return step in self._looked
 
-    def take(self, step: int) -> int | Begun | None:
+    def take(self, step: int) -> int | PartialGroup | None:
         """Takes a prompt of a step, by its position, or one that another rank has begun; None if this rank has its share, or
         nothing is left."""
         if self.held(step) >= math.ceil(self._prompts / self.ranks):
@@ -142,11 +142,11 @@ class Takings:
             self._looked[step] = now
             return None
         self._looked.pop(step, None)
-        item: int | Begun = taken.item
-        self._held[step, item.position if isinstance(item, Begun) else item] = taken
+        item: int | PartialGroup = taken.item
+        self._held[step, item.position if isinstance(item, PartialGroup) else item] = taken
         return item
 
-    def hand_back(self, step: int, begun: Begun) -> None:
+    def hand_back(self, step: int, begun: PartialGroup) -> None:
         """Gives a prompt back with what there is of it. If this rank ends meanwhile, it may come back twice: the driver counts
         it once, and so does the actor."""
         self._work.entrust(begun, key=str(step))

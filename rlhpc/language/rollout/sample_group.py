@@ -27,7 +27,7 @@ PARTS = 4
 
 
 @dataclass
-class Group:
+class SampleGroup:
     """All episodes that answer one prompt.
 
     Attributes:
@@ -60,7 +60,7 @@ class Group:
         return {"step": self.step, "position": self.position, "members": self.members.numpy(), **batch.pack()}
 
     @classmethod
-    def unpack(cls, message: dict[str, Any]) -> Group:
+    def unpack(cls, message: dict[str, Any]) -> SampleGroup:
         """The group in a message that `pack` made."""
         members = torch.from_numpy(np.array(message["members"]))
         return cls(message["step"], message["position"], TokenBatch.unpack(message), members)
@@ -70,7 +70,7 @@ class Group:
         return self.batch if bool(self.members.all()) else self.batch.select(torch.nonzero(self.members).flatten())
 
 
-def column_message(group: Group, maker: str, values: Tensor) -> dict[str, Any]:
+def column_message(group: SampleGroup, maker: str, values: Tensor) -> dict[str, Any]:
     """What goes to an actor from a group that scores: a column of one prompt's group.
 
     Args:
@@ -86,7 +86,7 @@ def group_of(
     step: int, position: int, episodes: Mapping[int, Episode], rewards: np.ndarray,
     columns: Sequence[Mapping[str, Sequence[float]]], trains: bool | Sequence[bool], size: int,
     agent_weight: float = 0.0, choices: int = 0,
-) -> Group:  # fmt: skip
+) -> SampleGroup:  # fmt: skip
     """The group of some episodes.
 
     Args:
@@ -126,7 +126,7 @@ def group_of(
         {name: _joined(values) for name, values in named.items()},
         pictures=Pictures.of([sample.seen for _, _, sample in samples]),
     )  # fmt: skip
-    return Group(step, position, batch, torch.from_numpy(members[each]))
+    return SampleGroup(step, position, batch, torch.from_numpy(members[each]))
 
 
 def columns_of(algorithm: LanguageAlgorithm, sample: Episode, score: Scored) -> dict[str, Sequence[float]]:

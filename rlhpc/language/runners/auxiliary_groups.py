@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from rlhpc.language.config.run import GrpoConfig
-from rlhpc.language.rollout.prompt_queue import Ledger
+from rlhpc.language.rollout.prompt_queue import PromptTracker
 from rlhpc.language.scoring.groups import CRITIC, ENGINE, raters, scoring_groups
 from rlhpc.language.training.prompt_dispatch import EPISODES, TICKETS, PromptMap, channel_to, training_phase
 from rlhpc.runs.replicas import Nothing, Replicas
@@ -161,7 +161,7 @@ class Made:
     def __init__(
         self,
         step: int,
-        ledger: Ledger,
+        ledger: PromptTracker,
         generate: Callable[[int], Handle],
         others: Others,
         critic: WorkerGroup | None,

@@ -11,14 +11,14 @@ import math
 from typing import Any
 
 from rlhpc.algorithms.nonfinite import MOST_IN_A_ROW, nonfinite
-from rlhpc.config.parallel import Sizes
+from rlhpc.config.parallel import MeshSizes
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.language.agents.registry import INLINE
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.rollout.engine_group import ranks_of_engine
 from rlhpc.language.rollout.group_builder import PREFIX as UNTRAINED
 from rlhpc.language.rollout.group_builder import REASONS
-from rlhpc.language.rollout.prompt_queue import Ledger
+from rlhpc.language.rollout.prompt_queue import PromptTracker
 from rlhpc.language.rollout.validation import asked_of_all, validation_metrics
 from rlhpc.language.runners.auxiliary_groups import Agents, Made, Others
 from rlhpc.language.runners.engine_check import ROUNDS, Agreement
@@ -83,16 +83,16 @@ class ReasoningRunner(Runner[GrpoConfig]):
         names = {"actor_name": actor.name, "rollout_name": rollout.name}
         scoring = {name: group.world_size for name, group in {**others}.items() if name not in self.others.rating}
         if self.critic:
-            scoring[CRITIC] = Sizes.of(cfg.critic.parallel, self.critic.world_size, "critic.parallel").data
+            scoring[CRITIC] = MeshSizes.of(cfg.critic.parallel, self.critic.world_size, "critic.parallel").data
         self.prompts = PromptMap.from_config(
-            cfg, rollout=rollout.world_size, actor=Sizes.of(cfg.actor.parallel, actor.world_size).data, scoring=scoring,
+            cfg, rollout=rollout.world_size, actor=MeshSizes.of(cfg.actor.parallel, actor.world_size).data, scoring=scoring,
             rating={name: group.world_size for name, group in self.others.rating.items()}, **names,
         )  # fmt: skip
         self.agents = Agents(agents, self.prompts, self.timeout, lambda: self.max_recoveries)
         self.turns = cfg.actor.offload_in_rollout
         self.ahead = cfg.algorithm.max_staleness > 0
         self.samples = self._in_vain = self._unjudged = 0
-        self.ledger = Ledger(self.prompts.prompts)
+        self.ledger = PromptTracker(self.prompts.prompts)
         self.replicas = Replicas(
             self.rollout, self._open_rollout, self._join, lambda: self.max_recoveries,
             "the others have made its prompts, and nothing else is lost", size=ranks_of_engine(cfg),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from rlhpc.algorithms.preference_losses import find_reward_loss
-from rlhpc.config.parallel import Sizes
+from rlhpc.config.parallel import MeshSizes
 from rlhpc.config.typed import plain
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.language.config.run import DpoConfig, RewardRunConfig, SftConfig
@@ -71,7 +71,7 @@ class SupervisedRunner(Runner[Cfg]):
         self.dropped = int(self.actor.init_worker(self.folder.total).wait(self.timeout)[0]["dropped"])
         if self.rollout is None:
             return
-        actors = Sizes.of(self.cfg.actor.parallel, self.actor.world_size).data
+        actors = MeshSizes.of(self.cfg.actor.parallel, self.actor.world_size).data
         prompts = PromptMap(
             self.cfg.data.prompts_per_step, 1, self.rollout.world_size, actors, self.rollout.name, self.actor.name
         )

@@ -13,7 +13,7 @@ from torch import nn
 
 from rlhpc.language.models.context_parallel import RowShare
 from rlhpc.language.models.loading import export_adapter, export_model, model_files
-from rlhpc.language.models.logprobs import Reading, TokenScores, token_scores
+from rlhpc.language.models.logprobs import LogitReading, TokenScores, token_scores
 from rlhpc.language.models.moe_routing import balance, routing_of, told_of
 from rlhpc.language.models.packing import packs, reads_rows, unpack, width
 from rlhpc.language.models.token_batch import TokenBatch
@@ -24,7 +24,7 @@ from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import write_durably
 from rlhpc.training import lora
-from rlhpc.training.backend import Metrics, Named, Ranks
+from rlhpc.training.backend import Metrics, Named, TrainingRanks
 from rlhpc.training.registry import make_backend
 from rlhpc.training.safetensors_writer import Layout
 from rlhpc.training.shard_layout import names_and_shapes, pieces
@@ -55,7 +55,7 @@ class ModelTrainer:
 
     replays = False
 
-    def __init__(self, blueprint: LanguageBlueprint, section: LanguageActorConfig, worker: Ranks) -> None:
+    def __init__(self, blueprint: LanguageBlueprint, section: LanguageActorConfig, worker: TrainingRanks) -> None:
         self.blueprint = blueprint
         self.backend = make_backend(blueprint, section, worker)
         self.actor, self.worker = section, worker
@@ -264,7 +264,7 @@ class TokenTrainer(ModelTrainer):
     def __init__(
         self,
         cfg: TrainedLanguageConfig,
-        worker: Ranks,
+        worker: TrainingRanks,
         *,
         reference: bool = False,
         values: bool = False,
@@ -300,7 +300,7 @@ class TokenTrainer(ModelTrainer):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
-        reading: Reading | None = None,
+        reading: LogitReading | None = None,
     ) -> list[Metrics]:
         """Accumulates gradients over the rank's micro-batches; their metrics, detached. The ranks give equally many (pad with
         batches whose mask is empty). See `TrainingBackend.forward_backward`."""
@@ -323,7 +323,7 @@ class TokenTrainer(ModelTrainer):
             lora.choose(self.backend.module, self.policies.names[policy])
 
     def _scores(
-        self, temperature: float, entropy: bool = False, reading: Reading | None = None
+        self, temperature: float, entropy: bool = False, reading: LogitReading | None = None
     ) -> Callable[[nn.Module, TokenBatch], TokenScores]:
         def scores(called: nn.Module, batch: TokenBatch) -> TokenScores:
             self._choose(batch)
@@ -344,7 +344,13 @@ class ScalarTrainer(ModelTrainer):
     """
 
     def __init__(
-        self, section: LanguageActorConfig, worker: Ranks, *, seed: int, key: str = "actor", before: bool = False
+        self,
+        section: LanguageActorConfig,
+        worker: TrainingRanks,
+        *,
+        seed: int,
+        key: str = "actor",
+        before: bool = False,
     ) -> None:
         device = torch_device(worker.accelerators)
         blueprint = ScalarBlueprint(

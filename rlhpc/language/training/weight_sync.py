@@ -100,7 +100,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Draw:
+class ProbeSequence:
     """A sequence that an engine drew, with its log-probs at temperature 1.
 
     Attributes:
@@ -151,7 +151,7 @@ def long_text(longest: int, window: int, chunk: int, context: int = 0) -> int:
 
 def draw(
     engine: RolloutBackend, vocabulary: int, prompt: int, response: int, length: int, phase: int, policies: int
-) -> list[Draw]:
+) -> list[ProbeSequence]:
     """Has an engine draw from prompts of random tokens, short ones and a long one, and score what it drew.
 
     Args:
@@ -179,7 +179,7 @@ def draw(
     for request, completion in zip(requests, engine.generate(requests), strict=True):
         text, policy = (*request.prompt_ids, *completion.token_ids), request.sampling.policy if policies else None
         scored = tuple(_scored(engine, text, policy)) if isinstance(engine, ScoresTexts) else None
-        draws.append(Draw(text, tuple(completion.logprobs), scored, policy))
+        draws.append(ProbeSequence(text, tuple(completion.logprobs), scored, policy))
     return draws
 
 
@@ -288,7 +288,7 @@ def bound(tolerance: float | None, rounding: float, dtypes: Collection[str], dev
 
 
 def compare_draws(
-    draws: Sequence[Draw],
+    draws: Sequence[ProbeSequence],
     scores: Sequence[tuple[Sequence[float], float]],
     tolerance: float | None,
     dtypes: Collection[str],

@@ -12,7 +12,7 @@ import torch
 from rlhpc.algorithms.nonfinite import Skips, listed, require_finite, skips
 from rlhpc.checkpoint.async_writer import SavingWorker
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
-from rlhpc.config.parallel import Sizes
+from rlhpc.config.parallel import MeshSizes
 from rlhpc.language.algorithms.base import RETURNS, VALUES, Whole
 from rlhpc.language.config.run import TrainedLanguageConfig
 from rlhpc.language.config.training import LanguageActorConfig
@@ -62,7 +62,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         """
         cfg, section = self.cfg, self.section
         self.total, self.seed, self.version = total_steps, cfg.runner.seed, 0
-        self.sizes = Sizes.of(section.parallel, self.world_size, f"{self.part}.parallel")
+        self.sizes = MeshSizes.of(section.parallel, self.world_size, f"{self.part}.parallel")
         # Ranks that share a layer's matrices drop the same of what all of them have.
         seed_process(self.seed, self.part, self.rank // self.sizes.tensor)
         self.tokenizer = load_tokenizer(section.model.model_path, section.model.trust_remote_code)

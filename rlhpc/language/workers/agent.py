@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.agents.agent_processes import AgentReply, Harnesses
-from rlhpc.language.agents.episodes import Episodes
+from rlhpc.language.agents.episodes import EpisodeRunner
 from rlhpc.language.agents.gateway.feedback import FEEDBACK
 from rlhpc.language.agents.registry import Generation, program_of
 from rlhpc.language.agents.services import Relays, Services
@@ -29,7 +29,7 @@ from rlhpc.runtime.ownership import make_private
 from rlhpc.runtime.worker import Worker
 
 if TYPE_CHECKING:
-    from rlhpc.language.agents.external import Elsewhere
+    from rlhpc.language.agents.external import AgentRanks
 
 #: Pause in seconds when nothing has come; and before an empty queue is asked again.
 _IDLE_S, _AGAIN_S = 0.004, 0.05
@@ -68,13 +68,13 @@ class RolloutPost:
         return _heard(TOLD)
 
 
-def agents_elsewhere(worker: Worker, cfg: GrpoConfig) -> Elsewhere | None:
+def agents_elsewhere(worker: Worker, cfg: GrpoConfig) -> AgentRanks | None:
     """Who runs the agents of a rollout rank's episodes; None if it does so itself."""
     if AGENT not in placed(cfg):
         return None
-    from rlhpc.language.agents.external import Elsewhere
+    from rlhpc.language.agents.external import AgentRanks
 
-    return Elsewhere(RolloutPost(worker, AGENT), worker.rank)
+    return AgentRanks(RolloutPost(worker, AGENT), worker.rank)
 
 
 class ScorersDoor:
@@ -87,7 +87,7 @@ class ScorersDoor:
 
     def __init__(self, worker: Worker, generation: Generation) -> None:
         self._registry, self._name = current().registry, f"{worker.group_name}-{worker.rank}"
-        if isinstance(generation, Episodes) or not generation.feedback_s:
+        if isinstance(generation, EpisodeRunner) or not generation.feedback_s:
             return
         make_private(self._registry.root / FEEDBACK)
         self._registry.put(FEEDBACK, self._name, {**generation.scorer, "node": worker.node})
@@ -115,7 +115,7 @@ def _heard(about: str) -> list[dict[str, Any]]:
 
 
 @dataclass
-class _Held:
+class _LeasedEpisode:
     """An episode that this rank has taken.
 
     Attributes:
@@ -142,7 +142,7 @@ class AgentWorker(Worker):
         self._relays: Relays | None = None
         self._services: Services | None = None
         self._outcomes: queue.SimpleQueue[tuple[int, AgentReply]] = queue.SimpleQueue()
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _LeasedEpisode] = {}
         self._ends = set[str]()
         self._number, self._empty_at, self._looked_at = 0, 0.0, 0.0
 
@@ -240,7 +240,7 @@ class AgentWorker(Worker):
                 break
             rank, ident, number = taken.item
             self._number += 1
-            self._held[self._number] = _Held(taken, self._incarnation(rank))
+            self._held[self._number] = _LeasedEpisode(taken, self._incarnation(rank))
             self._answer(rank, {"take": self._number, "ident": ident, "number": number})
             some = True
         return some

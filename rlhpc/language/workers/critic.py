@@ -17,7 +17,7 @@ from rlhpc.language.config.training import LanguageActorConfig
 from rlhpc.language.models.micro_batching import minibatches, values_of
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.rollout.group_receiver import BlockChannel
-from rlhpc.language.rollout.sample_group import Group
+from rlhpc.language.rollout.sample_group import SampleGroup
 from rlhpc.language.scoring.groups import CRITIC
 from rlhpc.language.training.prompt_dispatch import GROUPS, RETURNS, PromptMap, channel_to
 from rlhpc.language.training.trainer import ScalarTrainer
@@ -82,7 +82,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         self._valued = dict(sorted(kept.items()))
         return {"busy_s": busy, "tokens": float(tokens)}
 
-    def _value(self, groups: list[Group], kept: dict[int, dict[bytes, TokenBatch]]) -> int:
+    def _value(self, groups: list[SampleGroup], kept: dict[int, dict[bytes, TokenBatch]]) -> int:
         """Sends the actors the values of some groups, and keeps these.
 
         Returns:

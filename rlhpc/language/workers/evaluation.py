@@ -48,7 +48,7 @@ class EvaluatedActor(LanguageActor[Cfg]):
             self._weights.send(version, ranks, None)
 
 
-class _Closes(Protocol):
+class _ClosableEngine(Protocol):
     def close(self) -> None: ...
 
 
@@ -58,7 +58,7 @@ class EvaluationWorker(Worker):
     def __init__(self, cfg: SftConfig) -> None:
         super().__init__()
         self.cfg = answering_config(cfg)
-        self._ended_with_it: list[_Closes] = []
+        self._ended_with_it: list[_ClosableEngine] = []
 
     @classmethod
     def forks(cls, cfg: SftConfig) -> bool:

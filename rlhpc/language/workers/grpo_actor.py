@@ -31,7 +31,7 @@ from rlhpc.language.models.micro_batching import Parts, minibatches, values_of
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.multi_policy import Policies, policies_of
 from rlhpc.language.rollout.group_receiver import Arrivals, BlockChannel
-from rlhpc.language.rollout.sample_group import PARTS, Group
+from rlhpc.language.rollout.sample_group import PARTS, SampleGroup
 from rlhpc.language.scoring.groups import CRITIC
 from rlhpc.language.scoring.registry import Column, LogitReader, Scorer
 from rlhpc.language.training.prompt_dispatch import GROUPS, RETURNS, PromptMap
@@ -270,7 +270,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             told.append(f"{what} {positions[:8]} did not come from {who}")
         return ", and ".join(told)
 
-    def _taken(self, group: Group, columns: Mapping[str, torch.Tensor]) -> TokenBatch:
+    def _taken(self, group: SampleGroup, columns: Mapping[str, torch.Tensor]) -> TokenBatch:
         """Its samples with their columns, without those that are left out."""
         batch, cfg = group.batch, self.cfg.algorithm
         self._members[group.position] = group.draw, group.members

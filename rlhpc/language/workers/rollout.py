@@ -25,16 +25,16 @@ from rlhpc.language.algorithms.registry import make_algorithm
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.data import PromptSampler
 from rlhpc.language.engines import Request, SamplingParams
-from rlhpc.language.engines.base import Bounded
+from rlhpc.language.engines.base import BoundedEngine
 from rlhpc.language.engines.common import choices_of
 from rlhpc.language.engines.registry import forkable
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.rollout import group_builder as untrained
 from rlhpc.language.rollout.engine_group import EngineWeights, first_of_engine, led
 from rlhpc.language.rollout.group_builder import GroupMaker
-from rlhpc.language.rollout.pending_group import Begun, Late, Slot
+from rlhpc.language.rollout.pending_group import Late, PartialGroup, PendingGroup
 from rlhpc.language.rollout.preflight import open_prompts, require_looks
-from rlhpc.language.rollout.prompt_queue import Takings
+from rlhpc.language.rollout.prompt_queue import PromptLeases
 from rlhpc.language.rollout.sample_group import FINISHED
 from rlhpc.language.rollout.validation import Row, Validation
 from rlhpc.language.scoring.reward_aggregator import AskingGroup, Judging
@@ -110,7 +110,7 @@ class LanguageRolloutWorker(Worker):
             top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
         )  # fmt: skip
         self._build(prompts)
-        self._capacity = self.backend.capacity if isinstance(self.backend, Bounded) else sys.maxsize
+        self._capacity = self.backend.capacity if isinstance(self.backend, BoundedEngine) else sys.maxsize
         where = f"{self.group_name}-{self.rank}"
         self.groups_made = GroupMaker(cfg, make_algorithm(cfg), choices_of(cfg, self.backend), where)
         address = address_for_others(cfg)
@@ -176,10 +176,10 @@ class LanguageRolloutWorker(Worker):
 
     def _clear(self, step: int) -> None:
         self.taken.version, self._until = -1, step
-        self._slots: dict[tuple[int, int], Slot] = {}
+        self._slots: dict[tuple[int, int], PendingGroup] = {}
         self._asked, self._late = Counter[tuple[int, int]](), Late(self.cfg.agent.feedback_ahead)
-        self.work = Takings(self.prompts.prompts, self.rank, self._work, self._delivered)
-        self._of_request: dict[int, tuple[Slot, int]] = {}
+        self.work = PromptLeases(self.prompts.prompts, self.rank, self._work, self._delivered)
+        self._of_request: dict[int, tuple[PendingGroup, int]] = {}
         self._request, self._synced = 0, 0.0
         self.before_leaving(None)
 
@@ -294,7 +294,7 @@ class LanguageRolloutWorker(Worker):
                 taken = self.work.take(step)
                 if taken is None:
                     break
-                if isinstance(taken, Begun):
+                if isinstance(taken, PartialGroup):
                     self._go_on(step, taken)
                 else:
                     self._start((step, taken))
@@ -318,16 +318,16 @@ class LanguageRolloutWorker(Worker):
         self._asked[place] += 1
         self.generation.add(self._requests(slot), slot.prompt)
 
-    def _slot(self, step: int, position: int, attempt: int) -> Slot:
+    def _slot(self, step: int, position: int, attempt: int) -> PendingGroup:
         index = self.sampler.at((step - 1) * self.prompts.prompts + position)
         if attempt:
             draw = np.random.default_rng(seed_of(self.seed, step, position, attempt, -1))
             index = int(draw.integers(len(self.dataset)))
         prompt = self.dataset[index]
         ids, at = self.encoder.encode(prompt) or ((), ())
-        return Slot(step, position, attempt, prompt, tuple(ids), seen=self.encoder.seen(prompt, at))
+        return PendingGroup(step, position, attempt, prompt, tuple(ids), seen=self.encoder.seen(prompt, at))
 
-    def _requests(self, slot: Slot) -> list[Request]:
+    def _requests(self, slot: PendingGroup) -> list[Request]:
         """A request for each member of the group; from now on it is under way."""
         self._slots[slot.place] = slot
         if self.hands_back:
@@ -340,7 +340,7 @@ class LanguageRolloutWorker(Worker):
             requests.append(Request(self._request, slot.prompt_ids, self.sampling, seed, slot.seen))
         return requests
 
-    def _go_on(self, step: int, begun: Begun) -> None:
+    def _go_on(self, step: int, begun: PartialGroup) -> None:
         """Takes over what another rank had to leave. Finished answers are judged anew: some raters look at whole groups."""
         slot = self._slot(step, begun.position, begun.attempt)
         slot.vain, self._asked[slot.place] = begun.attempt, begun.attempt + 1
@@ -371,7 +371,7 @@ class LanguageRolloutWorker(Worker):
         self._without(slot)
         return tokens_of(episode) - slot.drawn.get(member, 0)
 
-    def _submit(self, slot: Slot, episode: Episode) -> None:
+    def _submit(self, slot: PendingGroup, episode: Episode) -> None:
         sample = sample_of(slot.prompt, episode, self.tokenizer, finished=episode.finish_reason in FINISHED)
         self.judges.submit(episode.id, sample, slot.first, self.group_size)
 
@@ -380,7 +380,7 @@ class LanguageRolloutWorker(Worker):
         if (slot := self._late.paid(before, episode)) is not None:
             self._submit(slot, episode)
 
-    def _without(self, slot: Slot) -> None:
+    def _without(self, slot: PendingGroup) -> None:
         """If a group lacks nothing but rewards that come later, another one takes its place."""
         if len(slot.episodes) == self.group_size and self._late.waits(slot) and self._late.steps_aside(slot):
             self._start(slot.place, slot.vain)
@@ -396,7 +396,7 @@ class LanguageRolloutWorker(Worker):
         for waiting in list(self._slots.values()):
             self._without(waiting)
 
-    def _whole(self, slot: Slot) -> None:
+    def _whole(self, slot: PendingGroup) -> None:
         """Handles a group that is whole: hands it over, or asks another prompt in its place."""
         judged = self.groups_made.judged(slot, may_refill=slot.vain < self.refills)
         if judged is None:

@@ -15,14 +15,14 @@ import torch
 
 from rlhpc.checkpoint.async_writer import SavingWorker
 from rlhpc.checkpoint.state import load_tensors, save_tensors
-from rlhpc.config.parallel import Sizes
+from rlhpc.config.parallel import MeshSizes
 from rlhpc.jobs.paths import MODEL
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines.registry import forkable
 from rlhpc.language.models.micro_batching import cut_up, values_of
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.rollout.group_receiver import BlockChannel
-from rlhpc.language.rollout.sample_group import PARTS, Group, column_message
+from rlhpc.language.rollout.sample_group import PARTS, SampleGroup, column_message
 from rlhpc.language.scoring.checks import judges, section_of
 from rlhpc.language.scoring.groups import REFERENCE, scoring_groups
 from rlhpc.language.scoring.logprobs import LogProbs
@@ -43,7 +43,7 @@ class GroupInbox:
     """The groups of answers that a rank is sent, those of a step at a time, until the driver says that there are no more.
 
     Of a prompt that was drawn again, because who drew it first was lost while handing it over, there may be two
-    (`Group.draw`). Which one the actor has, nobody here knows: both are scored.
+    (`SampleGroup.draw`). Which one the actor has, nobody here knows: both are scored.
 
     Args:
         channel: Where they come in.
@@ -53,12 +53,12 @@ class GroupInbox:
 
     def __init__(self, channel: BlockChannel, who: str, makers: str) -> None:
         self._channel, self._who, self._makers = channel, who, makers
-        self._later: list[Group] = []
+        self._later: list[SampleGroup] = []
         self._ended = -1
 
     def parts(
         self, step: int, share: Sequence[int], deadline: float, *, together: bool = False
-    ) -> Iterator[list[Group]]:
+    ) -> Iterator[list[SampleGroup]]:
         """A step's groups in a few parts, each as soon as it is whole. Which groups a part has depends on `share` alone: what
         is computed together, and so its last digits, does not change with what came first. What was drawn twice comes last.
 
@@ -73,7 +73,7 @@ class GroupInbox:
         """
         count = 1 if together else min(PARTS, len(share) or 1)
         lacking = [part.tolist() for part in np.array_split(np.asarray(share), count) if len(part)]
-        found, again, draws = dict[int, Group](), list[Group](), dict[int, set[bytes]]()
+        found, again, draws = dict[int, SampleGroup](), list[SampleGroup](), dict[int, set[bytes]]()
         while lacking or self._ended < step:
             for group in self.some(step, deadline):
                 known = draws.setdefault(group.position, set())
@@ -91,7 +91,7 @@ class GroupInbox:
         if again:
             yield again
 
-    def some(self, step: int, deadline: float) -> list[Group]:
+    def some(self, step: int, deadline: float) -> list[SampleGroup]:
         """All groups of a step that are there; waits for one, or for word that there are no more.
 
         Raises:
@@ -110,7 +110,7 @@ class GroupInbox:
                 self._ended = max(self._ended, message["end"])
                 ended = True
             elif message["step"] >= step:
-                group = Group.unpack(message)
+                group = SampleGroup.unpack(message)
                 (found if group.step == step else self._later).append(group)
 
     def _wait(self, step: int, deadline: float) -> Any:
@@ -153,7 +153,7 @@ class ScoringWorker(_Scoring):
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        own = BlockChannel(self.connect_channel(channel_to(self.group_name)), self, Sizes(shard=self.world_size))
+        own = BlockChannel(self.connect_channel(channel_to(self.group_name)), self, MeshSizes(shard=self.world_size))
         self._inbox = GroupInbox(own, f"{self.group_name}-{self.rank}", self.prompts.rollout_name)
         self._actors = self.connect_channel(GROUPS)
 
@@ -190,7 +190,9 @@ class ScoringWorker(_Scoring):
         self.scorer.reload()
 
 
-def send_column(actors: Channel, prompts: PromptMap, groups: Sequence[Group], maker: str, values: torch.Tensor) -> None:
+def send_column(
+    actors: Channel, prompts: PromptMap, groups: Sequence[SampleGroup], maker: str, values: torch.Tensor
+) -> None:
     """Sends the actors a column of some groups' tokens.
 
     Args:

@@ -12,7 +12,7 @@ from rlhpc.algorithms.preference_losses import dpo_loss, find_reward_loss
 from rlhpc.config.typed import plain
 from rlhpc.language.config.run import DpoConfig, RewardRunConfig, SftConfig
 from rlhpc.language.data import PromptSampler, PromptTokenizer
-from rlhpc.language.data.preferences import Judged, encode_demonstrations
+from rlhpc.language.data.preferences import PreferenceRow, encode_demonstrations
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.evaluation.reward_model import (
     EACH,
@@ -163,7 +163,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         metrics = dict(zip(sums, means.tolist(), strict=True))
         return {"pair_accuracy": metrics.pop("accuracy"), **metrics, "rows": float(len(dataset))}
 
-    def _batch_of(self, pairs: Sequence[Judged], encoder: PromptTokenizer) -> TokenBatch:
+    def _batch_of(self, pairs: Sequence[PreferenceRow], encoder: PromptTokenizer) -> TokenBatch:
         """The completions of pairs with their prompts, those of a pair next to each other."""
         most = most_tokens(self.max_tokens, "pairs")
         samples, masks = list[list[int]](), list[list[bool]]()

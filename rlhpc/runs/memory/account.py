@@ -12,7 +12,7 @@ SPARE = 0.08
 
 
 @dataclass(frozen=True)
-class Term:
+class MemoryTerm:
     """Something that takes memory.
 
     Attributes:
@@ -36,7 +36,7 @@ class Moment:
     """
 
     name: str
-    terms: tuple[Term, ...]
+    terms: tuple[MemoryTerm, ...]
 
     @property
     def nbytes(self) -> float:
@@ -44,13 +44,13 @@ class Moment:
         return math.fsum(term.nbytes for term in self.terms)
 
     @property
-    def largest(self) -> Term:
+    def largest(self) -> MemoryTerm:
         """The term that takes most."""
         return max(self.terms, key=lambda term: term.nbytes)
 
 
 @dataclass(frozen=True)
-class Change:
+class SuggestedChange:
     """Another configuration that would fit.
 
     Attributes:
@@ -87,15 +87,15 @@ class Account:
     group: str
     about: str = ""
     moments: tuple[Moment, ...] = ()
-    host: tuple[Term, ...] = ()
-    pinned: tuple[Term, ...] = ()
-    shared: tuple[Term, ...] = ()
-    spare: tuple[Term, ...] = ()
+    host: tuple[MemoryTerm, ...] = ()
+    pinned: tuple[MemoryTerm, ...] = ()
+    shared: tuple[MemoryTerm, ...] = ()
+    spare: tuple[MemoryTerm, ...] = ()
     turns: bool = False
     unknown: str = ""
     remarks: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
-    changes: Callable[[float], Sequence[Change]] = field(default=lambda room: (), compare=False)
+    changes: Callable[[float], Sequence[SuggestedChange]] = field(default=lambda room: (), compare=False)
     measured: Callable[[], str] | None = field(default=None, compare=False)
     most: Callable[[float], Mapping[str, str]] = field(default=lambda room: {}, compare=False)
 
@@ -121,7 +121,7 @@ class Account:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class GroupRanks:
     """What a group's account is asked for.
 
     Attributes:
@@ -142,6 +142,6 @@ def gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= 0.1 * GIB else f"{nbytes / MIB:.0f} MiB"
 
 
-def terms(**found: float) -> tuple[Term, ...]:
+def terms(**found: float) -> tuple[MemoryTerm, ...]:
     """Terms by name (underscores are blanks) that are not nothing."""
-    return tuple(Term(name.replace("_", " "), nbytes) for name, nbytes in found.items() if nbytes > 0)
+    return tuple(MemoryTerm(name.replace("_", " "), nbytes) for name, nbytes in found.items() if nbytes > 0)

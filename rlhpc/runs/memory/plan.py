@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import mapping
-from rlhpc.jobs.plan import Plan, build_plan
-from rlhpc.runs.memory.account import GIB, MIB, SPARE, Account, Ranks, Term, gib
+from rlhpc.jobs.plan import JobPlan, build_plan
+from rlhpc.runs.memory.account import GIB, MIB, SPARE, Account, GroupRanks, MemoryTerm, gib
 from rlhpc.runs.task_type import kind_of
 from rlhpc.runtime.cluster import Cluster, read_key
 from rlhpc.runtime.errors import ConfigError, PlacementError
@@ -98,7 +98,7 @@ _SHM = 0.5
 class Accounting(Protocol):
     """What a kind of run names as its `account`."""
 
-    def __call__(self, cfg: Any, ranks: Mapping[str, Ranks], *, build: bool, measure: bool) -> Sequence[Account]:
+    def __call__(self, cfg: Any, ranks: Mapping[str, GroupRanks], *, build: bool, measure: bool) -> Sequence[Account]:
         """What a rank of each group holds.
 
         Args:
@@ -110,7 +110,7 @@ class Accounting(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryPool:
     """An accelerator, or a node's memory, and who is there.
 
     Attributes:
@@ -169,7 +169,7 @@ class MemoryPlan:
     """
 
     accounts: Sequence[Account]
-    places: Sequence[Place]
+    places: Sequence[MemoryPool]
     left: Mapping[str, float | None]
     accelerated: Mapping[str, bool]
 
@@ -188,7 +188,7 @@ class MemoryPlan:
         return [_overfull(self, place) for place in self.places if place.fits is False and not place.refused]
 
 
-def memory_plan(cfg: RunConfig, plan: Plan, *, build: bool = True, measure: bool = False) -> MemoryPlan:
+def memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: bool = False) -> MemoryPlan:
     """Works out what each group's ranks hold, and what that makes where they are.
 
     Args:
@@ -198,12 +198,12 @@ def memory_plan(cfg: RunConfig, plan: Plan, *, build: bool = True, measure: bool
         measure: Whether also what takes longer may be done.
     """
     cluster = Cluster.planned(cfg.cluster)
-    asked: dict[str, Ranks] = {}
+    asked: dict[str, GroupRanks] = {}
     for group, ranks in plan.placements.items():
         accelerated = bool(ranks[0].accelerators)
         room, _ = accelerator_room(cfg, cluster, ranks[0].node_rank) if accelerated else (None, "")
         nodes = [rank.node_rank for rank in ranks]
-        asked[group] = Ranks(len(ranks), accelerated, room, max(map(nodes.count, nodes)))
+        asked[group] = GroupRanks(len(ranks), accelerated, room, max(map(nodes.count, nodes)))
     accounts = _accounts(_placed(cfg, cluster), asked, build, measure)
     places = [*_accelerators(cfg, cluster, plan, accounts), *_hosts(cfg, cluster, plan, accounts)]
     left = {account.group: _left(account.group, asked[account.group], places) for account in accounts}
@@ -218,7 +218,7 @@ def _placed(cfg: RunConfig, cluster: Cluster) -> RunConfig:
     return placed
 
 
-def _accounts(cfg: RunConfig, asked: Mapping[str, Ranks], build: bool, measure: bool) -> Sequence[Account]:
+def _accounts(cfg: RunConfig, asked: Mapping[str, GroupRanks], build: bool, measure: bool) -> Sequence[Account]:
     kind = kind_of(cfg)
     if not kind.account:
         return ()
@@ -275,7 +275,7 @@ def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
 # -- places -----------------------------------------------------------------------------------------------------------
 
 
-def _accelerators(cfg: RunConfig, cluster: Cluster, plan: Plan, accounts: Sequence[Account]) -> list[Place]:
+def _accelerators(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]) -> list[MemoryPool]:
     known = {account.group: account for account in accounts if account.peak is not None}
     there: dict[tuple[int, int], dict[str, float]] = {}
     for group, account in known.items():
@@ -287,13 +287,13 @@ def _accelerators(cfg: RunConfig, cluster: Cluster, plan: Plan, accounts: Sequen
     found = []
     for (node, index), held in sorted(there.items()):
         room, said = accelerator_room(cfg, cluster, node)
-        found.append(Place(f"node{node}, accelerator {index}", held, room, said, 1.0 - SPARE, turns & set(held)))
+        found.append(MemoryPool(f"node{node}, accelerator {index}", held, room, said, 1.0 - SPARE, turns & set(held)))
     return found
 
 
-def _hosts(cfg: RunConfig, cluster: Cluster, plan: Plan, accounts: Sequence[Account]) -> list[Place]:
-    found: list[Place] = []
-    mapped: list[Place] = []
+def _hosts(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]) -> list[MemoryPool]:
+    found: list[MemoryPool] = []
+    mapped: list[MemoryPool] = []
     for node in range(len(plan.nodes)):
         held: dict[str, float] = {}
         shared: dict[str, float] = {}
@@ -311,12 +311,12 @@ def _hosts(cfg: RunConfig, cluster: Cluster, plan: Plan, accounts: Sequence[Acco
         whole = {name: n for name, n in {**held, "/dev/shm": in_memory}.items() if n}
         if whole:
             sure = math.fsum(sums) + in_memory
-            found.append(Place(f"node{node}, host memory", whole, room, said, 1.0, frozenset(), sure))
+            found.append(MemoryPool(f"node{node}, host memory", whole, room, said, 1.0, frozenset(), sure))
         if in_memory:
             half = None if room is None else _SHM * room
             most = dict([max(shared.items(), key=lambda one: one[1])])
             mapped.append(
-                Place(f"node{node}, /dev/shm", most, half, f"half of {said}" if said else "", 1.0, frozenset())
+                MemoryPool(f"node{node}, /dev/shm", most, half, f"half of {said}" if said else "", 1.0, frozenset())
             )
     return found + mapped
 
@@ -329,7 +329,7 @@ def _peak(account: Account) -> float:
     return 0.0 if account.peak is None else account.peak.nbytes
 
 
-def _left(group: str, ranks: Ranks, places: Sequence[Place]) -> float | None:
+def _left(group: str, ranks: GroupRanks, places: Sequence[MemoryPool]) -> float | None:
     """What one of a group's ranks may hold where it computes, in the fullest place."""
     word = "accelerator" if ranks.accelerated else "host memory"
     of = [place.left_for(group) for place in places if word in place.name and group in place.held]
@@ -339,9 +339,9 @@ def _left(group: str, ranks: Ranks, places: Sequence[Place]) -> float | None:
     return min(known) / (1 if ranks.accelerated else ranks.per_node)
 
 
-def _alike(places: Sequence[Place]) -> list[Place]:
+def _alike(places: Sequence[MemoryPool]) -> list[MemoryPool]:
     """Places one after the other that hold the same, under one name."""
-    found: list[list[Place]] = []
+    found: list[list[MemoryPool]] = []
     for place in places:
         same = found and _what(found[-1][0]) == _what(place)
         if same:
@@ -349,23 +349,23 @@ def _alike(places: Sequence[Place]) -> list[Place]:
         else:
             found.append([place])
     return [
-        group[0] if len(group) == 1 else Place(f"{group[0].name} to {group[-1].name}", *_rest(group[0]))
+        group[0] if len(group) == 1 else MemoryPool(f"{group[0].name} to {group[-1].name}", *_rest(group[0]))
         for group in found
     ]
 
 
-def _what(place: Place) -> tuple[object, ...]:
+def _what(place: MemoryPool) -> tuple[object, ...]:
     return place.name.split(" ", 1)[1].rstrip("0123456789 "), *_rest(place)  # without the node's number
 
 
-def _rest(place: Place) -> tuple[Mapping[str, float], float | None, str, float, frozenset[str], float | None]:
+def _rest(place: MemoryPool) -> tuple[Mapping[str, float], float | None, str, float, frozenset[str], float | None]:
     return place.held, place.room, place.said, place.usable, place.turns, place.least
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-def _overfull(plan: MemoryPlan, place: Place) -> str:
+def _overfull(plan: MemoryPlan, place: MemoryPool) -> str:
     """What is too much in a place, who is it, and what would fit."""
     assert place.room is not None
     kept = f", of which {1 - place.usable:.0%} is left free" if place.usable < 1 else ""
@@ -467,11 +467,11 @@ def _number(size: float) -> str:
     return f"{size:.2f}" if size < 10 else f"{size:.1f}"
 
 
-def _listed(terms: Sequence[Term]) -> str:
+def _listed(terms: Sequence[MemoryTerm]) -> str:
     return ", ".join(f"{term.name} {gib(term.nbytes)}" for term in terms)
 
 
-def _of_place(place: Place) -> str:
+def _of_place(place: MemoryPool) -> str:
     always = [f"{name} {gib(n)}" for name, n in place.held.items() if name not in place.turns]
     turns = [f"{name} {gib(n)}" for name, n in place.held.items() if name in place.turns]
     held = " + ".join([*always, *([f"{' or '.join(turns)} (in turns)"] if len(turns) > 1 else turns)])

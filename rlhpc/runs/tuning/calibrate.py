@@ -23,8 +23,8 @@ import psutil
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.logger import read_metrics
 from rlhpc.runs.tuning.costs import Costs, Curve, word_of
-from rlhpc.runs.tuning.queueing_model import Model
-from rlhpc.runs.tuning.shapes import Candidate, Place, Shape
+from rlhpc.runs.tuning.queueing_model import QueueingModel
+from rlhpc.runs.tuning.shapes import Candidate, ClusterShape, GroupPlacement
 from rlhpc.runs.tuning.workload import Knob, Workload
 from rlhpc.runtime.errors import ConfigError, RlhpcError, Stopped
 from rlhpc.runtime.host import node_name
@@ -38,7 +38,7 @@ _BOUND = "import os, sys; os.sched_setaffinity(0, eval(sys.argv[1])); os.execv(s
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCosts:
     """What a short run showed.
 
     Attributes:
@@ -72,7 +72,7 @@ class ShortRuns:
     steps: int
     deadline_s: float
 
-    def run(self, name: str, overrides: Sequence[str], cores: frozenset[int] = frozenset()) -> Measured:
+    def run(self, name: str, overrides: Sequence[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts:
         """Runs the configuration with some changes.
 
         Args:
@@ -204,7 +204,7 @@ def _failure(name: str, code: int, log: Path) -> RlhpcError:
     return kind(f"the short run {name} failed (log {log}): {words or f'exit code {code}'}")
 
 
-def _summed_up(rows: Sequence[Mapping[str, Any]], watched: _Watched) -> Measured:
+def _summed_up(rows: Sequence[Mapping[str, Any]], watched: _Watched) -> MeasuredCosts:
     ends = [float(row["time/wall_s"]) for row in rows]
     apart = [after - before for before, after in zip(ends[_FIRST - 1 :], ends[_FIRST:], strict=False)]
     counted = rows[_FIRST : len(rows) - _LAST]
@@ -213,11 +213,11 @@ def _summed_up(rows: Sequence[Mapping[str, Any]], watched: _Watched) -> Measured
         name: statistics.median(float(row[name]) for row in counted if isinstance(row.get(name), (int, float)))
         for name in names
     }
-    return Measured(statistics.median(apart[: len(counted)]), medians, watched.memory, watched.device_memory)
+    return MeasuredCosts(statistics.median(apart[: len(counted)]), medians, watched.memory, watched.device_memory)
 
 
 #: Runs a name with overrides, on some cores.
-Run = Callable[[str, Sequence[str], frozenset[int]], Measured]
+Run = Callable[[str, Sequence[str], frozenset[int]], MeasuredCosts]
 
 #: Plain runs that are further apart say that the machine is not ours alone; then there is one beside every other run.
 _STEADY = 0.1
@@ -236,7 +236,7 @@ class Calibration:
     """
 
     workload: Workload
-    shape: Shape
+    shape: ClusterShape
     configured: Candidate
     runs: ShortRuns
     say: Callable[[str], None]
@@ -249,7 +249,7 @@ class Calibration:
         }
         self.plain = dataclasses.replace(self.configured, settings=settings)
         self.samples: dict[str, list[tuple[float, float]]] = {phase.name: [] for phase in self.workload.phases}
-        self.first: list[Measured] = []
+        self.first: list[MeasuredCosts] = []
         self.refused: dict[str, str] = {}
 
     def costs(self) -> Costs:
@@ -288,12 +288,12 @@ class Calibration:
 
     # -- runs -----------------------------------------------------------------------------------------------------
 
-    def _run(self, name: str, words: Iterable[str], cores: frozenset[int] = frozenset()) -> Measured:
+    def _run(self, name: str, words: Iterable[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts:
         found = self.runs.run(name, [*self.workload.measured_with, *words], cores)
         self.say(f"{' '.join(words) or 'as it is'}: {found.step_s:.3g} s a step")
         return found
 
-    def _try(self, name: str, words: Sequence[str], cores: frozenset[int] = frozenset()) -> Measured | None:
+    def _try(self, name: str, words: Sequence[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts | None:
         """Makes a run that the costs can do without."""
         try:
             found = self._run(name, words, cores)
@@ -308,18 +308,18 @@ class Calibration:
             self.say(f"{' '.join(words)}: left out: {error}")
             return None
 
-    def _plain(self, name: str) -> Measured:
+    def _plain(self, name: str) -> MeasuredCosts:
         """Runs the configuration as it is."""
         self.first.append(self._run(name, ()))
         return self.first[-1]
 
-    def _level(self, found: Measured, now: float) -> Measured:
+    def _level(self, found: MeasuredCosts, now: float) -> MeasuredCosts:
         """A run as it would have been at first, from the seconds of a plain step at its time."""
         drift = now / self.first[0].step_s
         metrics = {name: value / drift if name.startswith("time/") else value for name, value in found.metrics.items()}
         return dataclasses.replace(found, step_s=found.step_s / drift, metrics=metrics)
 
-    def _add(self, found: Measured, part: int = 1) -> None:
+    def _add(self, found: MeasuredCosts, part: int = 1) -> None:
         for phase in self.workload.phases:
             share = 1.0 / self.plain.ranks(phase.group) / part
             self.samples[phase.name].append((share, found.metrics.get(phase.metric, 0.0)))
@@ -346,8 +346,8 @@ class Calibration:
         known = self._model(costs).predict(self.plain).step_s
         return dataclasses.replace(costs, overhead_s=max(0.0, self.first[0].step_s - known))
 
-    def _model(self, costs: Costs) -> Model:
-        return Model(self.workload, costs, self.shape)
+    def _model(self, costs: Costs) -> QueueingModel:
+        return QueueingModel(self.workload, costs, self.shape)
 
     def _threads(self) -> dict[str, int]:
         """Threads of a rank of each group, as the runtime gives them."""
@@ -388,9 +388,9 @@ class Calibration:
                 continue
             node = pool.resources[0][0]
             if pool.by_node and self.shape.cores[node] > 1:
-                places[group] = Place.of(place.label, 0, 1, 2)
+                places[group] = GroupPlacement.of(place.label, 0, 1, 2)
             elif not pool.by_node and len(pool.resources) >= 2 * count:
-                places[group] = Place.of(place.label, 0, 2)
+                places[group] = GroupPlacement.of(place.label, 0, 2)
         if not places:
             return {}
         doubled = dataclasses.replace(self.plain, places={**self.plain.places, **places})

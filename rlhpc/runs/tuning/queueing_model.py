@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhpc.runs.tuning.costs import Costs, word_of
-from rlhpc.runs.tuning.shapes import Candidate, Shape
+from rlhpc.runs.tuning.shapes import Candidate, ClusterShape
 from rlhpc.runs.tuning.workload import Phase, Workload
 
 
@@ -39,7 +39,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Model:
+class QueueingModel:
     """Predicts steps of a workload.
 
     Attributes:
@@ -50,7 +50,7 @@ class Model:
 
     workload: Workload
     costs: Costs
-    shape: Shape
+    shape: ClusterShape
 
     def least(self, candidate: Candidate) -> float:
         """Seconds that a step takes at least, wherever the groups' ranks are, in the same numbers."""

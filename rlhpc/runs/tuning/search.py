@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlhpc.runs.tuning.queueing_model import Model, Prediction
-from rlhpc.runs.tuning.shapes import Candidate, Place, Pool
+from rlhpc.runs.tuning.queueing_model import Prediction, QueueingModel
+from rlhpc.runs.tuning.shapes import Candidate, GroupPlacement, Pool
 
 #: Pools up to this size are searched at every offset and every number; larger ones at multiples and where others end.
 _SMALL = 8
@@ -22,7 +22,7 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Found:
+class RankedCandidate:
     """A candidate with what is expected of it."""
 
     candidate: Candidate
@@ -38,7 +38,7 @@ class Space:
         configured: The candidate that the configuration is; groups without a phase stay where it has them.
     """
 
-    model: Model
+    model: QueueingModel
     configured: Candidate
 
     def settings(self) -> Iterator[dict[str, Any]]:
@@ -73,7 +73,7 @@ class Space:
         settings = list(self.settings())
         for sizes in itertools.product(*(self.sizes(group) for group in groups)):
             places = {
-                group: Place.of(self.pool(group).label, 0, count, per)
+                group: GroupPlacement.of(self.pool(group).label, 0, count, per)
                 for group, (count, per) in zip(groups, sizes, strict=True)
             }
             for chosen in settings:
@@ -92,7 +92,7 @@ class Space:
             for group, first in zip(groups, firsts, strict=True):
                 place = counted.places[group]
                 count = len(place.resources)
-                places[group] = Place.of(place.label, first, count, len(place.processes) // count)
+                places[group] = GroupPlacement.of(place.label, first, count, len(place.processes) // count)
             yield Candidate({**counted.places, **places}, counted.settings)
 
     def _joints(self, counted: Candidate, group: str) -> set[int]:
@@ -105,7 +105,7 @@ class Space:
         return sums | {len(self.pool(group).resources) - len(counted.places[group].resources)}
 
 
-def order(found: Found, configured: Candidate) -> tuple[float, float, float, int, int, str]:
+def order(found: RankedCandidate, configured: Candidate) -> tuple[float, float, float, int, int, str]:
     """What is better comes first: a shorter step; where that is the same, less memory, then fewer ranks and fewer changes."""
     candidate, prediction = found.candidate, found.prediction
     ranks = sum(len(place.processes) for place in candidate.places.values())
@@ -117,7 +117,7 @@ def order(found: Found, configured: Candidate) -> tuple[float, float, float, int
     )  # fmt: skip
 
 
-def _looks(found: Found) -> object:
+def _looks(found: RankedCandidate) -> object:
     """What two candidates have in common that nobody would tell apart."""
     sizes = tuple(
         (group, len(place.resources), len(place.processes)) for group, place in found.candidate.places.items()
@@ -125,7 +125,9 @@ def _looks(found: Found) -> object:
     return sizes, found.candidate.mode, round(found.prediction.step_s, 9)
 
 
-def search(space: Space, count: int, allowed: Callable[[Candidate], bool] = lambda candidate: True) -> list[Found]:
+def search(
+    space: Space, count: int, allowed: Callable[[Candidate], bool] = lambda candidate: True
+) -> list[RankedCandidate]:
     """The best candidates, the best first.
 
     Args:
@@ -134,15 +136,15 @@ def search(space: Space, count: int, allowed: Callable[[Candidate], bool] = lamb
             differ only in settings which change nothing, the one with the fewest changes.
         allowed: Asked of those that would be among them, since it may take long.
     """
-    model, best = space.model, dict[object, Found]()
+    model, best = space.model, dict[object, RankedCandidate]()
     refused: set[object] = set()
 
     def worst() -> float:
         rows = best_first() if len(best) >= count else []
         return rows[count - 1].prediction.step_s if len(rows) >= count else math.inf
 
-    def best_first() -> list[Found]:
-        rows: dict[object, Found] = {}
+    def best_first() -> list[RankedCandidate]:
+        rows: dict[object, RankedCandidate] = {}
         for found in sorted(best.values(), key=lambda found: order(found, space.configured)):
             rows.setdefault(_looks(found), found)
         return list(rows.values())
@@ -158,7 +160,7 @@ def search(space: Space, count: int, allowed: Callable[[Candidate], bool] = lamb
             key = (index, candidate.mode)
             if key in refused:
                 continue
-            found = Found(candidate, model.predict(candidate))
+            found = RankedCandidate(candidate, model.predict(candidate))
             if found.prediction.step_s > limit + 1e-9 or not model.fits(found.prediction):
                 continue
             if key in best:

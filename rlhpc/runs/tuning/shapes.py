@@ -31,7 +31,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupPlacement:
     """Where the ranks of a group are.
 
     Attributes:
@@ -45,7 +45,7 @@ class Place:
     processes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, label: str, first: int, count: int, per: int = 1) -> Place:
+    def of(cls, label: str, first: int, count: int, per: int = 1) -> GroupPlacement:
         """`count` resources from `first` on, with `per` ranks each."""
         last = first + count - 1
         resources = str(first) if count == 1 else f"{first}-{last}"
@@ -59,7 +59,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ClusterShape:
     """Machines that a run is granted.
 
     Attributes:
@@ -77,7 +77,7 @@ class Shape:
     device_memory: int = 0
 
     @classmethod
-    def of(cls, cfg: RunConfig, labels: Iterable[str], memory: int = 0, device_memory: int = 0) -> Shape:
+    def of(cls, cfg: RunConfig, labels: Iterable[str], memory: int = 0, device_memory: int = 0) -> ClusterShape:
         """The machines that a configuration asks for, with the resources of these node groups."""
         cluster = Cluster.planned(cfg.cluster)
         pools = {}
@@ -92,7 +92,7 @@ class Shape:
 class Candidate:
     """One way to run: a place for each group, and a value for each key that varies."""
 
-    places: Mapping[str, Place]
+    places: Mapping[str, GroupPlacement]
     settings: Mapping[str, Any]
 
     def ranks(self, group: str) -> int:
@@ -120,7 +120,7 @@ class Candidate:
         return [word_of("cluster.component_placement", self.placement()), *words]
 
 
-def placed(cfg: RunConfig) -> dict[str, Place]:
+def placed(cfg: RunConfig) -> dict[str, GroupPlacement]:
     """Where a configuration puts its groups.
 
     Raises:
@@ -132,7 +132,7 @@ def placed(cfg: RunConfig) -> dict[str, Place]:
         strategy = placement.get_strategy(name)
         raw = next(value for names, value in cfg.cluster.component_placement.items() if name in _names(names))
         text = raw["placement"] if hasattr(raw, "keys") else raw
-        found[name] = Place(strategy.node_group, str(text), strategy.processes)
+        found[name] = GroupPlacement(strategy.node_group, str(text), strategy.processes)
     return found
 
 

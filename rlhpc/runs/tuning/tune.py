@@ -27,9 +27,9 @@ from rlhpc.runs.memory.plan import memory_at_start
 from rlhpc.runs.task_type import all_kinds, kind_of
 from rlhpc.runs.tuning.calibrate import Calibration, ShortRuns, device_size
 from rlhpc.runs.tuning.costs import Costs
-from rlhpc.runs.tuning.queueing_model import Model
-from rlhpc.runs.tuning.search import Found, Space, search
-from rlhpc.runs.tuning.shapes import Candidate, Shape, placed
+from rlhpc.runs.tuning.queueing_model import QueueingModel
+from rlhpc.runs.tuning.search import RankedCandidate, Space, search
+from rlhpc.runs.tuning.shapes import Candidate, ClusterShape, placed
 from rlhpc.runs.tuning.workload import Workload
 from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.errors import ConfigError, RlhpcError
@@ -47,7 +47,7 @@ NOT_IN_SHORT_RUNS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class TuneRequest:
     """What `rlhpc tune` was asked for.
 
     Attributes:
@@ -98,14 +98,14 @@ def workload_of(cfg: RunConfig, ahead: int | None) -> Workload:
     return workload
 
 
-def space_of(asked: Asked, workload: Workload, costs: Costs, cfg: RunConfig, *, here: bool) -> Space:
+def space_of(asked: TuneRequest, workload: Workload, costs: Costs, cfg: RunConfig, *, here: bool) -> Space:
     """All candidates on the machines that were asked for, which `here` says are like this one."""
     target = load_config(asked.config, [*asked.overrides, *asked.machines()], site=asked.site, check=False)
     configured = configured_candidate(cfg, workload)
     labels = {place.label for place in configured.places.values()}
     memory = total_memory() if here else 0
-    shape = Shape.of(target, labels, memory, device_size() if here else 0)
-    return Space(Model(workload, costs, shape), configured)
+    shape = ClusterShape.of(target, labels, memory, device_size() if here else 0)
+    return Space(QueueingModel(workload, costs, shape), configured)
 
 
 def configured_candidate(cfg: RunConfig, workload: Workload) -> Candidate:
@@ -115,7 +115,7 @@ def configured_candidate(cfg: RunConfig, workload: Workload) -> Candidate:
     return Candidate(places, {knob.key: select(cfg, knob.key) for knob in workload.knobs})
 
 
-def tune(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
+def tune(asked: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
     """Finds out how a run should be placed.
 
     Args:
@@ -160,7 +160,7 @@ def tune(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _find(
-    asked: Asked,
+    asked: TuneRequest,
     cfg: RunConfig,
     workload: Workload,
     configured: Candidate,
@@ -169,7 +169,7 @@ def _find(
 ) -> dict[str, Any]:
     """Measures, searches, and runs the best."""
     labels = {place.label for place in configured.places.values()}
-    calibration = Calibration(workload, Shape.of(cfg, labels), configured, runs, say)
+    calibration = Calibration(workload, ClusterShape.of(cfg, labels), configured, runs, say)
     costs = calibration.costs()
     workload = dataclasses.replace(workload, knobs=calibration.knobs())
     space = space_of(asked, workload, costs, cfg, here=True)
@@ -185,7 +185,7 @@ def _find(
     return record
 
 
-def is_allowed(request: Asked, candidate: Candidate, *, here: bool) -> bool:
+def is_allowed(request: TuneRequest, candidate: Candidate, *, here: bool) -> bool:
     """Tells whether a candidate passes the configuration's own checks, and that of memory at a start of it.
 
     What short runs measured of memory holds for their number of ranks alone.
@@ -204,14 +204,14 @@ def is_allowed(request: Asked, candidate: Candidate, *, here: bool) -> bool:
     return accounted is None or not accounted.refusals()
 
 
-def _machines(shape: Shape) -> str:
+def _machines(shape: ClusterShape) -> str:
     nodes = len(shape.cores)
     each = f"{shape.accelerators // nodes} accelerators" if shape.accelerators else f"{max(shape.cores)} cores"
     return f"{nodes} node{'s' * (nodes != 1)} with {each}"
 
 
 def _record(
-    asked: Asked, cfg: RunConfig, space: Space, best: Sequence[Found], refused: dict[str, str]
+    asked: TuneRequest, cfg: RunConfig, space: Space, best: Sequence[RankedCandidate], refused: dict[str, str]
 ) -> dict[str, Any]:
     model, workload = space.model, space.model.workload
     steps = total_steps(cfg) if asked.samples is None else math.ceil(asked.samples / workload.samples)
@@ -219,7 +219,7 @@ def _record(
     rows = []
     own = space.configured
     if not asked.machines() and not any(_same(own, found.candidate) for found in best):
-        best = [*best, Found(own, model.predict(own))]
+        best = [*best, RankedCandidate(own, model.predict(own))]
     for found in best:
         step_s = found.prediction.step_s
         rows.append(
@@ -271,7 +271,7 @@ def _same(one: Candidate, other: Candidate) -> bool:
     return processes[0] == processes[1] and one.settings == other.settings
 
 
-def _verify(record: dict[str, Any], asked: Asked, runs: ShortRuns, say: Callable[[str], None]) -> None:
+def _verify(record: dict[str, Any], asked: TuneRequest, runs: ShortRuns, say: Callable[[str], None]) -> None:
     """Runs the best, and the configuration as it is, for a few steps.
 
     The winner is the fastest; but what is configured stays where the fastest is ahead by no more than runs of the same differ.
@@ -301,7 +301,7 @@ def _verify(record: dict[str, Any], asked: Asked, runs: ShortRuns, say: Callable
         record["winner"] = rows.index((same or [fastest])[0])
 
 
-def _write(paths: RunPaths, asked: Asked, record: dict[str, Any]) -> None:
+def _write(paths: RunPaths, asked: TuneRequest, record: dict[str, Any]) -> None:
     """tune.json, and a configuration that takes the given one and changes what the winner changes."""
     winner = record["rows"][record["winner"]]
     given = find_config(asked.config).absolute()

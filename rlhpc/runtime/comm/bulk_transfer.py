@@ -33,7 +33,7 @@ from pathlib import Path
 from rlhpc.runtime.comm.unix_sockets import send_all
 from rlhpc.runtime.comm.zero_copy import PREFIX, Loan, Loans, Offers, Withdrawn
 from rlhpc.runtime.errors import ChannelError
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.tcp_listener import ConnectionTable, TcpListener, host_of
 
 PROOF = 32
@@ -46,10 +46,10 @@ LOOK_S = 0.2
 CHUNK = 8 << 20
 
 
-class Link:
+class BulkConnection:
     """An authenticated connection: messages with an HMAC under its own key, and raw bytes."""
 
-    def __init__(self, sock: socket.socket, keys: Keys, sends: bytes, hears: bytes) -> None:
+    def __init__(self, sock: socket.socket, keys: CurveKeys, sends: bytes, hears: bytes) -> None:
         self.sock = sock
         self._secret = hashlib.sha256(b"rlhpc bulk " + keys.secret).digest()
         self._roles, self._counts = (sends, hears), [0, 0]
@@ -156,7 +156,7 @@ class BulkServer:
     def __init__(
         self,
         name: str,
-        keys: Keys,
+        keys: CurveKeys,
         address: str,
         folders: tuple[Path, ...],
         loans: Loans,
@@ -209,9 +209,9 @@ class BulkServer:
                 self._open.discard(sock)
             sock.close()
 
-    def _welcome(self, sock: socket.socket) -> Link:
+    def _welcome(self, sock: socket.socket) -> BulkConnection:
         tune(sock)
-        link, challenge = Link(sock, self._keys, b"s", b"c"), secrets.token_bytes(_NONCE)
+        link, challenge = BulkConnection(sock, self._keys, b"s", b"c"), secrets.token_bytes(_NONCE)
         sock.sendall(MAGIC + challenge)
         deadline = time.monotonic() + _HANDSHAKE_S
 
@@ -229,7 +229,7 @@ class BulkServer:
         link.agree(transcript)
         return link
 
-    def _answer(self, link: Link, request: bytes) -> None:
+    def _answer(self, link: BulkConnection, request: bytes) -> None:
         operation, body = request[:1], request[1:]
         if operation == _RELEASE:
             self._loans.release(os.fsdecode(body[_READER.size :]), *_READER.unpack_from(body))
@@ -248,7 +248,7 @@ class BulkServer:
         if views is None:
             self._send_file(link, str(loan.segment), start, count)
 
-    def _send_offer(self, link: Link, name: str, start: int, count: int) -> None:
+    def _send_offer(self, link: BulkConnection, name: str, start: int, count: int) -> None:
         try:
             memory = self._offers.find(name, _OFFER_S)
         except Withdrawn:
@@ -269,13 +269,13 @@ class BulkServer:
         with self._lock:
             self.sent += count
 
-    def _send_loan(self, link: Link, loan: Loan, views: list[memoryview], start: int, count: int) -> None:
+    def _send_loan(self, link: BulkConnection, loan: Loan, views: list[memoryview], start: int, count: int) -> None:
         with self._turns:
             self._count(count)
             link.say(_OK)
             send_all(link.sock, loan.pieces(views, start, count))
 
-    def _send_file(self, link: Link, path: str, start: int, count: int) -> None:
+    def _send_file(self, link: BulkConnection, path: str, start: int, count: int) -> None:
         if Path(path).parent not in self._folders:
             link.say(_ERROR + (f"{path} is gone" if path.startswith(PREFIX) else f"{path} is not a segment").encode())
             return
@@ -329,7 +329,7 @@ class BulkClient:
         ChannelError: It cannot be reached, or is not what it should be.
     """
 
-    def __init__(self, endpoint: str, keys: Keys, check: Callable[[], None]) -> None:
+    def __init__(self, endpoint: str, keys: CurveKeys, check: Callable[[], None]) -> None:
         self.in_step, self.begun = True, False
         self.peer, _, where = endpoint.rpartition("@")
         self._where, self._check = where, check
@@ -346,10 +346,10 @@ class BulkClient:
             check()
             raise ChannelError(f"{self.peer} at {where} did not prove to be of this run: {error}") from None
 
-    def _greet(self, sock: socket.socket, keys: Keys) -> Link:
+    def _greet(self, sock: socket.socket, keys: CurveKeys) -> BulkConnection:
         sock.settimeout(None)
         tune(sock)
-        link, deadline = Link(sock, keys, b"c", b"s"), time.monotonic() + _HANDSHAKE_S
+        link, deadline = BulkConnection(sock, keys, b"c", b"s"), time.monotonic() + _HANDSHAKE_S
 
         def late() -> None:
             self._check()

@@ -16,7 +16,7 @@ import zmq
 
 from rlhpc.runtime.comm import unix_sockets
 from rlhpc.runtime.comm.service import Service
-from rlhpc.runtime.comm.zmq_sockets import Door, choose, divided, make_socket, whole
+from rlhpc.runtime.comm.zmq_sockets import TcpPort, choose, divided, make_socket, whole
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.host import host_id, process_id
 
@@ -28,7 +28,7 @@ _LOOK_MS = 1000
 class _Line:
     """A connection whose messages are sent in order, without ever making the sender wait."""
 
-    def __init__(self, connection: unix_sockets.Connection) -> None:
+    def __init__(self, connection: unix_sockets.UnixConnection) -> None:
         self.connection = connection
         self._lock = threading.Lock()
         self._flushing = False
@@ -86,7 +86,7 @@ class CallDoor:
         self._router: zmq.Socket[Any] | None = None
         if tcp_address:
             self._router = make_socket(service.context, zmq.ROUTER, service.keys, server=True)
-            door = Door(self._router, tcp_address)
+            door = TcpPort(self._router, tcp_address)
             self.record["tcp"] = door.endpoint
             service.mind(door)
             self._epoll.register(int(self._router.FD), select.EPOLLIN)

@@ -142,7 +142,7 @@ def address() -> str:
 MAX_READERS = MAX_TRACKED
 
 
-class Part(NamedTuple):
+class TensorView(NamedTuple):
     """A tensor: where it begins, and its form."""
 
     offset: int
@@ -170,15 +170,15 @@ class Crossing(NamedTuple):
     memory: bytes
     event: bytes
     size: int
-    parts: list[Part]
+    parts: list[TensorView]
 
 
-def layout_tensors(tensors: list[tuple[str, tuple[int, ...], int]]) -> tuple[list[Part], int]:
+def layout_tensors(tensors: list[tuple[str, tuple[int, ...], int]]) -> tuple[list[TensorView], int]:
     """Where tensors (dtype, shape, bytes of an element) go in a buffer, and the size of them all."""
     parts, offset = [], 0
     for dtype, shape, itemsize in tensors:
         nbytes = math.prod(shape) * itemsize
-        parts.append(Part(offset, dtype, shape, nbytes))
+        parts.append(TensorView(offset, dtype, shape, nbytes))
         offset += nbytes + -nbytes % ALIGN
     return parts, offset
 
@@ -325,7 +325,7 @@ _LOOK_S = 0.0005
 _PROCESS = re.compile(r"-(\d+\.\d+)-\d+$")
 
 
-class Elsewhere(Exception):
+class NotReadable(Exception):
     """This process cannot read the buffer: its accelerator is no peer, or, where something is said, cannot open it."""
 
 
@@ -365,7 +365,7 @@ class DeviceMappings:
 
         device = own()
         if device is None or crossing.address not in device.reads:
-            raise Elsewhere
+            raise NotReadable
         self.settle()
         with self._lock:
             opened = self._open(device, crossing)
@@ -399,7 +399,7 @@ class DeviceMappings:
             try:
                 found = device.open(crossing.memory), device.open_event(crossing.event)
             except RuntimeError as error:
-                raise Elsewhere(str(error) or type(error).__name__) from None
+                raise NotReadable(str(error) or type(error).__name__) from None
         opened = self._opened[crossing.path] = _Opened(device, lease, *found)
         return opened
 
@@ -438,7 +438,7 @@ _MOST = 64
 _counter = itertools.count()
 
 
-class _Buffer:
+class _SentBuffer:
     """A buffer as its sender knows it."""
 
     def __init__(self, device: Device, path: str, memory: Any, exported: bytes, event: DeviceEvent) -> None:
@@ -470,7 +470,7 @@ class DevicePool:
     def __init__(self, scratch: Scratch, endpoint: dict[str, str]) -> None:
         self._scratch, self._endpoint = scratch, endpoint
         self._lock = threading.Lock()
-        self._buffers: dict[str, _Buffer] = {}
+        self._buffers: dict[str, _SentBuffer] = {}
         self._shut = False
         self.crossed = 0
 
@@ -568,7 +568,7 @@ class DevicePool:
 
     # -- finding one ----------------------------------------------------------------------------------------------
 
-    def _take(self, device: Device, size: int) -> _Buffer | None:
+    def _take(self, device: Device, size: int) -> _SentBuffer | None:
         free = [buffer for buffer in self._buffers.values() if buffer.free()]
         fitting = [buffer for buffer in free if size <= buffer.capacity <= 2 * size]
         if fitting:
@@ -580,7 +580,7 @@ class DevicePool:
             return None
         return self._make(device, capacity)
 
-    def _make(self, device: Device, capacity: int) -> _Buffer | None:
+    def _make(self, device: Device, capacity: int) -> _SentBuffer | None:
         try:
             memory, event = device.allocate(capacity), device.event()
         except RuntimeError:  # its memory is full
@@ -591,10 +591,10 @@ class DevicePool:
             self._give_up(str(error))
             return None
         path = str(self._scratch.shm / f"lease-{process_id()}-{next(_counter)}")
-        buffer = self._buffers[path] = _Buffer(device, path, memory, exported, event)
+        buffer = self._buffers[path] = _SentBuffer(device, path, memory, exported, event)
         return buffer
 
-    def _drop(self, buffer: _Buffer) -> None:
+    def _drop(self, buffer: _SentBuffer) -> None:
         del self._buffers[buffer.path]
         unlink(buffer.path)
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from rlhpc.runtime.comm.device_memory import Crossing, DeviceMappings, DevicePool, Elsewhere
+from rlhpc.runtime.comm.device_memory import Crossing, DeviceMappings, DevicePool, NotReadable
 from rlhpc.runtime.comm.payload import Origin
 from rlhpc.runtime.comm.queues import ChannelState, Refusal, RemoteAnswer, Taker
 from rlhpc.runtime.comm.serialization import rebuild_tensor
@@ -85,7 +85,7 @@ _DEADLINE_S = 60.0
 Read = Callable[[Origin, str, int], memoryview]
 
 
-class Lane:
+class DeviceChannel:
     """This process's ends of it.
 
     Args:
@@ -151,7 +151,7 @@ class Lane:
         """
         try:
             return self._mappings.take(crossing, reader)
-        except Elsewhere as error:
+        except NotReadable as error:
             return self._through_the_host(crossing, origin, reader, str(error))
 
     def _through_the_host(self, crossing: Crossing, origin: Origin, reader: int, why: str) -> list[Any]:
@@ -173,7 +173,7 @@ class Home(Protocol):
     channels: dict[str, ChannelState]
     held: HeldValues
     pool: SegmentPool
-    lane: Lane
+    lane: DeviceChannel
     aborted: int
 
     def members_changed(self, epoch: int, ended: Iterable[str] = ()) -> None: ...

@@ -13,7 +13,7 @@ from typing import Any
 from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.device_memory import address
 from rlhpc.runtime.comm.payload import Packed, Share, forgo
-from rlhpc.runtime.comm.queues import ChannelState, Item, Outlook, Taker
+from rlhpc.runtime.comm.queues import ChannelState, Item, PutEstimate, Taker
 from rlhpc.runtime.comm.serialization import owned
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES, INBOX, Service
 from rlhpc.runtime.comm.shared_memory import SegmentGone, discard
@@ -68,7 +68,7 @@ def _begin(
 
     def arrived(timeout: float) -> bool:
         left = functools.partial(context.has_left, dst_group, dst_rank)
-        outlook = Outlook(*pickle.loads(peers.reply_to(pending, timeout, left)[0]))
+        outlook = PutEstimate(*pickle.loads(peers.reply_to(pending, timeout, left)[0]))
         if outlook.host:
             context.service.lane.takers[dst_group, dst_rank] = outlook.taker
         return outlook.waiting

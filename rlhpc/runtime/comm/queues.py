@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from rlhpc.runtime.comm.unix_sockets import Connection
+from rlhpc.runtime.comm.unix_sockets import UnixConnection
 from rlhpc.runtime.errors import ChannelError
 
 _ids = itertools.count(1)
@@ -44,7 +44,7 @@ class Taker(NamedTuple):
     device: str = ""
 
 
-class Outlook(NamedTuple):
+class PutEstimate(NamedTuple):
     """What a producer can expect for its item.
 
     Attributes:
@@ -67,7 +67,7 @@ class Refusal(str):
     __slots__ = ()
 
 
-class Refused(ChannelError):
+class ChannelRefused(ChannelError):
     """The home of a channel answered with a `Refusal`."""
 
 
@@ -133,11 +133,11 @@ class ChannelState:
         if queue is not None and not (queue.items or queue.getters or queue.putters):
             del self.queues[key]
 
-    def outlook(self, key: str) -> Outlook:
+    def outlook(self, key: str) -> PutEstimate:
         """Tells a producer what to expect before it puts; a consumer that waits for a batch may not take the item at once."""
         queue = self.queues.get(key)
         waiting = queue is not None and bool(queue.getters) and queue.getters[0][1] is None
-        return Outlook(*self._takers.get(key, Taker()), waiting)
+        return PutEstimate(*self._takers.get(key, Taker()), waiting)
 
     def put(self, key: str, frames: list[Any], nbytes: int, weight: float, segment: str, answer: Answer | None) -> bool:
         """Queues an item, or the producer that waits with it. Without an `answer`, a full queue refuses and returns False."""
@@ -269,7 +269,7 @@ class ChannelState:
 
 
 #: Sends frames to a peer: over its connection, or by its ZeroMQ identity.
-Reply = Callable[[Connection | bytes, list[Any]], None]
+Reply = Callable[[UnixConnection | bytes, list[Any]], None]
 
 
 class RemoteAnswer:
@@ -277,20 +277,20 @@ class RemoteAnswer:
 
     __slots__ = ("number", "outlook", "peer", "reply")
 
-    def __init__(self, reply: Reply, peer: Connection | bytes, number: bytes) -> None:
+    def __init__(self, reply: Reply, peer: UnixConnection | bytes, number: bytes) -> None:
         self.reply, self.peer, self.number = reply, peer, number
-        self.outlook: Outlook | None = None
+        self.outlook: PutEstimate | None = None
 
     @property
     def who(self) -> str:
         """The connection's name: when it closes, what was not acknowledged over it goes back to the queue."""
-        return self.peer.name if isinstance(self.peer, Connection) else self.peer.hex()
+        return self.peer.name if isinstance(self.peer, UnixConnection) else self.peer.hex()
 
     def frames(self, *frames: Any) -> None:
         self.reply(self.peer, [self.number, b"ok", *frames])
 
     def __call__(self, items: list[Item] | str) -> bool:
-        if isinstance(self.peer, Connection) and self.peer.closed:
+        if isinstance(self.peer, UnixConnection) and self.peer.closed:
             return False
         if not self.number:
             return True  # posted: nobody is waiting for an answer

@@ -25,16 +25,16 @@ from typing import Any
 import zmq
 
 from rlhpc.runtime.comm.bulk_transfer import BulkServer
-from rlhpc.runtime.comm.operations import OPERATIONS, HeldValues, Lane
+from rlhpc.runtime.comm.operations import OPERATIONS, DeviceChannel, HeldValues
 from rlhpc.runtime.comm.payload import Origin, Packed, unpack
 from rlhpc.runtime.comm.queues import ChannelState, Item, LocalAnswer, RemoteAnswer, Taker, TooEarly
 from rlhpc.runtime.comm.remote_fetch import Fetching
 from rlhpc.runtime.comm.shared_memory import Mappings, SegmentPool, discard
-from rlhpc.runtime.comm.unix_sockets import Connection, Listener, token_of
+from rlhpc.runtime.comm.unix_sockets import Listener, UnixConnection, token_of
 from rlhpc.runtime.comm.zero_copy import Loans, Offers
 from rlhpc.runtime.comm.zmq_sockets import (
-    Door,
     Peers,
+    TcpPort,
     ZapDoor,
     divided,
     make_socket,
@@ -44,11 +44,11 @@ from rlhpc.runtime.comm.zmq_sockets import (
 )
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.host import host_id, process_id
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
 
 #: Who has sent something: a connection on this host, or the ZeroMQ identity of one from another.
-Peer = Connection | bytes
+Peer = UnixConnection | bytes
 
 
 class Traffic:
@@ -78,8 +78,8 @@ class Traffic:
         self._listener, self._token, self._zap, self._router, self._bulk = listener, token, zap, router, bulk
         self._handle, self._gone = handle, gone
         self._outbox: collections.deque[tuple[Peer, list[Any]]] = collections.deque()
-        self._connections: dict[int, Connection] = {}
-        self._doors: dict[int, Door] = {}
+        self._connections: dict[int, UnixConnection] = {}
+        self._doors: dict[int, TcpPort] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # not by `close`: another thread may be about to write to it, and its number may be a file's by then
         weakref.finalize(self, os.close, self._wake)
@@ -91,7 +91,7 @@ class Traffic:
         if bulk:
             self._epoll.register(bulk.sock.fileno(), select.EPOLLIN)
 
-    def mind(self, door: Door) -> None:
+    def mind(self, door: TcpPort) -> None:
         """Looks at a port at once when somebody connects to it."""
         self._doors[door.listener.fileno()] = door
         self._epoll.register(door.listener.fileno(), select.EPOLLIN | select.EPOLLET)
@@ -207,7 +207,7 @@ class Service:
     def __init__(
         self,
         name: str,
-        keys: Keys,
+        keys: CurveKeys,
         scratch: Scratch,
         tcp_address: str | None = None,
         check: Callable[[], None] = lambda: None,
@@ -241,11 +241,11 @@ class Service:
         router = self._bulk = None
         if tcp_address:
             router = make_socket(self.context, zmq.ROUTER, keys, server=True)
-            door = Door(router, tcp_address)
+            door = TcpPort(router, tcp_address)
             self.endpoint["tcp"] = door.endpoint
             self._bulk = BulkServer(name, keys, tcp_address, (scratch.shm, scratch.spill), self.loans, self.offers)
             self.endpoint["bulk"] = self._bulk.endpoint
-        self.lane = Lane(scratch, self.endpoint, self.peers, self._read)
+        self.lane = DeviceChannel(scratch, self.endpoint, self.peers, self._read)
         self.origin = Origin(host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self.endpoint["bulk"])
         self.doing = doing
         self._traffic = Traffic(
@@ -266,7 +266,7 @@ class Service:
 
     # -- called by any thread -------------------------------------------------------------------------------------
 
-    def mind(self, door: Door) -> None:
+    def mind(self, door: TcpPort) -> None:
         """Keeps a port shut while the process has too few descriptors left for its own files."""
         self._traffic.mind(door)
 
@@ -281,7 +281,7 @@ class Service:
             raise ChannelError(f"{self.name} has left the run: its session ended while it waited")
         self._run_failed()
 
-    def reply(self, peer: Connection | bytes, frames: list[Any]) -> None:
+    def reply(self, peer: UnixConnection | bytes, frames: list[Any]) -> None:
         """Queues a reply; the thread that leads the loop sends it."""
         self._traffic.post(peer, frames)
         if threading.get_ident() != self._leader:
@@ -509,7 +509,7 @@ class Service:
                 self._on_tick(self)
         return happened
 
-    def _handle(self, peer: Connection | bytes, message: list[bytes]) -> None:
+    def _handle(self, peer: UnixConnection | bytes, message: list[bytes]) -> None:
         number, op, *frames = message
         answer = RemoteAnswer(self.reply, peer, number)
         if number and (refusal := self._refusals.pop(answer.who, None)):

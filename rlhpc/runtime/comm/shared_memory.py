@@ -109,7 +109,7 @@ def free_ended(page: mmap.mmap, readers: int) -> None:
                 page[reader : reader + 1] = FREE
 
 
-class Segment:
+class ShmSegment:
     """A segment as its writer knows it.
 
     Attributes:
@@ -375,10 +375,10 @@ class SegmentPool:
         self._scratch, self._patience = scratch, patience
         self._max_idle = default_idle(scratch) if max_idle is None else max_idle
         self._lock = threading.Lock()
-        self._idle: dict[int, list[Segment]] = {}
+        self._idle: dict[int, list[ShmSegment]] = {}
         self._idle_bytes = 0
-        self._busy: collections.deque[Segment] = collections.deque()
-        self._by_path: dict[str, Segment] = {}
+        self._busy: collections.deque[ShmSegment] = collections.deque()
+        self._by_path: dict[str, ShmSegment] = {}
         self._warned = False
         #: Processes that have ended, the latest of them: what is written for one comes too late.
         self._ended: dict[str, None] = {}
@@ -392,7 +392,7 @@ class SegmentPool:
             buffers: Flat, contiguous.
             readers: How many will read it; they are numbered from 0.
             keep: Keep it until `drop`, for readers that come later.
-            holders: The readers' processes, see `Segment`.
+            holders: The readers' processes, see `ShmSegment`.
 
         Returns:
             Path, and (offset, length) of each buffer.
@@ -413,7 +413,7 @@ class SegmentPool:
         self._hold(segment, readers, keep, holders)
         return segment.path, spans
 
-    def reserve(self, size: int, readers: int = 1, *, keep: bool = False, holders: Sequence[str] = ()) -> Segment:
+    def reserve(self, size: int, readers: int = 1, *, keep: bool = False, holders: Sequence[str] = ()) -> ShmSegment:
         """A segment for `size` bytes that somebody else writes, into its `memory` from `HEADER` on; the rest as in `write`.
 
         Raises:
@@ -424,7 +424,7 @@ class SegmentPool:
         self._hold(segment, readers, keep, holders)
         return segment
 
-    def _hold(self, segment: Segment, readers: int, keep: bool = False, holders: Sequence[str] = ()) -> None:
+    def _hold(self, segment: ShmSegment, readers: int, keep: bool = False, holders: Sequence[str] = ()) -> None:
         segment.readers, segment.holders, segment.written = readers, holders, time.monotonic()
         await_readers(segment.memory, readers, keep)
         with self._lock:
@@ -491,7 +491,7 @@ class SegmentPool:
 
     # -- finding one ----------------------------------------------------------------------------------------------
 
-    def _take(self, capacity: int) -> Segment | None:
+    def _take(self, capacity: int) -> ShmSegment | None:
         """A free segment of this size."""
         with self._lock:
             for _ in range(len(self._busy) if len(self._busy) > _MAX_BUSY else min(_LOOKS, len(self._busy))):
@@ -524,7 +524,7 @@ class SegmentPool:
         else:
             self._busy.append(segment)
 
-    def _retire(self, segment: Segment) -> None:
+    def _retire(self, segment: ShmSegment) -> None:
         """Keeps a free segment, and removes those that have been idle longest if there are too many."""
         del self._by_path[segment.path]
         if not segment.pooled:
@@ -537,13 +537,13 @@ class SegmentPool:
             unlink(self._idle[largest].pop(0).path)
             self._idle_bytes -= largest
 
-    def _forget(self, segment: Segment) -> None:
+    def _forget(self, segment: ShmSegment) -> None:
         del self._by_path[segment.path]
         unlink(segment.path)
 
     # -- making one -----------------------------------------------------------------------------------------------
 
-    def _make(self, capacity: int, size: int, buffers: Sequence[Any] | None) -> Segment:
+    def _make(self, capacity: int, size: int, buffers: Sequence[Any] | None) -> ShmSegment:
         """A new segment with the data. It is written rather than mapped and copied into: no page is zeroed first, and a
         full /dev/shm is an error instead of a SIGBUS. Without `buffers` its pages are there, and mapped."""
         chunks: list[Any] = [b"\0" * HEADER]
@@ -560,7 +560,7 @@ class SegmentPool:
                 if length > written:
                     os.posix_fallocate(fd, written, length - written)
                 flags = mmap.MAP_SHARED | (POPULATE if buffers is None else 0)
-                return Segment(path, capacity, mmap.mmap(fd, length, flags=flags), pooled=not spilled)
+                return ShmSegment(path, capacity, mmap.mmap(fd, length, flags=flags), pooled=not spilled)
             except OSError as error:
                 os.unlink(path)
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or spilled:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhpc.runtime.comm.serialization import owned
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.registry import CurveKeys
 
 _COUNT = struct.Struct("<I")
 _CHUNK = 256 * 1024
@@ -35,7 +35,7 @@ _PAUSE_S = 0.02
 _LOOK_MS = 200
 
 
-def token_of(keys: Keys) -> bytes:
+def token_of(keys: CurveKeys) -> bytes:
     """What a peer shows to prove that it could read the generation's key file."""
     return hashlib.sha256(b"rlhpc unix " + keys.secret).digest()
 
@@ -127,7 +127,7 @@ def _drop_sent(views: deque[memoryview], sent: int) -> None:
         views[0] = views[0][sent:]
 
 
-def _introduce(path: str, keys: Keys, timeout: float) -> socket.socket:
+def _introduce(path: str, keys: CurveKeys, timeout: float) -> socket.socket:
     """Returns a non-blocking socket connected to a listener of this user, which it has shown the secret.
 
     Raises:
@@ -155,13 +155,13 @@ def _introduce(path: str, keys: Keys, timeout: float) -> socket.socket:
     return sock
 
 
-def connect(path: str, keys: Keys, timeout: float = CONNECT_S) -> Connection:
+def connect(path: str, keys: CurveKeys, timeout: float = CONNECT_S) -> UnixConnection:
     """The requesting side of a connection on which nobody ever waits.
 
     Raises:
         OSError: Nobody listens there, or another user does; `BlockingIOError` if the listener's queue was full all the time.
     """
-    connection = Connection(_introduce(path, keys, timeout), token_of(keys))
+    connection = UnixConnection(_introduce(path, keys, timeout), token_of(keys))
     connection.welcome = True  # only the listener's side is shown the secret
     return connection
 
@@ -173,7 +173,7 @@ class Client:
         in_step: Whether the connection can be used: the last message was sent whole, or not at all.
     """
 
-    def __init__(self, path: str, keys: Keys) -> None:
+    def __init__(self, path: str, keys: CurveKeys) -> None:
         self._sock = _introduce(path, keys, CONNECT_S)
         self._decoder, self._messages = Decoder(), deque[list[bytes]]()
         self._arrival, self._room = select.poll(), select.poll()
@@ -218,7 +218,7 @@ class Client:
 
 
 class Listener:
-    """The serving side's listening socket; hands out `Connection`s."""
+    """The serving side's listening socket; hands out `UnixConnection`s."""
 
     def __init__(self, path: str) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -226,7 +226,7 @@ class Listener:
         os.chmod(path, 0o600)
         self.sock.listen(1024)
 
-    def accept(self, token: bytes) -> Connection | None:
+    def accept(self, token: bytes) -> UnixConnection | None:
         """The next waiting connection from this user; None if there is none."""
         try:
             sock, _ = self.sock.accept()
@@ -237,10 +237,10 @@ class Listener:
             sock.close()
             return None
         sock.setblocking(False)
-        return Connection(sock, token)
+        return UnixConnection(sock, token)
 
 
-class Connection:
+class UnixConnection:
     """One peer, as the service thread sees it: non-blocking, with a queue of what could not be sent yet."""
 
     def __init__(self, sock: socket.socket, token: bytes) -> None:

@@ -18,11 +18,11 @@ from zmq.utils import z85
 
 from rlhpc.runtime.comm import unix_sockets
 from rlhpc.runtime.comm.bulk_transfer import BulkClient
-from rlhpc.runtime.comm.queues import Refused, TooEarly
+from rlhpc.runtime.comm.queues import ChannelRefused, TooEarly
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.host import host_id
 from rlhpc.runtime.os_resources import crowded
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.registry import CurveKeys
 
 _names = itertools.count()
 #: Largest frame that goes over ZeroMQ as one; longer ones are sent in pieces. The other side reads a frame into memory
@@ -35,7 +35,7 @@ _HANDSHAKE_MS = 10_000
 _DIVIDED = b"rlhpc divided\n"
 _LENGTHS = "!%dQ"
 #: What a request raises that was answered with neither `ok` nor `error`.
-_FAILURES = {b"refused": Refused, b"too early": TooEarly}
+_FAILURES = {b"refused": ChannelRefused, b"too early": TooEarly}
 #: Requests that ZeroMQ still accepts once its port is shut: few, for each takes one of the descriptors that are left.
 _BACKLOG = 100
 #: How long the other side may take to read a message for which no other deadline holds.
@@ -45,7 +45,7 @@ _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
-def make_socket(context: zmq.Context[Any], kind: int, keys: Keys, server: bool) -> zmq.Socket[Any]:
+def make_socket(context: zmq.Context[Any], kind: int, keys: CurveKeys, server: bool) -> zmq.Socket[Any]:
     """A socket that talks only to holders of the generation's key."""
     socket = context.socket(kind)
     socket.linger = 0
@@ -83,7 +83,7 @@ def whole(frames: list[bytes]) -> list[bytes]:
     return joined
 
 
-class Door:
+class TcpPort:
     """A TCP port that a ZeroMQ socket listens on, for ranks of other hosts.
 
     It is no `TcpListener`, for ZeroMQ accepts by itself, on a thread that needs no interpreter.
@@ -112,7 +112,7 @@ class Door:
         self.is_shut = wanted
 
 
-def shut_where_crowded(doors: Collection[Door]) -> None:
+def shut_where_crowded(doors: Collection[TcpPort]) -> None:
     """Keeps ports shut while the process has too few descriptors left for its own files, and opens them again."""
     full = bool(doors) and crowded()
     for door in list(doors):
@@ -138,7 +138,7 @@ def choose(record: dict[str, str]) -> str:
 class ZapDoor:
     """Answers ZeroMQ's authentication requests: only the generation's own public key may enter."""
 
-    def __init__(self, context: zmq.Context[Any], keys: Keys) -> None:
+    def __init__(self, context: zmq.Context[Any], keys: CurveKeys) -> None:
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
@@ -165,7 +165,7 @@ def _until_the_end() -> Iterator[None]:
 class _ZmqClient:
     """A connection to a service on another host."""
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: Keys) -> None:
+    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: CurveKeys) -> None:
         self.in_step = True
         self._socket = make_socket(context, zmq.DEALER, keys, server=False)
         self._socket.connect(endpoint)
@@ -193,7 +193,7 @@ class Pending(NamedTuple):
 class Peers:
     """Requests from one thread to the service threads of other processes, with one connection per peer, kept open."""
 
-    def __init__(self, context: zmq.Context[Any], keys: Keys, check: Callable[[], None]) -> None:
+    def __init__(self, context: zmq.Context[Any], keys: CurveKeys, check: Callable[[], None]) -> None:
         self._context, self._keys, self._check = context, keys, check
         self._local = threading.local()
         #: Keys of processes (`host.process_key`) that the driver has said have ended.

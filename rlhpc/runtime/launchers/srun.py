@@ -18,7 +18,7 @@ from rlhpc.runtime.allocation import expand_range
 from rlhpc.runtime.errors import ConfigError, StepFailed, WorkerFailed
 from rlhpc.runtime.imports import python_path
 from rlhpc.runtime.launchers import Member, Reports
-from rlhpc.runtime.launchers.srun_commands import Step, clearing_step, job_steps, killing_step, step_environment
+from rlhpc.runtime.launchers.srun_commands import SrunStep, clearing_step, job_steps, killing_step, step_environment
 from rlhpc.runtime.os_resources import start_bound_to_parent
 from rlhpc.runtime.reporting import logged
 from rlhpc.runtime.slurm import ask
@@ -204,7 +204,7 @@ class JobStep:
 
     def __init__(
         self,
-        planned: Step,
+        planned: SrunStep,
         members: Sequence[Member],
         log_err: Path,
         on_exit: Callable[[Member, int], None],

@@ -31,7 +31,7 @@ _DROPPED = re.compile(
 
 
 @dataclass(frozen=True)
-class Step:
+class SrunStep:
     """What starts a worker group, or the part of it in one component of the job.
 
     Attributes:
@@ -49,7 +49,7 @@ class Step:
     argv: tuple[str, ...]
 
 
-class Placed(Protocol):
+class RankPlacement(Protocol):
     """What a step needs to know of a rank's place."""
 
     @property
@@ -62,12 +62,12 @@ class Placed(Protocol):
 
 def job_steps(
     group: str,
-    ranks: Sequence[Placed],
+    ranks: Sequence[RankPlacement],
     cluster: Cluster,
     components: Sequence[int],
     hosts: Sequence[str],
     interpreter: str | None,
-) -> list[Step]:
+) -> list[SrunStep]:
     """The steps of a worker group.
 
     Args:
@@ -86,7 +86,7 @@ def job_steps(
             options = _options(mine, cluster)
             argv = (*_srun(group, component, len(set(components))), *options, *command)
             names = tuple(hosts[rank.node_rank] for rank in mine)
-            steps.append(Step(group, component, tuple(rank.rank for rank in mine), names, argv))
+            steps.append(SrunStep(group, component, tuple(rank.rank for rank in mine), names, argv))
     return steps
 
 
@@ -162,7 +162,7 @@ def _srun(name: str, component: int, components: int) -> list[str]:
     return [*start, f"--het-group={component}"] if components > 1 else start
 
 
-def _options(ranks: Sequence[Placed], cluster: Cluster) -> list[str]:
+def _options(ranks: Sequence[RankPlacement], cluster: Cluster) -> list[str]:
     """srun's options. A step states all its resources, because srun does not inherit all of them from the job."""
     counts = {rank: sum(r.node_rank == rank for r in ranks) for rank in {r.node_rank for r in ranks}}
     nodes = {rank: cluster.nodes[rank] for rank in counts}

@@ -23,7 +23,7 @@ from engine_models import DEVICE, config
 from rlhpc.checkpoint.tensor_slice import Box, cut, whole
 from rlhpc.language.engines import RolloutBackend, make_rollout
 from rlhpc.language.engines.common import UpdateFailed
-from rlhpc.language.engines.multi_rank import Follower, Leader, Told
+from rlhpc.language.engines.multi_rank import FollowerEngine, Leader, Told
 from rlhpc.language.engines.vllm_launch import cores_are_apart
 from rlhpc.weights.transfer_plan import Held, route
 from tests.accelerators import OTHERS_ON_CARD
@@ -185,7 +185,7 @@ def _follow(cfg: Any, options: dict[str, Any], link: Pipes) -> None:
             else:
                 engine.update_weights(version, iter(weights))
 
-        follower = Follower(engine, link, take)
+        follower = FollowerEngine(engine, link, take)
         while True:
             try:
                 follower.follow()

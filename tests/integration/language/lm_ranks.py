@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from rlhpc import Session, Worker
 from rlhpc.checkpoint import async_writer as beside
-from rlhpc.checkpoint.async_writer import Copies, Writes
+from rlhpc.checkpoint.async_writer import HostBuffers, Writes
 from rlhpc.config.typed import untouched
 from rlhpc.language.config.run import GrpoConfig as Config
 from rlhpc.language.models.logprobs import TokenScores
@@ -127,7 +127,7 @@ def train(worker: Worker, cfg: Any, steps: range = range(4), load: Path | None =
         norms.append(backend.optimizer_step(LR))
     scores = backend.forward(probe_batch(), temperature=TEMPERATURE)
     reference = backend.reference(probe_batch(), temperature=TEMPERATURE)
-    writes = Writes(Path(then.get("save", ".")), Copies())
+    writes = Writes(Path(then.get("save", ".")), HostBuffers())
     if "save" in then:
         with mock.patch.object(beside, "_SMALL", 0), writes.collecting():  # copies all
             backend.save(Path(then["save"]))

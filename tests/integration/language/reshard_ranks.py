@@ -23,7 +23,7 @@ from rlhpc.training.shard_layout import boxes
 from rlhpc.weights import make_sync, reshard, reshard_collective, transport
 from rlhpc.weights.reshard import Shard as Part
 from rlhpc.weights.reshard import ShardSync
-from rlhpc.weights.sender import Window
+from rlhpc.weights.sender import ChunkWindow
 from rlhpc.weights.transport_select import GLOO
 
 EXPERTS = 4
@@ -81,7 +81,7 @@ _MMAP_THRESHOLD = -3
 PART = 4 << 20
 
 
-class Begun(Window):
+class Begun(ChunkWindow):
     """Of readers that have begun with a version, as those have that are not busy with something else."""
 
     def __init__(self, pool: Any, readers: Any, **options: Any) -> None:

@@ -11,7 +11,7 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-from rlhpc.config.parallel import Sizes
+from rlhpc.config.parallel import MeshSizes
 from rlhpc.language.planning.memory_model import Training
 from rlhpc.language.planning.model_size import FAMILIES, KNOWN, size_of
 from tests.forked import forked
@@ -46,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def training(folder: str, ranks: int, tokens: int, changes: dict[str, Any]) -> Training:
     backend = changes.get("training_backend", "local")
     given = {key.removeprefix("parallel."): size for key, size in changes.items() if key.startswith("parallel.")}
-    sizes = Sizes(**given) if given else Sizes(shard=ranks) if backend == "fsdp" else Sizes(replicate=ranks)
+    sizes = MeshSizes(**given) if given else MeshSizes(shard=ranks) if backend == "fsdp" else MeshSizes(replicate=ranks)
     return Training(
         size_of(folder), backend, sizes, tokens, 2 if changes.get("model.dtype") == "bfloat16" else 4, accelerated=False,
         edges_apart=bool(given), lora=changes.get("lora.rank", 0),
@@ -133,7 +133,7 @@ def test_pytorchs_tracker_finds_what_is_accounted_for() -> None:
     if dist.is_initialized():  # of an engine, in a test before
         dist.destroy_process_group()
     name = "Qwen/Qwen2.5-7B"
-    asked = Training(size_of(name), "fsdp", Sizes(shard=8), 4096, 2, accelerated=True, checkpointing=True)
+    asked = Training(size_of(name), "fsdp", MeshSizes(shard=8), 4096, 2, accelerated=True, checkpointing=True)
     found = measure(asked, name, {})
     for layers, peak in found.peaks.items():
         assert found.accounted[layers] == pytest.approx(peak, rel=0.05)

@@ -31,7 +31,7 @@ from rlhpc.language.config.engines import GrpoRolloutConfig as RolloutConfig
 from rlhpc.language.config.training import GrpoActorConfig as ActorConfig
 from rlhpc.language.engines import make_rollout
 from rlhpc.language.rollout.group_builder import drop_tokens
-from rlhpc.language.rollout.pending_group import Slot
+from rlhpc.language.rollout.pending_group import PendingGroup
 from rlhpc.language.rollout.sample_group import group_of
 from rlhpc.runtime.errors import ConfigError
 from tests.sandboxes import SANDBOXES
@@ -305,7 +305,7 @@ def test_roles_have_contexts_and_rewards_of_their_own() -> None:
     assert len(group.batch.by_episode()) == 4
     with episodes_of(Scripted(product), "outside_agents:game", roles=roles, untrained=("first",)) as generation:
         (spared,) = run_all(generation, 1)
-    slot, said = Slot(1, 0, 0, QUESTION, (1,), {0: spared}), sum(episodes[0].samples[0].loss_mask)
+    slot, said = PendingGroup(1, 0, 0, QUESTION, (1,), {0: spared}), sum(episodes[0].samples[0].loss_mask)
     drop_tokens(slot, 0, cut=False, why="")
     assert [sample.role for sample in spared.samples] == [1] and all(sum(s.loss_mask) for s in spared.samples)
     assert slot.untrained["role"] == said > 0

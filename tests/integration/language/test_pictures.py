@@ -28,7 +28,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from rlhpc.language.agents.episodes import Agent, Episode
 from rlhpc.language.agents.registry import ToolAgent, run_episodes
 from rlhpc.language.data import PromptTokenizer
-from rlhpc.language.data.images import Seen
+from rlhpc.language.data.images import PromptImages
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines import Completion, Request, SamplingParams
 from rlhpc.language.models.packing import pack
@@ -70,7 +70,7 @@ def picture(seed: int, width: int, height: int) -> bytes:
     return file.getvalue()
 
 
-def shown(folder: Path, family: str) -> tuple[list[list[int]], list[Seen | None]]:
+def shown(folder: Path, family: str) -> tuple[list[list[int]], list[PromptImages | None]]:
     """Prompts with no picture, one, and two between words, as tokens and what they show."""
     encoder = PromptTokenizer(AutoTokenizer.from_pretrained(folder), 128, "error", True, key="data.train")
     unit = 28 if family == "qwen2_5_vl" else 32
@@ -174,7 +174,9 @@ def test_the_engine_sees_what_the_trainer_sees(reference: LanguageRun) -> None:
     assert any("visual" in name for name in moved) and any("language_model" in name for name in moved)
 
 
-def far(model: Any, prompt: Sequence[int], done: Completion | Episode, seen: Seen | None, which: list[bool]) -> float:
+def far(
+    model: Any, prompt: Sequence[int], done: Completion | Episode, seen: PromptImages | None, which: list[bool]
+) -> float:
     """How far the log-probs of some of the tokens are from what the model says."""
     ids = [*prompt, *done.token_ids]
     batch = TokenBatch.of([ids], [[True] * len(ids)], pictures=Pictures.of([seen]))

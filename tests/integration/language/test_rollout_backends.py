@@ -15,7 +15,7 @@ import torch
 from omegaconf import OmegaConf
 
 from rlhpc.config.typed import changed, typed, untouched
-from rlhpc.language.agents.episodes import Episode, Episodes
+from rlhpc.language.agents.episodes import Episode, EpisodeRunner
 from rlhpc.language.config.run import GrpoConfig, SftConfig
 from rlhpc.language.data.tokenizer import end_tokens
 from rlhpc.language.engines import Completion, Request, RolloutBackend, SamplingParams, make_rollout
@@ -354,7 +354,7 @@ def test_some_are_dropped_and_the_others_do_not_notice(engine: RolloutBackend, m
 def test_another_goes_on_where_one_had_to_leave(engine: RolloutBackend, model: Any, folder: Path) -> None:
     """Whose weights are newer: what there is stays, each token is of the weights that it says, limits are for the whole."""
     requests = requests_of(30, seed=11, temperature=1.0, top_p=1.0, top_k=-1)
-    leaves = Episodes(engine, None)
+    leaves = EpisodeRunner(engine, None)
     leaves.add(requests)
     ended = [episode for _ in range(6) for episode in leaves.step()]
     left = {episode.id: episode for episode in leaves.abort()}
@@ -362,7 +362,7 @@ def test_another_goes_on_where_one_had_to_leave(engine: RolloutBackend, model: A
     models = [model, transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()]
     change(models[1], 1)
     engine.update_weights(1, models[1].named_parameters())
-    takes = Episodes(engine, None)
+    takes = EpisodeRunner(engine, None)
     for request in requests:
         if (e := left.get(request.id)) is not None:
             drawn = Completion(e.id, list(e.token_ids), list(e.logprobs), list(e.versions), e.finish_reason)
@@ -386,7 +386,7 @@ def test_another_goes_on_where_one_had_to_leave(engine: RolloutBackend, model: A
             assert error_of(weights, request, said, version) < TOLERANCE
 
 
-def to_the_end(episodes: Episodes) -> Iterator[Episode]:
+def to_the_end(episodes: EpisodeRunner) -> Iterator[Episode]:
     while episodes.unfinished():
         yield from episodes.step()
 

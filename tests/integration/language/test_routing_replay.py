@@ -23,7 +23,7 @@ from mesh_models import save_models
 from replay_ranks import decided
 from test_reasoning import LanguageRun
 
-from rlhpc.language.agents.episodes import Episodes
+from rlhpc.language.agents.episodes import EpisodeRunner
 from rlhpc.language.algorithms.base import ROLLOUT_LOGPROBS
 from rlhpc.language.rollout.sample_group import group_of
 from tests.forked import forked
@@ -44,7 +44,7 @@ def _decided(folder: Path, sign: float) -> None:
 def _written(folder: Path, *, updated: bool = False) -> dict[str, Any]:
     """What an engine writes with a model, as an actor gets it; maybe with an update in the middle, which changes nothing."""
     engine: Any = engine_of("hf", folder, routing_replay=True)
-    episodes, requests = Episodes(engine, None), requests_of(6, seed=3, temperature=1.0, top_p=1.0, top_k=-1)
+    episodes, requests = EpisodeRunner(engine, None), requests_of(6, seed=3, temperature=1.0, top_p=1.0, top_k=-1)
     episodes.add(requests)
     ended = [episode for _ in range(3) for episode in episodes.step()]
     if updated:

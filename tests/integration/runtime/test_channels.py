@@ -14,7 +14,7 @@ import torch
 from rlhpc import Channel, ChannelError, DeadlineExceeded, QueueEmpty, QueueFull, Session, WorkerFailed
 from rlhpc.runtime.comm import unix_sockets
 from rlhpc.runtime.comm.shared_memory import bytes_in_use
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.registry import CurveKeys
 
 
 def test_order_and_content_survive_between_workers(launch):
@@ -82,7 +82,7 @@ def test_no_wait_for_a_process_that_does_not_read_is_unbounded(launch, how):
 
 def test_a_listener_whose_queue_is_full_keeps_nobody_waiting(tmp_path):
     """Its process is stopped: more connections come than the kernel takes for it."""
-    path, keys = str(tmp_path / "s"), Keys.fresh()
+    path, keys = str(tmp_path / "s"), CurveKeys.fresh()
     listener = unix_sockets.Listener(path)
     listener.sock.listen(0)
     opened = []

@@ -21,9 +21,9 @@ from rlhpc.runtime import failure_detection, joining
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.comm.zmq_sockets import Peers
 from rlhpc.runtime.errors import ConfigError, RlhpcError, WorkerFailed
-from rlhpc.runtime.joining import Door, Leaving, NotYet, Refused, stay, wish_of
+from rlhpc.runtime.joining import JoinPoint, JoinRefused, Leaving, NotYet, stay, wish_of
 from rlhpc.runtime.placement import NodePlacementStrategy
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.session import Session
 from rlhpc.runtime.worker_group import WorkerGroup
 from tests.users import BOB, needs_root, run_as
@@ -261,7 +261,7 @@ def test_a_driver_that_was_only_silent_is_joined_again(
     monkeypatch.setattr(joining, "_LOOK_S", 0.1)
     monkeypatch.setattr(joining, "_ANSWER_S", 1.0)
     monkeypatch.setattr(session.service, "on_note", late)
-    door = Door(session.registry.root.parent)
+    door = JoinPoint(session.registry.root.parent)
     with helper(leaving, over=lambda: False, patience_s=60.0) as said:
         until(lambda: many.admit() == [3])
         door._peers.post(door._endpoint(), b"NOTE", [pickle.dumps({"note": "late", "name": "", "incarnation": ""})])
@@ -277,7 +277,7 @@ def test_a_driver_that_was_only_silent_is_joined_again(
 def test_one_that_is_killed_with_who_started_it_is_soon_done_without(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     """Nobody says so: the driver and those that send it something find that it has ended. That is no failure of theirs."""
     many, other = groups
-    session, door = Session.running(), Door(Session.running().registry.root.parent)
+    session, door = Session.running(), JoinPoint(Session.running().registry.root.parent)
     for number in (3, 4):
         rank = joining.JoinedRank(door.ask(wish_of("many", 1, 0)))
         until(lambda number=number: many.admit() == [number])
@@ -297,7 +297,7 @@ def test_one_that_never_arrives_is_given_up(
     """It was killed between the driver's answer and its first sign of life, together with who started it."""
     many, _ = groups
     session = Session.running()
-    door = Door(session.registry.root.parent)
+    door = JoinPoint(session.registry.root.parent)
     spec = door.ask(wish_of("many", 1, 0))
     assert door.why_left(spec) == ""
     monkeypatch.setattr(failure_detection, "ARRIVES_S", 1.0)
@@ -318,7 +318,7 @@ def test_a_driver_that_has_not_said_where_it_is_is_waited_for(groups: tuple[Work
 
     driver.rename(hidden)
     with pytest.raises(ConfigError, match="its driver has not said where it is"):
-        Door(Session.running().registry.root.parent)
+        JoinPoint(Session.running().registry.root.parent)
     with helper(leaving, over=over, patience_s=60.0, await_driver=True):
         assert looked.wait(30)
         hidden.rename(driver)
@@ -327,14 +327,14 @@ def test_a_driver_that_has_not_said_where_it_is_is_waited_for(groups: tuple[Work
 
 def test_who_may_not_join(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     session = Session.running()
-    door, wish = Door(session.registry.root.parent), wish_of("many", 1, 0)
+    door, wish = JoinPoint(session.registry.root.parent), wish_of("many", 1, 0)
     try:
         for change, said in (
             ({"code": "other"}, "another rlhpc than the run's own"),
             ({"group": "other"}, "groups that take some: many"),
             ({"host": "elsewhere"}, "listens to processes of its own host only"),
         ):
-            with pytest.raises(Refused, match=said):
+            with pytest.raises(JoinRefused, match=said):
                 door.ask({**wish, **change})
         session.membership.is_open = False
         with pytest.raises(NotYet, match="the ranks that the run starts with are starting or ending"):
@@ -354,7 +354,7 @@ def test_keys_of_an_earlier_driver_open_nothing(
     monkeypatch.setattr(joining, "_ANSWER_S", 1.0)
     many, other = groups
     session = Session.running()
-    door, earlier = Door(session.registry.root.parent), Keys.fresh()
+    door, earlier = JoinPoint(session.registry.root.parent), CurveKeys.fresh()
     door.close()
     door._context = zmq.Context()
     door._peers, door.keys = Peers(door._context, earlier, lambda: None), earlier

@@ -13,7 +13,7 @@ import pytest
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.shared_memory import remove_idle_of_the_dead
 from rlhpc.runtime.host import has_ended, host_id, process_id
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
 from tests.users import needs_root
 
@@ -56,7 +56,7 @@ service.stop()
 @pytest.fixture
 def service() -> Iterator[Service]:
     scratch = Scratch.create()
-    made = Service("outside", Keys.fresh(), scratch, "127.0.0.1")
+    made = Service("outside", CurveKeys.fresh(), scratch, "127.0.0.1")
     yield made
     made.stop()
     scratch.remove()

@@ -132,11 +132,11 @@ def accumulated(rank: Rank, model: str, own: bool) -> float:
     import transformers.distributed.tensor_parallel as theirs
     from transformers import AutoModelForCausalLM
 
-    from rlhpc.config.parallel import Sizes
+    from rlhpc.config.parallel import MeshSizes
     from rlhpc.training import tensor_parallel as plans
     from rlhpc.training.mesh import Mesh
 
-    mesh = Mesh(Sizes(tensor=rank.world_size), rank.rank, "cpu")
+    mesh = Mesh(MeshSizes(tensor=rank.world_size), rank.rank, "cpu")
     module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = torch.randint(3, VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(0))
     module(ids, labels=ids).loss.backward()

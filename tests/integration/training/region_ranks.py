@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rlhpc.checkpoint.tensor_slice import cut
-from rlhpc.config.parallel import Sizes
+from rlhpc.config.parallel import MeshSizes
 from rlhpc.config.sections import ParallelConfig
 from rlhpc.training.mesh import Mesh
 from rlhpc.training.shard_layout import boxes, regions
@@ -20,7 +20,7 @@ from tests.forked import Rank
 
 
 def mesh_of(rank: Rank, parallel: dict[str, Any]) -> Mesh:
-    return Mesh(Sizes.of(ParallelConfig(**parallel), rank.world_size), rank.rank, "cpu")
+    return Mesh(MeshSizes.of(ParallelConfig(**parallel), rank.world_size), rank.rank, "cpu")
 
 
 def placed(rank: Rank) -> list[tuple[str, bool]]:

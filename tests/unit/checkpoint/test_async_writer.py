@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from rlhpc.checkpoint import async_writer as beside
-from rlhpc.checkpoint.async_writer import Copies, Writes
+from rlhpc.checkpoint.async_writer import HostBuffers, Writes
 from rlhpc.checkpoint.state import load_state, load_tensors, save_state, save_tensors
 from rlhpc.runtime import os_resources
 from rlhpc.runtime.errors import CheckpointError
@@ -51,7 +51,7 @@ def test_files_have_what_was_there_when_the_save_began(
     weights = torch.arange(LARGE, dtype=torch.float32)
     module = collections.OrderedDict(w=torch.ones(LARGE))
     module._metadata = {"kept": 1}  # type: ignore[attr-defined]
-    writes = Writes(tmp_path, Copies())
+    writes = Writes(tmp_path, HostBuffers())
     saved(tmp_path, writes, {"w": weights, "tied": weights}, {"step": 3, "sums": [torch.ones(LARGE), (weights[:7],)]})
     with writes.collecting():
         beside.write_file(tmp_path / "module.pt", module, lambda file, state: torch.save(state, file))  # type: ignore[arg-type]
@@ -70,13 +70,13 @@ def test_files_have_what_was_there_when_the_save_began(
 
 
 def test_what_is_small_is_written_at_once(tmp_path: Path) -> None:
-    writes = Writes(tmp_path, Copies())
+    writes = Writes(tmp_path, HostBuffers())
     saved(tmp_path, writes, {"w": torch.ones(3)}, {"step": 1})
     assert writes.done and writes.write().keys() == {"model.safetensors", "optimizer.pt"}
 
 
 def test_memory_for_copies_is_taken_once(tmp_path: Path) -> None:
-    copies, weights = Copies(), torch.ones(LARGE)
+    copies, weights = HostBuffers(), torch.ones(LARGE)
     first = copies.of("model", {"w": weights})
     second = copies.of("model", {"w": weights + 1})
     other = copies.of("model", {"w": torch.ones(LARGE + 1)})

@@ -461,7 +461,7 @@ def test_the_manifest_has_every_file_that_a_rank_wrote_whatever_the_listing_show
 
     import torch
 
-    from rlhpc.checkpoint.async_writer import Copies, Writes, write_file
+    from rlhpc.checkpoint.async_writer import HostBuffers, Writes, write_file
     from rlhpc.runs.checkpointing import merge_checksums
 
     listed = Path.rglob
@@ -472,7 +472,7 @@ def test_the_manifest_has_every_file_that_a_rank_wrote_whatever_the_listing_show
         with CheckpointWriter(paths, step) as writer:
             reports = []
             for rank in range(2):
-                writes = Writes(writer.staging, Copies())
+                writes = Writes(writer.staging, HostBuffers())
                 with writes.collecting():
                     write_file(writer.staging / f"actor-{rank}.pt", {"weights": large}, lambda f, v: torch.save(v, f))
                     write_file(writer.staging / f"small-{rank}.pt", {"step": step}, lambda f, v: torch.save(v, f))

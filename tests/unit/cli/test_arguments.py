@@ -15,7 +15,7 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
 from rlhpc.jobs.segment import SegmentFiles
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.registry import MEMBERS, ROBOTS, Keys, Registry
+from rlhpc.runtime.registry import MEMBERS, ROBOTS, CurveKeys, GenerationFolder
 
 NODE = "gpu1"
 
@@ -33,8 +33,8 @@ def run(tmp_path: Path) -> RunPaths:
     files.claim(1).write_text(json.dumps({**claim, "number": 1, "started": 2.0}))
     status = {"state": "running", "pid": 78, "host": NODE, "started": 3.0, "updated": time.time(), "step": 1}
     paths.driver_state.write_text(json.dumps(status))
-    registry = Registry.create(paths.registry, "27-0")
-    registry.save_keys(Keys.fresh())
+    registry = GenerationFolder.create(paths.registry, "27-0")
+    registry.save_keys(CurveKeys.fresh())
     away = {"host": f"{NODE}/a-boot", "ipc": "ipc:///tmp/rlhpc-0-abc/driver", "tcp": "", "bulk": ""}
     registry.put(MEMBERS, "driver", {"group": "driver", "node": NODE, "data": away})
     (registry.root / ROBOTS).mkdir()

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from rlhpc.config import config_to_yaml
-from rlhpc.config.merge import Layers
+from rlhpc.config.merge import ConfigLayers
 from rlhpc.config.schema import PATHS, Schema
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import select
@@ -253,7 +253,7 @@ class TestPaths:
         keys = [key for key in schema.keys if key.rpartition(".")[2] in PATHS and not key.startswith("teacher")]
         assert len(keys) > 4
         for key in keys:
-            layers = Layers(schema)
+            layers = ConfigLayers(schema)
             layers.override(f"{key}=$MY_DISK/x")
             assert select(layers.cfg, key) == "/disk/x", key
 

@@ -19,7 +19,7 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
 from rlhpc.jobs.segment import Claim, SegmentFiles
 from rlhpc.jobs.slurm import hasten, scancel
-from rlhpc.runs.elastic_driver import Helpers
+from rlhpc.runs.elastic_driver import HelperJobs
 from rlhpc.runtime.errors import RlhpcError, UserError
 from tests.unit.runs.test_elastic_driver import helpers_of
 
@@ -143,7 +143,7 @@ def test_a_slurm_that_does_not_answer_cancels_nothing(tmp_path: Path, calls: Cal
 
 def test_helpers_in_the_record_are_not_trusted(tmp_path: Path, calls: Callable[..., list[str]]) -> None:
     """A driver that takes the folder up lets go only of jobs that Slurm knows by the helpers' name."""
-    helpers: Helpers = helpers_of(tmp_path)
+    helpers: HelperJobs = helpers_of(tmp_path)
     foreign = HelperJobRecord("12", helpers.plan.group, 1, submitted=1.0, started=1.0, leaving=1.0)
     HelperRecord({"12": foreign}).write(helpers.paths, helpers.plan.group)
     helpers._record = HelperRecord.read(helpers.paths, helpers.plan.group)

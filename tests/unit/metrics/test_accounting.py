@@ -13,9 +13,9 @@ from rlhpc.jobs.elastic.records import HelperJobRecord, HelperRecord
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.accounting import (
     FIELDS,
+    AccountingRow,
     JobIds,
     NoAccounting,
-    Row,
     _bytes,
     _seconds,
     account,
@@ -36,7 +36,7 @@ HET = {
 JOB = JobIds(("1",), own=frozenset({"1"}))
 
 
-def recorded(name: str) -> list[Row]:
+def recorded(name: str) -> list[AccountingRow]:
     return parse((RECORDED / f"{name}.txt").read_text().splitlines())
 
 

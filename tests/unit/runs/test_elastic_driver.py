@@ -22,7 +22,7 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobReport, JobState
 from rlhpc.jobs.slurm import QueuedJob
 from rlhpc.runs import elastic_driver as helpers_module
-from rlhpc.runs.elastic_driver import Helpers
+from rlhpc.runs.elastic_driver import HelperJobs
 from rlhpc.runtime.errors import SubmitError
 from rlhpc.runtime.slurm import ask
 
@@ -64,12 +64,12 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
     return make
 
 
-def helpers_of(tmp_path: Path, present: Mapping[str, int] | None = None, **asked: Any) -> Helpers:
+def helpers_of(tmp_path: Path, present: Mapping[str, int] | None = None, **asked: Any) -> HelperJobs:
     entry = {"max": 2, "partition": "preempt", "look_s": 0.05, "react_s": 0.0, **asked}
     (plan,) = helper_plans({"elastic": [entry]}, {})
     paths = RunPaths(tmp_path / "run")
     paths.submit.mkdir(parents=True)
-    return Helpers(paths, plan, 2, lambda job: None, lambda: present or {})
+    return HelperJobs(paths, plan, 2, lambda job: None, lambda: present or {})
 
 
 @pytest.mark.parametrize(
@@ -225,12 +225,12 @@ def test_the_budget_is_never_exceeded(seed: int, tmp_path: Path, monkeypatch: py
             job: int(end is None) for job, (start, end) in cluster.jobs.items() if start is not None and int(job) % 3
         }
 
-    helpers = Helpers(paths, plan, 8, lambda job: None, present)
+    helpers = HelperJobs(paths, plan, 8, lambda job: None, present)
     for _ in range(200):
         cluster.pass_time(draw.choice([1.0, 15.0, 15.0, 200.0]))
         if draw.random() < 0.02:  # another driver, after a while
             cluster.pass_time(draw.random() * 3000)
-            helpers = Helpers(paths, plan, 8, lambda job: None, present)
+            helpers = HelperJobs(paths, plan, 8, lambda job: None, present)
         if draw.random() < 0.05:
             paths.asked_ranks.write_text(json.dumps({"rollout": draw.choice([0, 2, 8, None])}))
         cluster.answers = draw.random() < 0.9

@@ -9,8 +9,8 @@ import pytest
 
 from rlhpc.jobs.slurm import Allowance, Start, has_gpus
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.start_estimate import Answer, Outlook, Shape, _shapes, moment, render, verdict, walltimes
-from rlhpc.runs.tuning.tune import Asked
+from rlhpc.runs.start_estimate import JobShape, StartEstimate, StartTimes, _shapes, moment, render, verdict, walltimes
+from rlhpc.runs.tuning.tune import TuneRequest
 from rlhpc.runtime.errors import ConfigError
 
 NOW = time.mktime((2026, 3, 2, 12, 0, 0, 0, 0, -1))  # a Monday
@@ -19,15 +19,17 @@ DAY = 86400.0
 
 def answer(
     gpus: int, start: float | None, train_s: float | None, *, own: bool = False, usable: float | None = None
-) -> Answer:
+) -> StartTimes:
     words = () if own else (f"cluster.num_nodes={gpus // 4}",)
-    shape = Shape(gpus // 4, gpus, "gpu", 600, words, own, "", train_s, usable)
-    return Answer(shape, Start(None if start is None else NOW + start, "" if start is not None else "no such nodes"))
+    shape = JobShape(gpus // 4, gpus, "gpu", 600, words, own, "", train_s, usable)
+    return StartTimes(
+        shape, Start(None if start is None else NOW + start, "" if start is not None else "no such nodes")
+    )
 
 
 def test_fewer_now_end_before_more_later() -> None:
     few, many = answer(4, 0, 20 * 3600.0), answer(8, DAY, 11 * 3600.0, own=True)
-    found = Outlook(sorted([many, few], key=lambda one: one.rank), None, "", (), NOW)
+    found = StartEstimate(sorted([many, few], key=lambda one: one.rank), None, "", (), NOW)
     assert found.answers[0] is few
     first, words = verdict(found)
     assert first.startswith(
@@ -40,7 +42,7 @@ def test_fewer_now_end_before_more_later() -> None:
 
 def test_without_costs_the_sooner_start_is_better() -> None:
     soon, later, never = answer(8, 600, None), answer(4, DAY, None, own=True), answer(16, None, None)
-    found = Outlook(
+    found = StartEstimate(
         sorted([never, later, soon], key=lambda one: one.rank), None, "nobody knows", ("3 nodes: why",), NOW
     )
     assert list(found.answers) == [soon, later, never]
@@ -53,7 +55,7 @@ def test_without_costs_the_sooner_start_is_better() -> None:
 
 def test_what_an_account_has_left() -> None:
     allowed = Allowance("rl", {"gres/gpu": (6000.0, 3000.0)}, 0.25)
-    text = render(Outlook([answer(4, 0, 20 * 3600.0), answer(8, 0, 5 * 3600.0)], allowed, "", (), NOW))
+    text = render(StartEstimate([answer(4, 0, 20 * 3600.0), answer(8, 0, 5 * 3600.0)], allowed, "", (), NOW))
     assert "account rl: 50 of 100 GPU-hours left; fair share 0.25" in text
     assert "1 node in gpu: 80 GPU-hours are more than that" in text
     assert "2 nodes in gpu: 40" not in text
@@ -91,20 +93,28 @@ def test_a_walltime_within_the_reserve_never_ends() -> None:
     words = ["cluster.time=00:02:00", "cluster.signal_lead_s=300", "runner.save_reserve_s=60"]
     cfg = load_config("configs/quickstart.yaml", words)
     with pytest.raises(ConfigError, match="no step has room"):
-        _shapes(Asked("configs/quickstart.yaml", tuple(words)), cfg, cfg.cluster.num_nodes, cfg.cluster.partition, None)
+        _shapes(
+            TuneRequest("configs/quickstart.yaml", tuple(words)),
+            cfg,
+            cfg.cluster.num_nodes,
+            cfg.cluster.partition,
+            None,
+        )
 
 
-def partition(name: str, start: float, *, idle_gpus: bool, own: bool = False) -> Answer:
-    shape = Shape(1, 0, name, 60, () if own else (f"cluster.partition={name}",), own, "", None, None, idle_gpus)
-    return Answer(shape, Start(NOW + start))
+def partition(name: str, start: float, *, idle_gpus: bool, own: bool = False) -> StartTimes:
+    shape = JobShape(1, 0, name, 60, () if own else (f"cluster.partition={name}",), own, "", None, None, idle_gpus)
+    return StartTimes(shape, Start(NOW + start))
 
 
 def test_a_run_without_gpus_takes_none_of_them_where_others_are_as_good() -> None:
     gpu, cpu = partition("gpu", 0, idle_gpus=True, own=True), partition("cpu", 20, idle_gpus=False)
-    found = Outlook(sorted([gpu, cpu], key=lambda one: one.rank), None, "", (), NOW)
+    found = StartEstimate(sorted([gpu, cpu], key=lambda one: one.rank), None, "", (), NOW)
     assert verdict(found)[-1] == "for the first: cluster.partition=cpu" and "GPU" not in "\n".join(verdict(found))
     later = partition("cpu", DAY, idle_gpus=False, own=True)
-    found = Outlook(sorted([later, partition("gpu", 0, idle_gpus=True)], key=lambda one: one.rank), None, "", (), NOW)
+    found = StartEstimate(
+        sorted([later, partition("gpu", 0, idle_gpus=True)], key=lambda one: one.rank), None, "", (), NOW
+    )
     *_, note, words = verdict(found)
     assert note == "the nodes of gpu have GPUs, which this run would not use: ask whether the site allows that"
     assert words == "for the first: cluster.partition=gpu"

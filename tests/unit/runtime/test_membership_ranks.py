@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlhpc.runtime.launchers import Member
-from rlhpc.runtime.membership import Ranks
+from rlhpc.runtime.membership import RankTable
 
 
 def test_who_is_starting_is_waited_for_before_anything_is_decided() -> None:
@@ -15,7 +15,7 @@ def test_who_is_starting_is_waited_for_before_anything_is_decided() -> None:
     starter: Any = SimpleNamespace(limit_s=0.0)
     specs: list[Any] = [SimpleNamespace(name=f"many-{rank}", group="many") for rank in range(3)]
     here, starting, ending = members = [Member(spec, starter) for spec in specs]
-    ranks = Ranks(lambda ended: None)
+    ranks = RankTable(lambda ended: None)
     ranks.add(members)
     ranks.arrived(here, 1, {})
     ranks.settle()

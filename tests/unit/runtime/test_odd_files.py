@@ -16,7 +16,7 @@ from rlhpc.jobs.status import newest_generation, print_logs, render_status
 from rlhpc.metrics.logger import read_last_metrics, read_metrics
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import open_file, read_file, read_yaml_file
-from rlhpc.runtime.registry import Registry
+from rlhpc.runtime.registry import GenerationFolder
 from rlhpc.runtime.repository import git_state
 
 
@@ -65,7 +65,7 @@ def test_a_run_folder_of_them(kind: str, tmp_path: Path, capsys: pytest.CaptureF
     assert "state" in render_status(run)
     print_logs(run)
     with pytest.raises(OSError):
-        Registry(run.registry / "local-0").get("members", "env-0")
+        GenerationFolder(run.registry / "local-0").get("members", "env-0")
 
 
 @pytest.mark.parametrize("name", [".git", ".git/HEAD", ".git/config", ".git/commondir"])

@@ -12,7 +12,7 @@ from rlhpc import Worker
 from rlhpc.checkpoint.state import load_state, load_tensors
 from rlhpc.config.typed import untouched
 from rlhpc.embodied.config import PpoConfig
-from rlhpc.embodied.workers.actor import Trainer
+from rlhpc.embodied.workers.actor import PolicyTrainer
 from rlhpc.training import ReplicatedBackend
 from rlhpc.training.flat_parameters import FlatModule
 from tests.extras import need_extra
@@ -29,7 +29,7 @@ def test_a_policy_s_goes_on() -> None:
     folder = HERE / "policy"
     cfg = untouched(PpoConfig)
     cfg.actor.model.hidden_sizes = [8]
-    trainer = Trainer(cfg)
+    trainer = PolicyTrainer(cfg)
     trainer.settle_in()
     with gym.make("CartPole-v1") as env:
         backend = trainer.build_backend(cfg.actor, (env.observation_space, env.action_space), look=False)

@@ -15,7 +15,7 @@ from rlhpc.runtime.comm.shared_memory import Mappings, SegmentGone, SegmentPool
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.weights.receiver import Subscriber
-from rlhpc.weights.sender import PARTS, Announcement, Carrier, Publisher, Window
+from rlhpc.weights.sender import PARTS, Announcement, Carrier, ChunkWindow, Publisher
 from tests.eventually import wait_until
 from tests.late_copies import LateCopies
 
@@ -60,7 +60,7 @@ class Sending:
     """A version under way from a thread; `after` all have begun with it, once there are as many parts as may be."""
 
     def __init__(
-        self, pool: SegmentPool, window: Window, loaders: list[Loader], after: bool = True, carried: bool = False
+        self, pool: SegmentPool, window: ChunkWindow, loaders: list[Loader], after: bool = True, carried: bool = False
     ) -> None:
         self.written: int = 0
         self.error: Exception | None = None
@@ -101,7 +101,7 @@ def test_a_few_parts_are_there_at_a_time(pool: SegmentPool, carried: bool) -> No
     """Both have begun, one is slower: the sender follows it."""
     loaders = [Loader(0), Loader(1)]
     threads = [started(loader) for loader in loaders]
-    sending = Sending(pool, Window(pool, NAMES), loaders, carried=carried)
+    sending = Sending(pool, ChunkWindow(pool, NAMES), loaders, carried=carried)
     loaders[0].let.release(TENSORS)
     wait_until(lambda: sending.written >= PARTS, timeout=10)
     most = 0
@@ -120,7 +120,7 @@ def test_a_few_parts_are_there_at_a_time(pool: SegmentPool, carried: bool) -> No
 def test_who_has_not_begun_is_not_waited_for(pool: SegmentPool) -> None:
     """As where trainer and engine have an accelerator in turn: the version is there before anybody takes it."""
     loaders = [Loader(0), Loader(1)]
-    sending = Sending(pool, Window(pool, NAMES), loaders, after=False)
+    sending = Sending(pool, ChunkWindow(pool, NAMES), loaders, after=False)
     sending.thread.join(20)
     assert sending.written == TENSORS == in_memory(pool)
     for loader in loaders:
@@ -133,7 +133,7 @@ def test_who_is_gone_is_named_or_if_it_was_started_again_left_alone(pool: Segmen
     """A receiver begins, and dies."""
     loaders, there = [Loader(0), Loader(1)], {0: True, 1: True}
     threads = [started(loader) for loader in loaders]
-    window = Window(pool, NAMES, there=lambda reader: there[reader], deadline=0.5 if not anew else 20.0)
+    window = ChunkWindow(pool, NAMES, there=lambda reader: there[reader], deadline=0.5 if not anew else 20.0)
     sending = Sending(pool, window, loaders)
     loaders[0].let.release(TENSORS)
     wait_until(lambda: sending.written >= PARTS, timeout=10)

@@ -14,8 +14,8 @@ from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.weights.base import Update, frozen_names
 from rlhpc.weights.delta import Elements
-from rlhpc.weights.receiver import Subscriber, Target
-from rlhpc.weights.sender import Announcement, Carrier, Part, Publisher
+from rlhpc.weights.receiver import Subscriber, UpdateTarget
+from rlhpc.weights.sender import Announcement, Carrier, Publisher, WeightChunk
 from tests.late_copies import LateCopies
 
 
@@ -35,7 +35,7 @@ class Receiver:
         self.inbox: deque[Announcement] = deque()
         self.read_bytes = 0
 
-    def read(self, part: Part, late: bool) -> Any:
+    def read(self, part: WeightChunk, late: bool) -> Any:
         del late
         self.read_bytes += part.nbytes
         if not part.kept:
@@ -50,7 +50,7 @@ class Receiver:
     def apply(self) -> int:
         adopt = self.module if self.adopt else None
         update = self.take()
-        Target(self.module.state_dict().items(), adopt).take(update)
+        UpdateTarget(self.module.state_dict().items(), adopt).take(update)
         return update.version
 
 

@@ -379,7 +379,7 @@ class DiffusionPolicy(DenoisingPolicy):
         return x
 
 
-class FlowPolicy(DenoisingPolicy):
+class LeRobotFlowPolicy(DenoisingPolicy):
     """A policy whose configuration has `chunk_size` and `max_action_dim`; a subclass sees.
 
     `actor.model` of all of LeRobot's, and in `kwargs`: `vlm` (a local folder in place of the hub name that the folder has),
@@ -435,7 +435,7 @@ class FlowPolicy(DenoisingPolicy):
         return x
 
 
-class PiPolicy(FlowPolicy):
+class PiPolicy(LeRobotFlowPolicy):
     """LeRobot's π0 or π0.5; the value head sees what PaliGemma makes of the last word, and for π0 the state beside it."""
 
     steps_key = "num_inference_steps"
@@ -474,7 +474,7 @@ class PiPolicy(FlowPolicy):
         return velocity, torch.cat([read[torch.arange(len(read)), last].float(), *state], 1)
 
 
-class SmolVlaPolicy(FlowPolicy):
+class SmolVlaPolicy(LeRobotFlowPolicy):
     """LeRobot's SmolVLA; the value head sees what the vision-language model makes of the robot's state, its last token."""
 
     steps_key = "num_steps"

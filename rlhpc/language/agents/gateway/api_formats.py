@@ -8,12 +8,12 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from rlhpc.language.agents.gateway.sessions import OVER, Answer, stop_reason
-from rlhpc.language.agents.turn_tree import Message, Refused
+from rlhpc.language.agents.gateway.sessions import OVER, StoredResponse, stop_reason
+from rlhpc.language.agents.turn_tree import Message, RequestError
 from rlhpc.language.policy_text import parse_arguments
 
 
-def chat_reply(answer: Answer, body: Mapping[str, Any], model: str, tokenizer: Any) -> dict[str, Any]:
+def chat_reply(answer: StoredResponse, body: Mapping[str, Any], model: str, tokenizer: Any) -> dict[str, Any]:
     """The answer to `/v1/chat/completions`."""
     turn = answer.turn
     reason = "tool_calls" if answer.message.get("tool_calls") else stop_reason(turn.finish_reason)
@@ -31,7 +31,7 @@ def chat_reply(answer: Answer, body: Mapping[str, Any], model: str, tokenizer: A
     return found
 
 
-def generate_reply(answer: Answer) -> dict[str, Any]:
+def generate_reply(answer: StoredResponse) -> dict[str, Any]:
     """The answer to `/inference/v1/generate`, in the form of vLLM's."""
     turn = answer.turn
     choice = {
@@ -41,12 +41,12 @@ def generate_reply(answer: Answer) -> dict[str, Any]:
     return {"request_id": uuid.uuid4().hex, "choices": [choice], "versions": turn.versions}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: StoredResponse) -> dict[str, int]:
     read, drawn = len(answer.prompt_ids), len(answer.turn.token_ids)
     return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
 
-def _logprobs(answer: Answer, tokenizer: Any) -> list[dict[str, Any]]:
+def _logprobs(answer: StoredResponse, tokenizer: Any) -> list[dict[str, Any]]:
     """Of each token; without a tokenizer it is shown by its number."""
     found = []
     for token, logprob in zip(answer.turn.token_ids, answer.turn.logprobs, strict=True):
@@ -69,7 +69,7 @@ def conversation_of(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[s
         found.append({"role": "system", "content": _text(body["system"])})
     for message in body["messages"]:
         if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
-            raise Refused("messages must be objects with role user or assistant, and content")
+            raise RequestError("messages must be objects with role user or assistant, and content")
         found += _assistant(message) if message["role"] == "assistant" else _user(message)
     if body.get("tool_choice", {}).get("type") == "none":
         return found, None
@@ -94,7 +94,7 @@ def _assistant(message: Mapping[str, Any]) -> list[Message]:
             call = {"id": _field(block, "id"), "type": "function", "function": function}
             found.setdefault("tool_calls", []).append(call)
         else:
-            raise Refused(f"an assistant's message has a block of type {kind}; allowed: text, thinking, tool_use")
+            raise RequestError(f"an assistant's message has a block of type {kind}; allowed: text, thinking, tool_use")
     return [found]
 
 
@@ -114,7 +114,7 @@ def _user(message: Mapping[str, Any]) -> list[Message]:
 def _shown(block: Mapping[str, Any]) -> Any:
     """A block that is a text or a picture, which chat completions take as it stands."""
     if block.get("type") not in ("text", "image"):
-        raise Refused(
+        raise RequestError(
             f"a user's message or a result of a tool has a block of type {block.get('type')}; this model reads text, pictures "
             "if it looks at them, and results of tools"
         )
@@ -125,14 +125,14 @@ def _blocks(content: Any) -> list[Any]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
-        raise Refused("a message's content must be a text, or a list of blocks")
+        raise RequestError("a message's content must be a text, or a list of blocks")
     return content
 
 
 def _text(content: Any) -> str:
     found = _blocks(content)
     if any(block.get("type") != "text" for block in found):
-        raise Refused("system must be a text, or blocks of type text")
+        raise RequestError("system must be a text, or blocks of type text")
     return "".join(_field(block, "text") for block in found)
 
 
@@ -140,11 +140,11 @@ def _field(block: Mapping[str, Any], name: str) -> str:
     """A text of a block."""
     value = block.get(name, "")
     if not isinstance(value, str):
-        raise Refused(f"{name} of a block of type {block.get('type')} must be a text")
+        raise RequestError(f"{name} of a block of type {block.get('type')} must be a text")
     return value
 
 
-def message_reply(answer: Answer, model: str) -> dict[str, Any]:
+def message_reply(answer: StoredResponse, model: str) -> dict[str, Any]:
     """The answer to `/v1/messages`."""
     message, content = answer.message, list[dict[str, Any]]()
     if message.get("reasoning_content"):
@@ -165,7 +165,7 @@ def message_reply(answer: Answer, model: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def message_error(why: Refused) -> dict[str, Any]:
+def message_error(why: RequestError) -> dict[str, Any]:
     """Why there is no answer."""
     kinds = {401: "authentication_error", 429: "rate_limit_error", 503: "api_error"}
     said = f"prompt is too long: {why}" if why.code == OVER else str(why)
@@ -213,7 +213,7 @@ class ChatStream:
         self._reasoning, self._content = reasoning, content
         return [self._event(delta)]
 
-    def end(self, answer: Answer) -> list[str]:
+    def end(self, answer: StoredResponse) -> list[str]:
         """Events for the rest."""
         reply = chat_reply(answer, self._body, self._model, self._tokenizer)
         choice = reply["choices"][0]
@@ -266,7 +266,7 @@ class MessageStream:
             return []
         return self._begin(read) + self._text("thinking", reasoning) + self._text("text", content)
 
-    def end(self, answer: Answer) -> list[str]:
+    def end(self, answer: StoredResponse) -> list[str]:
         """Events for the rest."""
         reply = message_reply(answer, self._model)
         found = self._begin(reply["usage"]["input_tokens"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhpc.language.agents.gateway.sessions import same_key
-from rlhpc.language.agents.turn_tree import Refused, Turn
+from rlhpc.language.agents.turn_tree import AgentTurn, RequestError
 
 #: In the registry: where each rollout rank takes rewards, and the key.
 FEEDBACK = "feedback"
@@ -22,7 +22,7 @@ _KEPT = 10_000
 class _Awaited:
     """An episode: which of its completions have no reward yet, what the others were worth, and who is told."""
 
-    left: dict[str, Turn]
+    left: dict[str, AgentTurn]
     total: float
     done: Callable[[float | None], None]
     timer: asyncio.TimerHandle | None = None
@@ -43,13 +43,13 @@ class Feedback:
         key: The scorer's. It opens nothing else, and no other key opens this.
     """
 
-    def __init__(self, turns: Callable[[], list[Turn]]) -> None:
+    def __init__(self, turns: Callable[[], list[AgentTurn]]) -> None:
         self.key = f"rf-{secrets.token_urlsafe(24)}"
         self._turns = turns
         self._awaited: dict[str, _Awaited] = {}
         self._given: collections.OrderedDict[str, float] = collections.OrderedDict()
 
-    def expect(self, turns: Mapping[str, Turn], patience_s: float, done: Callable[[float | None], None]) -> None:
+    def expect(self, turns: Mapping[str, AgentTurn], patience_s: float, done: Callable[[float | None], None]) -> None:
         """Awaits the rewards of an episode that has ended.
 
         Args:
@@ -72,7 +72,7 @@ class Feedback:
         """Raises:
         Refused: It is not the scorer's key."""
         if not same_key(key, self.key):
-            raise Refused("this key gives no rewards", 401, "invalid_api_key")
+            raise RequestError("this key gives no rewards", 401, "invalid_api_key")
 
     def take(self, body: Mapping[str, Any]) -> None:
         """Takes a reward.
@@ -85,7 +85,7 @@ class Feedback:
         """
         name, reward = body["id"], float(body["reward"])
         if self._given.get(name, reward) != reward:
-            raise Refused(f"{name} has its reward already: {self._given[name]:g}", 409, "rewarded")
+            raise RequestError(f"{name} has its reward already: {self._given[name]:g}", 409, "rewarded")
         if name in self._given:
             return
         self._reward(name, reward)
@@ -104,7 +104,7 @@ class Feedback:
         turns = self._turns() if awaited is None else awaited.left.values()
         turn = next((turn for turn in turns if name in turn.names), None)
         if turn is None:
-            raise Refused(f"no completion {name} awaits a reward here", 404, "not_found")
+            raise RequestError(f"no completion {name} awaits a reward here", 404, "not_found")
         turn.feedback = turn.reward = reward
         if awaited is not None:
             awaited.total += reward
@@ -123,7 +123,7 @@ class Feedback:
         awaited.done(None)
 
 
-def awaited_turns(turns: list[Turn], later: bool | list[str]) -> dict[str, Turn]:
+def awaited_turns(turns: list[AgentTurn], later: bool | list[str]) -> dict[str, AgentTurn]:
     """The turns whose rewards come later, by name.
 
     Args:
@@ -137,5 +137,5 @@ def awaited_turns(turns: list[Turn], later: bool | list[str]) -> dict[str, Turn]
     wanted = ([named[-1].names[0]] if named else ["any"]) if later is True else list(later or ())
     found = {name: turn for name in wanted for turn in named if name in turn.names}
     if missing := [name for name in wanted if name not in found]:
-        raise Refused(f"`later` is about a completion that nobody received in this episode: {missing[0]}")
+        raise RequestError(f"`later` is about a completion that nobody received in this episode: {missing[0]}")
     return found

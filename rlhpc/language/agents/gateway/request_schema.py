@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhpc.language.agents.turn_tree import Refused
+from rlhpc.language.agents.turn_tree import RequestError
 from rlhpc.language.policy_text import MAX_REQUEST_DEPTH, load_json, repaired
 
 log = logging.getLogger(__name__)
@@ -53,9 +53,9 @@ def read_body(raw: bytes, form: Form) -> dict[str, Any]:
         value = load_json(raw)
         body = repaired(value, MAX_REQUEST_DEPTH)
     except ValueError as error:
-        raise Refused(f"the body is no JSON: {error}") from None
+        raise RequestError(f"the body is no JSON: {error}") from None
     if not isinstance(body, dict):
-        raise Refused("the body must be a JSON object")
+        raise RequestError("the body must be a JSON object")
     _check(value, form)
     return {name: item for name, item in body.items() if item is not None}
 
@@ -64,14 +64,14 @@ def _check(body: Mapping[str, Any], form: Form) -> None:
     for name, (is_allowed, allowed) in form.keys.items():
         value = body.get(name)
         if (value is not None or name in form.required) and not is_allowed(value):
-            raise Refused(f"{form.where}{name} must be {allowed}")
+            raise RequestError(f"{form.where}{name} must be {allowed}")
     for name, inner in form.inner.items():
         if body.get(name) is not None:
             _check(body[name], inner)
     for name, is_neutral in form.neutral.items():
         if body.get(name) is not None and not is_neutral(body[name]):
             why = _REASONS.get(name, "the model is trained on what it draws by itself")
-            raise Refused(f"{form.where}{name} cannot be had: {why}")
+            raise RequestError(f"{form.where}{name} cannot be had: {why}")
     for name in body.keys() - form.keys.keys() - form.neutral.keys() - form.inner.keys() - _reported:
         if len(_reported) < _MAX_REPORTED:
             _reported.add(name)

@@ -36,10 +36,10 @@ from rlhpc.language.agents.gateway.connections import Connections
 from rlhpc.language.agents.gateway.feedback import Feedback
 from rlhpc.language.agents.gateway.output_parsers import Parsers
 from rlhpc.language.agents.gateway.request_schema import CHAT, FEEDBACK, GENERATE, MESSAGES, Form, read_body
-from rlhpc.language.agents.gateway.sessions import Answer, Keys, Session, key_in
+from rlhpc.language.agents.gateway.sessions import GatewaySession, SessionKeys, StoredResponse, key_in
 from rlhpc.language.agents.gateway.threads import Threads
-from rlhpc.language.agents.turn_tree import OVER, Refused, Renderer
-from rlhpc.language.data.images import Looker, Seen
+from rlhpc.language.agents.turn_tree import OVER, Renderer, RequestError
+from rlhpc.language.data.images import Looker, PromptImages
 from rlhpc.language.engines.base import Completion, SamplingParams
 from rlhpc.runtime.scratch import folder_for_sockets
 from rlhpc.runtime.tcp_listener import Acceptor, TcpListener
@@ -78,17 +78,17 @@ class Drawing:
         given_up: Whether nobody waits for it any more.
     """
 
-    session: Session
+    session: GatewaySession
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
     answer: Callable[[Completion | Exception], None]
     show: Callable[[list[int]], None] | None = None
     given_up: bool = False
-    seen: Seen | None = None
+    seen: PromptImages | None = None
 
 
-class Reading:
+class StreamReader:
     """What a client that reads along gets to see of a draw. On the gateway's loop.
 
     Attributes:
@@ -125,7 +125,7 @@ class _Conversation:
     model: str
     sampling: SamplingParams
     stream: bool
-    reading: Reading = field(default_factory=Reading)
+    reading: StreamReader = field(default_factory=StreamReader)
 
 
 class Gateway:
@@ -159,7 +159,7 @@ class Gateway:
         self._threads = Threads(_THREADS, "rlhpc-encoding")
         self._folder = folder_for_sockets("agents")
         self.socket = str(self._folder / "model")
-        self.keys = Keys()
+        self.keys = SessionKeys()
         self._takes_feedback = feedback
         self.feedback = Feedback(lambda: [turn for session in self.keys.sessions() for turn in session.tree.turns])
         self._waiting: set[asyncio.Future[Completion]] = set()
@@ -229,7 +229,7 @@ class Gateway:
                 self.end(session)
             for waiting in list(self._waiting):
                 if not waiting.done():
-                    waiting.set_exception(Refused("the run has ended", 503))
+                    waiting.set_exception(RequestError("the run has ended", 503))
             for server in self._servers:
                 server.close()
             for runner in self._runners:
@@ -248,11 +248,11 @@ class Gateway:
 
     # -- episodes -------------------------------------------------------------------------------------------------
 
-    def open(self, session: Session) -> None:
+    def open(self, session: GatewaySession) -> None:
         """From now on its key is good."""
         self.keys.open(session)
 
-    def end(self, session: Session) -> None:
+    def end(self, session: GatewaySession) -> None:
         """From now on it is not, and what is still drawn for it is lost. On the gateway's loop."""
         session.closed = True
         self.keys.end(session)
@@ -275,11 +275,11 @@ class Gateway:
     # -- the engine -----------------------------------------------------------------------------------------------
 
     async def _draw(
-        self, session: Session, prompt: list[int], sampling: SamplingParams, seed: int, seen: Seen | None,
-        reading: Reading | None = None,
+        self, session: GatewaySession, prompt: list[int], sampling: SamplingParams, seed: int, seen: PromptImages | None,
+        reading: StreamReader | None = None,
     ) -> Completion:  # fmt: skip
         if len(prompt) >= self._context:
-            raise Refused(
+            raise RequestError(
                 f"{len(prompt)} tokens: that leaves no room in the context of {self._context} tokens", code=OVER
             )
         waiting: asyncio.Future[Completion] = self.loop.create_future()
@@ -308,7 +308,7 @@ class Gateway:
             drawing.given_up = True
             self._waiting.discard(waiting)
 
-    def _shown(self, reading: Reading, ids: list[int]) -> None:
+    def _shown(self, reading: StreamReader, ids: list[int]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self.loop.call_soon_threadsafe(reading.show, ids)
 
@@ -317,7 +317,7 @@ class Gateway:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return await self._guarded(request, self._list)
 
-    async def _list(self, request: web.Request, session: Session) -> web.StreamResponse:
+    async def _list(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
         about = {"object": "model", "created": 0, "owned_by": "rlhpc", "max_model_len": self._context}
         models = [{"id": name, **about} for name in session.limits.roles or (MODEL,)]
         return web.json_response({"object": "list", "data": models})
@@ -325,7 +325,7 @@ class Gateway:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._guarded(request, self._answer_chat)
 
-    async def _answer_chat(self, request: web.Request, session: Session) -> web.StreamResponse:
+    async def _answer_chat(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
         raw, body = await self._body(request, session, CHAT)
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
         most = body.get("max_completion_tokens", body.get("max_tokens"))
@@ -341,11 +341,13 @@ class Gateway:
             request, asking, ChatStream(body, conversation.model, self._tokenizer), conversation, _error
         )
 
-    def _ask(self, session: Session, raw: bytes, retried: bool, conversation: _Conversation) -> Awaitable[Answer]:
-        """The answer to a conversation, as `Session.once` gives it."""
+    def _ask(
+        self, session: GatewaySession, raw: bytes, retried: bool, conversation: _Conversation
+    ) -> Awaitable[StoredResponse]:
+        """The answer to a conversation, as `GatewaySession.once` gives it."""
         draw = partial(self._draw, reading=conversation.reading) if conversation.stream else self._draw
 
-        async def work() -> Answer:
+        async def work() -> StoredResponse:
             role = session.role_of(conversation.model)
             return await session.chat(
                 conversation.messages,
@@ -363,7 +365,7 @@ class Gateway:
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         return await self._guarded(request, self._answer_message, message_error)
 
-    async def _answer_message(self, request: web.Request, session: Session) -> web.StreamResponse:
+    async def _answer_message(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
         raw, body = await self._body(request, session, MESSAGES)
         messages, tools = conversation_of(body)
         sampling = session.sampling_of(body.get("max_tokens"), body.get("stop_sequences", ()))
@@ -377,15 +379,17 @@ class Gateway:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         return await self._guarded(request, self._answer_generate)
 
-    async def _answer_generate(self, request: web.Request, session: Session) -> web.StreamResponse:
+    async def _answer_generate(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
         raw, body = await self._body(request, session, GENERATE)
         prompt, options = body["token_ids"], body.get("sampling_params", {})
         if self._renderer.looker is not None and self._renderer.looker.token in prompt:
-            raise Refused("token_ids has a token of a picture; show pictures by /v1/chat/completions or /v1/messages")
+            raise RequestError(
+                "token_ids has a token of a picture; show pictures by /v1/chat/completions or /v1/messages"
+            )
         stop, ends = options.get("stop") or (), options.get("stop_token_ids") or ()
         sampling = session.sampling_of(options.get("max_tokens"), stop, ends)
 
-        async def work() -> Answer:
+        async def work() -> StoredResponse:
             return await session.tokens(prompt, session.role_of(body.get("model")), sampling, self._draw)
 
         answer = await session.once(raw, _retried(request), work)
@@ -397,19 +401,21 @@ class Gateway:
             self._prove(request, "feedback")
             body = read_body(await _read(request, _REWARD), FEEDBACK)
             if not self._takes_feedback:
-                raise Refused(
+                raise RequestError(
                     "rewards do not come later in this run: agent.feedback_timeout_s is not set", 404, "not_found"
                 )
             self.feedback.take(body)
-        except Refused as why:
+        except RequestError as why:
             return _refusal(why, _error)
         return web.json_response({"status": "taken"})
 
-    async def _body(self, request: web.Request, session: Session, form: Form) -> tuple[bytes, dict[str, Any]]:
+    async def _body(self, request: web.Request, session: GatewaySession, form: Form) -> tuple[bytes, dict[str, Any]]:
         """The body of an episode's request: its bytes, and what they say."""
         size = min(_BODY if request.content_length is None else request.content_length, _BODY)
         if session.bytes_in + size > _BODIES:
-            raise Refused(f"requests of {_BODIES >> 20} MiB of the episode are being read", 429, "rate_limit_exceeded")
+            raise RequestError(
+                f"requests of {_BODIES >> 20} MiB of the episode are being read", 429, "rate_limit_exceeded"
+            )
         session.bytes_in += size
         try:
             raw = await _read(request, _BODY)
@@ -423,15 +429,15 @@ class Gateway:
     async def _guarded(
         self,
         request: web.Request,
-        route: Callable[[web.Request, Session], Awaitable[web.StreamResponse]],
-        error: Callable[[Refused], dict[str, Any]] | None = None,
+        route: Callable[[web.Request, GatewaySession], Awaitable[web.StreamResponse]],
+        error: Callable[[RequestError], dict[str, Any]] | None = None,
     ) -> web.StreamResponse:
         """What a route answers, or why it does not, as its clients understand it."""
         try:
             session = self.keys.of(request.headers)
             self._prove(request, session.key)
             return await route(request, session)
-        except Refused as why:
+        except RequestError as why:
             return _refusal(why, error or _error)
 
     def _prove(self, request: web.Request, owner: str) -> None:
@@ -442,10 +448,10 @@ class Gateway:
     async def _stream(
         self,
         request: web.Request,
-        asking: Awaitable[Answer],
+        asking: Awaitable[StoredResponse],
         stream: ChatStream | MessageStream,
         conversation: _Conversation,
-        error: Callable[[Refused], dict[str, Any]],
+        error: Callable[[RequestError], dict[str, Any]],
     ) -> web.StreamResponse:
         """Answers with a stream: what is certain of the reply as it is written, then the rest."""
         answering, reading = asyncio.ensure_future(asking), conversation.reading
@@ -472,7 +478,7 @@ class Gateway:
                 await _more(reading)
             try:
                 answer = answering.result()
-            except Refused as why:
+            except RequestError as why:
                 await response.write(f"event: error\ndata: {json.dumps(error(why))}\n\n".encode())
                 return response
             *most, last = stream.end(answer)
@@ -505,10 +511,10 @@ async def _read(request: web.Request, most: int) -> bytes:
             return bytes(raw)
         raw += chunk
         length = max(length, len(raw))
-    raise Refused(f"the body is longer than {most} bytes", 413)
+    raise RequestError(f"the body is longer than {most} bytes", 413)
 
 
-async def _more(reading: Reading) -> None:
+async def _more(reading: StreamReader) -> None:
     """Waits for more to read, but not for long."""
     with contextlib.suppress(TimeoutError):
         # not `wait_for`: Python 3.11's forgets that it was cancelled where at that moment there is more, too
@@ -522,7 +528,7 @@ def _retried(request: web.Request) -> bool:
     return request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
 
 
-def _received(request: web.Request, answer: Answer, reply: dict[str, Any]) -> web.Response:
+def _received(request: web.Request, answer: StoredResponse, reply: dict[str, Any]) -> web.Response:
     transport = request.transport
     answer.turn.names.append(reply.get("id") or reply["request_id"])
     if transport is not None and not transport.is_closing():
@@ -530,12 +536,12 @@ def _received(request: web.Request, answer: Answer, reply: dict[str, Any]) -> we
     return web.json_response(reply)
 
 
-def _refusal(why: Refused, error: Callable[[Refused], dict[str, Any]]) -> web.Response:
+def _refusal(why: RequestError, error: Callable[[RequestError], dict[str, Any]]) -> web.Response:
     response = web.json_response(error(why), status=why.status)
     if why.status in (401, 413):  # nobody reads what else comes
         response.force_close()
     return response
 
 
-def _error(why: Refused) -> dict[str, Any]:
+def _error(why: RequestError) -> dict[str, Any]:
     return {"error": {"message": str(why), "type": "invalid_request_error", "code": why.code}}

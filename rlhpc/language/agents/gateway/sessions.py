@@ -13,8 +13,18 @@ from typing import Any
 
 from rlhpc.language.agents.gateway.output_parsers import Parsers, Reply
 from rlhpc.language.agents.gateway.threads import Threads
-from rlhpc.language.agents.turn_tree import OVER, Message, Refused, Renderer, Tree, Turn, canonical, key_of, keys_of
-from rlhpc.language.data.images import Seen
+from rlhpc.language.agents.turn_tree import (
+    OVER,
+    AgentTurn,
+    Message,
+    Renderer,
+    RequestError,
+    Tree,
+    canonical,
+    key_of,
+    keys_of,
+)
+from rlhpc.language.data.images import PromptImages
 from rlhpc.language.engines.base import Completion, SamplingParams
 
 #: Answers that are kept for a client that asks again.
@@ -35,7 +45,7 @@ def stop_reason(finish_reason: str) -> str:
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """What an episode may ask of the model.
 
     Attributes:
@@ -54,7 +64,7 @@ class Limits:
 
 
 @dataclass
-class Answer:
+class StoredResponse:
     """What a call was answered with.
 
     Attributes:
@@ -64,7 +74,7 @@ class Answer:
         message: The reply as a message.
     """
 
-    turn: Turn
+    turn: AgentTurn
     prompt_ids: list[int]
     reply: Reply | None = None
     message: Message = field(default_factory=dict)
@@ -74,15 +84,17 @@ class Answer:
 class _Asked:
     """A call: its answer, and how many wait for that."""
 
-    made: asyncio.Future[Answer]
+    made: asyncio.Future[StoredResponse]
     waiting: int = 0
 
 
 #: Has the engine draw: called with the prompt's tokens, how, a seed, and what the prompt shows.
-Draw = Callable[["Session", list[int], SamplingParams, int, "Seen | None"], Coroutine[Any, Any, Completion]]
+Draw = Callable[
+    ["GatewaySession", list[int], SamplingParams, int, "PromptImages | None"], Coroutine[Any, Any, Completion]
+]
 
 
-class Session:
+class GatewaySession:
     """One episode. All but its construction happens on the loop of the gateway.
 
     Args:
@@ -99,7 +111,7 @@ class Session:
         bytes_in: Sum of the bodies that are being read and made into tokens.
     """
 
-    def __init__(self, number: int, sampling: SamplingParams, seed: int, limits: Limits) -> None:
+    def __init__(self, number: int, sampling: SamplingParams, seed: int, limits: EpisodeLimits) -> None:
         self.number, self.sampling, self.seed, self.limits = number, sampling, seed, limits
         self.key = f"rk-{secrets.token_urlsafe(24)}"
         self.name, self.names = f"{NAMED}{secrets.token_urlsafe(24)}", set[str]()
@@ -115,7 +127,9 @@ class Session:
 
     # -- once for each call ---------------------------------------------------------------------------------------
 
-    async def once(self, body: bytes, retried: bool, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+    async def once(
+        self, body: bytes, retried: bool, work: Callable[[], Coroutine[Any, Any, StoredResponse]]
+    ) -> StoredResponse:
         """The answer to a call. A client that asks again because the first reply did not come gets that one.
 
         Args:
@@ -154,7 +168,7 @@ class Session:
     async def chat(
         self, messages: Any, tools: Any, role: int, sampling: SamplingParams, renderer: Renderer, parsers: Parsers, draw: Draw,
         threads: Threads,
-    ) -> Answer:  # fmt: skip
+    ) -> StoredResponse:  # fmt: skip
         """Answers a conversation.
 
         Raises:
@@ -164,7 +178,7 @@ class Session:
             self._check_limits()
             try:
                 encoded = await threads.call_to_end(self._encode, messages, tools, role, renderer)
-            except Refused as why:
+            except RequestError as why:
                 self._overlong += why.code == OVER
                 raise
         keys, prompt, parent, pictures = encoded
@@ -172,11 +186,11 @@ class Session:
         reply = parsers.read(completion.token_ids, tools, sampling.stop, prompt)
         message = reply.message()
         turn = self._record(prompt, parent, completion, role, (*keys, key_of(canonical(message))), pictures)
-        return Answer(turn, prompt, reply, message)
+        return StoredResponse(turn, prompt, reply, message)
 
     def _encode(
         self, messages: list[Any], tools: Any, role: int, renderer: Renderer
-    ) -> tuple[tuple[str, ...], list[int], int | None, Seen | None]:
+    ) -> tuple[tuple[str, ...], list[int], int | None, PromptImages | None]:
         """Returns the keys of a conversation, and its `Renderer.prompt`. In a worker thread."""
         renderer.check_count(messages)
         canonicals = [canonical(message) for message in messages]
@@ -184,14 +198,14 @@ class Session:
         keys = keys_of(canonicals, tools)
         return keys, *renderer.prompt(self.tree, canonicals, keys, tools, role)
 
-    async def tokens(self, prompt: list[int], role: int, sampling: SamplingParams, draw: Draw) -> Answer:
+    async def tokens(self, prompt: list[int], role: int, sampling: SamplingParams, draw: Draw) -> StoredResponse:
         """Goes on from tokens.
 
         Raises:
             Refused: They cannot be gone on from.
         """
         completion = await self._draw(prompt, self._by(role, sampling), draw)
-        return Answer(self._record(prompt, self.tree.continued_by(prompt, role), completion, role), prompt)
+        return StoredResponse(self._record(prompt, self.tree.continued_by(prompt, role), completion, role), prompt)
 
     def role_of(self, model: Any) -> int:
         """Which role a client means by what it calls the model.
@@ -202,7 +216,7 @@ class Session:
         if not self.limits.roles:
             return 0
         if model not in self.limits.roles:
-            raise Refused(
+            raise RequestError(
                 f"model is {model!r}; agent.roles has: {', '.join(self.limits.roles)}", 404, "model_not_found"
             )
         return self.limits.roles.index(model)
@@ -235,15 +249,15 @@ class Session:
         ):
             if reached:
                 self.counts["refused"] += 1
-                raise Refused(f"the episode has reached {what}", code=OVER)
+                raise RequestError(f"the episode has reached {what}", code=OVER)
 
     async def _draw(
-        self, prompt: list[int], sampling: SamplingParams, draw: Draw, seen: Seen | None = None
+        self, prompt: list[int], sampling: SamplingParams, draw: Draw, seen: PromptImages | None = None
     ) -> Completion:
         self._check_limits()
         if self._under_way >= MOST_AT_ONCE:
             self.counts["refused"] += 1
-            raise Refused(f"{MOST_AT_ONCE} calls of the episode are under way", 429, "rate_limit_exceeded")
+            raise RequestError(f"{MOST_AT_ONCE} calls of the episode are under way", 429, "rate_limit_exceeded")
         # The same prompt twice is two draws, whichever calls come between them.
         said = json.dumps(prompt).encode() + b"".join(() if seen is None else seen.digests)
         digest = hashlib.blake2b(said, digest_size=16).digest()
@@ -254,22 +268,22 @@ class Session:
         self._under_way += 1
         try:
             completion = await draw(self, prompt, sampling, seed, seen)
-        except Refused as why:
+        except RequestError as why:
             self._begun -= 1
             self._overlong += why.code == OVER
             raise
         finally:
             self._under_way -= 1
         if self.closed:
-            raise Refused("the episode has ended", 401, "invalid_api_key")
+            raise RequestError("the episode has ended", 401, "invalid_api_key")
         return completion
 
     def _record(
         self, prompt: list[int], parent: int | None, completion: Completion, role: int, keys: tuple[str, ...] = (),
-        seen: Seen | None = None,
-    ) -> Turn:  # fmt: skip
+        seen: PromptImages | None = None,
+    ) -> AgentTurn:  # fmt: skip
         before = 0 if parent is None else len(self.tree.ids(parent))
-        turn = Turn(
+        turn = AgentTurn(
             parent, prompt[before:], completion.token_ids, completion.logprobs, completion.versions,
             completion.finish_reason, keys, role=role, experts=completion.experts, seen=seen,
         )  # fmt: skip
@@ -277,7 +291,7 @@ class Session:
         return turn
 
 
-def _looked_at(made: asyncio.Future[Answer]) -> None:
+def _looked_at(made: asyncio.Future[StoredResponse]) -> None:
     """Nobody may be left to see what went wrong; asyncio would complain."""
     if not made.cancelled():
         made.exception()
@@ -287,7 +301,7 @@ def _looked_at(made: asyncio.Future[Answer]) -> None:
 _MOST = 64
 
 
-class Keys:
+class SessionKeys:
     """The keys of a gateway. On its loop, but for `open`.
 
     Attributes:
@@ -296,24 +310,24 @@ class Keys:
 
     def __init__(self) -> None:
         self.process = f"rp-{secrets.token_urlsafe(24)}"
-        self._of_key: dict[str, Session] = {}
-        self._of_name: dict[str, Session] = {}
+        self._of_key: dict[str, GatewaySession] = {}
+        self._of_name: dict[str, GatewaySession] = {}
 
-    def open(self, session: Session) -> None:
+    def open(self, session: GatewaySession) -> None:
         """From now on its key and its name are good."""
         self._of_key[session.key] = self._of_name[session.name] = session
 
-    def end(self, session: Session) -> None:
+    def end(self, session: GatewaySession) -> None:
         """From now on neither they are, nor the names that its clients gave it."""
         self._of_key.pop(session.key, None)
         for name in (session.name, *session.names):
             self._of_name.pop(name, None)
 
-    def sessions(self) -> list[Session]:
+    def sessions(self) -> list[GatewaySession]:
         """Those that are open."""
         return list(self._of_key.values())
 
-    def find(self, key: str, name: str = "") -> Session:
+    def find(self, key: str, name: str = "") -> GatewaySession:
         """The episode of a key.
 
         Args:
@@ -337,7 +351,7 @@ class Keys:
             self._bind(session, name)
         return session
 
-    def of(self, headers: Mapping[str, str]) -> Session:
+    def of(self, headers: Mapping[str, str]) -> GatewaySession:
         """The episode of a request.
 
         Raises:
@@ -345,13 +359,13 @@ class Keys:
         """
         return self.find(key_in(headers), headers.get("X-Session-ID", "").strip())
 
-    def _bind(self, session: Session, name: str) -> None:
+    def _bind(self, session: GatewaySession, name: str) -> None:
         if name.startswith(NAMED) or self._of_name.get(name, session) is not session:
-            raise Refused("X-Session-ID is another episode's, or of one that has ended", 403, "invalid_session")
+            raise RequestError("X-Session-ID is another episode's, or of one that has ended", 403, "invalid_session")
         if name in session.names:
             return
         if len(session.names) >= _MOST:
-            raise Refused(f"X-Session-ID: an episode has at most {_MOST}", 403, "invalid_session")
+            raise RequestError(f"X-Session-ID: an episode has at most {_MOST}", 403, "invalid_session")
         session.names.add(name)
         self._of_name[name] = session
 
@@ -366,5 +380,5 @@ def key_in(headers: Mapping[str, str]) -> str:
     return headers.get("Authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
 
 
-def _refused(why: str) -> Refused:
-    return Refused(why, 401, "invalid_api_key")
+def _refused(why: str) -> RequestError:
+    return RequestError(why, 401, "invalid_api_key")

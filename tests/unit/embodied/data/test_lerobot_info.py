@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from rlhpc.cli import main
 from rlhpc.embodied.config import EvalEnvConfig
 from rlhpc.embodied.data import video
-from rlhpc.embodied.data.datasets import Options
+from rlhpc.embodied.data.datasets import WriteOptions
 from rlhpc.embodied.data.lerobot_reader import read_lerobot
 from rlhpc.embodied.data.lerobot_writer import LeRobotWriter
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
@@ -196,7 +196,7 @@ def test_recordings_have_the_rate_of_the_environment(tmp_path: Path) -> None:
     def recorded(name: str, to: str, fps: int | None = None) -> Path:
         ending = ".h5" if to == "hdf5" else ""
         record(Still(), played("test/Clocked-v0"), tmp_path / f"{name}{ending}", episodes=1, seed=0,
-               options=Options(to, fps))  # fmt: skip
+               options=WriteOptions(to, fps))  # fmt: skip
         return tmp_path / f"{name}{ending}"
 
     assert info(recorded("a", "lerobot"))["fps"] == 100 and info(recorded("b", "lerobot", 10))["fps"] == 10

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhpc.embodied.envs.maniskill import Played
+from rlhpc.embodied.envs.maniskill import ActionLog
 
 SLOTS, WIDTH = 5, 3
 
 
 def test_it_is_what_a_list_for_each_slot_would_hold() -> None:
     drawn = np.random.default_rng(0)
-    played, lists = Played(SLOTS, WIDTH), [list[np.ndarray]() for _ in range(SLOTS)]
+    played, lists = ActionLog(SLOTS, WIDTH), [list[np.ndarray]() for _ in range(SLOTS)]
     played.begin(np.arange(SLOTS))
     for _ in range(60):
         actions = drawn.normal(size=(SLOTS, WIDTH))

@@ -19,7 +19,7 @@ from rlhpc.embodied.export import SCRIPT
 from rlhpc.embodied.models import build_model
 from rlhpc.embodied.models.noise import BLOCK, noise_of_episodes, noise_of_slots
 from rlhpc.embodied.rollout.slot_map import SlotMap
-from rlhpc.embodied.rollout.work_sharing import Turn
+from rlhpc.embodied.rollout.work_sharing import FullRollout
 from rlhpc.embodied.workers.rollout import MultiStepRolloutWorker
 
 STATE, ACTION = spaces.Box(-1, 1, (4,), np.float32), spaces.Box(-1, 1, (2,), np.float32)
@@ -74,7 +74,7 @@ def test_a_rank_holds_the_noise_of_one_decision_of_its_slots(decoupled: bool) ->
         put=lambda *_: None,
         put_to=lambda *_: None,
     )
-    worker.generate(Turn(1, 3, 10, 50))
+    worker.generate(FullRollout(1, 3, 10, 50))
     assert len(seen) == 50 and all(noise.shape == (20, 5) for noise in seen)
     assert sum(drawn) <= 50 * (20 + 2 * BLOCK)
     assert torch.equal(seen[7], noise_of_slots(sample, (1, 3, 17), share))

@@ -20,8 +20,8 @@ from omegaconf import OmegaConf
 from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import timed, timing_row
-from rlhpc.embodied.robots.joining import Key, Refused, invite, places
-from rlhpc.embodied.robots.protocol import Line, LineLost, packed, unpacked
+from rlhpc.embodied.robots.joining import Key, RobotRefused, invite, places
+from rlhpc.embodied.robots.protocol import LineLost, RobotConnection, packed, unpacked
 from rlhpc.embodied.robots.robot_env import Robot, Seen, Verdict
 from rlhpc.embodied.robots.server import Served, Way
 from rlhpc.runs.configuration import load_config
@@ -190,7 +190,7 @@ def test_who_opens_many_connections_keeps_no_robot_out(inside: Inside) -> None:
 def refused(key: Key, robot: Rail | None = None) -> str:
     outside = Outside(key, robot or Rail())
     outside.join(20)
-    assert isinstance(outside.error, Refused), "it was taken"
+    assert isinstance(outside.error, RobotRefused), "it was taken"
     return str(outside.error)
 
 
@@ -309,7 +309,7 @@ def test_what_is_no_message_ends_the_line() -> None:
             unpacked(json.dumps({"words": {}, "arrays": {"x": described}}).encode(), b"12345678")
     for said in (b"\0\0\0\2\0\0\0\0{}" + bytes(32), b"\xff" * 8):
         ours, theirs = socket.socketpair()
-        line = Line(ours, b"key", b"run", b"robot")
+        line = RobotConnection(ours, b"key", b"run", b"robot")
         theirs.sendall(said)
         with pytest.raises(LineLost, match=r"not the other side's|too long"):
             line.hear(20)

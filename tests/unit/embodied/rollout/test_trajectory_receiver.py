@@ -10,7 +10,7 @@ import numpy as np
 from rlhpc.embodied.config import SacConfig
 from rlhpc.embodied.rollout.slot_map import Acted, SlotMap, Source
 from rlhpc.embodied.rollout.trajectory_receiver import Intake
-from rlhpc.embodied.rollout.work_sharing import Turn
+from rlhpc.embodied.rollout.work_sharing import FullRollout
 from rlhpc.runtime.errors import DeadlineExceeded
 
 
@@ -45,7 +45,7 @@ def sent(*turns: tuple[int, int], decisions: int = 3) -> tuple[Any, Sent]:
 
 def source(numbers: tuple[int, ...], later: set[int], decisions: int = 3, **more: Any) -> Source:
     both = frozenset({0, 1})
-    acted = (Acted(Turn(number, number, 0, decisions), SLOTS, both) for number in numbers)
+    acted = (Acted(FullRollout(number, number, 0, decisions), SLOTS, both) for number in numbers)
     return Source(SLOTS, tuple(acted), frozenset(later), **more)
 
 

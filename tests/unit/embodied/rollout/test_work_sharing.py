@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from rlhpc.embodied.rollout.slot_map import SlotMap
-from rlhpc.embodied.rollout.work_sharing import Asked, PartLedger, Played, keys_of, shares
+from rlhpc.embodied.rollout.work_sharing import DeliveredShard, PartLedger, RolloutShard, keys_of, shares
 from rlhpc.embodied.workers.env import unit_map, words_of
 from rlhpc.embodied.workers.off_policy import Incomplete
 
 
-def said(asked: Asked | None, rank: int, decisions: int) -> Played:
+def said(asked: RolloutShard | None, rank: int, decisions: int) -> DeliveredShard:
     assert asked is not None
-    return Played(asked.number, asked.key, rank, decisions, 0, {})
+    return DeliveredShard(asked.number, asked.key, rank, decisions, 0, {})
 
 
 def test_a_step_is_played_in_parts() -> None:
@@ -81,7 +81,7 @@ def test_at_random_every_decision_is_there_once(seed: int) -> None:
     ledger, ranks, new = PartLedger(units, decisions), [10], 11
     taken: dict[int, int] = {}
     actors: dict[int, deque[int]] = {}
-    step, made, late = 1, 0, list[Played]()
+    step, made, late = 1, 0, list[DeliveredShard]()
     ledger.give(step)
     while made < 30:
         event = draw.random()

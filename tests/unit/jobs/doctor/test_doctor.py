@@ -18,8 +18,8 @@ from rlhpc.jobs.doctor import node_checks as nodes
 from rlhpc.jobs.doctor.probe_jobs import Probed, ProbeJob, plan_jobs, script_of, source_of, wake_up_s
 from rlhpc.jobs.doctor.slurm_facts import (
     Answer,
-    Group,
     Site,
+    SiteNodeGroup,
     SlurmFacts,
     gres_of,
     is_asleep,
@@ -79,8 +79,8 @@ def facts(**changed: str) -> SlurmFacts:
     )  # fmt: skip
 
 
-def site(*groups: Group, **changed: Any) -> Site:
-    return Site(groups or (Group("gpu", "gpu", gres="gpu:fake"), Group("cpu", "cpu")), **changed)
+def site(*groups: SiteNodeGroup, **changed: Any) -> Site:
+    return Site(groups or (SiteNodeGroup("gpu", "gpu", gres="gpu:fake"), SiteNodeGroup("cpu", "cpu")), **changed)
 
 
 def hello(node: str, **changed: Any) -> dict[str, Any]:
@@ -125,10 +125,10 @@ def test_a_site_is_read() -> None:
     }  # fmt: skip
     found = Site.of(section)
     assert found.groups == (
-        Group("gpu", "batch", "a", gres="gpu:a100"),
-        Group("cpu", "cpu", "a", time="60"),
+        SiteNodeGroup("gpu", "batch", "a", gres="gpu:a100"),
+        SiteNodeGroup("cpu", "cpu", "a", time="60"),
     )
-    assert found.sbatch == ("--exclusive",) and Site.of(None).groups == (Group(),)
+    assert found.sbatch == ("--exclusive",) and Site.of(None).groups == (SiteNodeGroup(),)
 
 
 def test_slurm_as_it_should_be() -> None:
@@ -148,7 +148,10 @@ def test_slurm_as_it_should_be() -> None:
 
 def test_partitions() -> None:
     lines = slurm_checks.partitions(
-        facts(), site(Group("a", "gpu"), Group("b", "cpu"), Group("c", "gpux"), Group("d", "old"))
+        facts(),
+        site(
+            SiteNodeGroup("a", "gpu"), SiteNodeGroup("b", "cpu"), SiteNodeGroup("c", "gpux"), SiteNodeGroup("d", "old")
+        ),
     )
     assert levels(lines) == ["pass", "warn", "fail", "fail"]
     assert "out of service: cpu1" in lines[1].found
@@ -185,9 +188,9 @@ def test_states_of_nodes(state: str, is_out: bool, asleep: bool, free: bool) -> 
     node = Answer(0, NODE.format(name="n1", gres="(null)", state=state, partitions="cpu")).records[0]
     assert (is_out_of_service(node), is_asleep(node), usable(node)) == (is_out, asleep, free)
     partition = replace(facts(ResumeTimeout="900 sec"), nodes=[node, {**node, "NodeName": "n2"}])
-    [line] = slurm_checks.partitions(partition, site(Group("cpu", "cpu")))
+    [line] = slurm_checks.partitions(partition, site(SiteNodeGroup("cpu", "cpu")))
     assert line.level == ("fail" if is_out else "pass") and ("2 asleep" in line.found) == asleep
-    jobs = plan_jobs(site(Group("cpu", "cpu")), partition, 2)
+    jobs = plan_jobs(site(SiteNodeGroup("cpu", "cpu")), partition, 2)
     assert wake_up_s(jobs, partition) == (900 if asleep else 0)
 
 
@@ -205,7 +208,11 @@ def test_versions_of_slurm(text: str, level: str) -> None:
 
 
 def test_accounts() -> None:
-    asked = site(Group("a", "gpu", "rlhpc", "long"), Group("b", "gpu", "foo"), Group("c", "gpu", "root", "long"))
+    asked = site(
+        SiteNodeGroup("a", "gpu", "rlhpc", "long"),
+        SiteNodeGroup("b", "gpu", "foo"),
+        SiteNodeGroup("c", "gpu", "root", "long"),
+    )
     by_level = {line.found.split()[0]: line.level for line in slurm_checks.accounts(facts(), asked)}
     assert by_level == {"rlhpc": "pass", "foo": "warn", "root": "warn"}
     enforced = slurm_checks.accounts(facts(AccountingStorageEnforce="associations,limits"), asked)
@@ -213,7 +220,7 @@ def test_accounts() -> None:
 
 
 def test_resources_that_are_not_there() -> None:
-    [line] = slurm_checks.resources(facts(), site(Group("gpu", "gpu", gres="gpu:a100")))
+    [line] = slurm_checks.resources(facts(), site(SiteNodeGroup("gpu", "gpu", gres="gpu:a100")))
     assert line.level == "fail" and "gpu:fake" in line.found and "gres_name" in line.do
 
 
@@ -248,7 +255,11 @@ def test_without_accounting() -> None:
 
 
 def test_walltime() -> None:
-    groups = (Group("a", "gpu", time="2-00:00:00"), Group("b", "gpu", time="3"), Group("c", "gpu", time="60"))
+    groups = (
+        SiteNodeGroup("a", "gpu", time="2-00:00:00"),
+        SiteNodeGroup("b", "gpu", time="3"),
+        SiteNodeGroup("c", "gpu", time="60"),
+    )
     assert levels(slurm_checks.walltime(facts(), site(*groups))) == ["fail", "fail", "pass"]
     assert levels(slurm_checks.walltime(facts(), site(groups[2], signal_lead_s=10))) == ["warn"]
 
@@ -439,7 +450,8 @@ def test_what_nodes_lack() -> None:
 
 def test_one_small_job_a_partition() -> None:
     asked = site(
-        Group("a", "gpu", "acct", gres="gpu:fake"), Group("b", "gpu"), Group("c", "cpu"), Group("d", "gpux"),
+        SiteNodeGroup("a", "gpu", "acct", gres="gpu:fake"), SiteNodeGroup("b", "gpu"), SiteNodeGroup("c", "cpu"),
+        SiteNodeGroup("d", "gpux"),
         sbatch=("--reservation=r",),
     )  # fmt: skip
     first, second = plan_jobs(asked, facts(), 8)

@@ -12,8 +12,8 @@ from PIL import Image
 
 from rlhpc.language.agents.chat_content import MOST_BYTES
 from rlhpc.language.agents.gateway.api_formats import conversation_of
-from rlhpc.language.agents.turn_tree import Refused, Renderer, Tree, Turn, canonical, key_of, keys_of
-from rlhpc.language.data.images import Seen
+from rlhpc.language.agents.turn_tree import AgentTurn, Renderer, RequestError, Tree, canonical, key_of, keys_of
+from rlhpc.language.data.images import PromptImages
 
 
 def picture(width: int = 2, height: int = 2, shade: int = 0) -> str:
@@ -59,24 +59,26 @@ def test_a_picture_is_the_same_in_each_clients_form() -> None:
     ],
 )
 def test_what_is_not_taken(url: str, said: str) -> None:
-    with pytest.raises(Refused, match=said) as refused:
+    with pytest.raises(RequestError, match=said) as refused:
         canonical(by_url(url))
     assert refused.value.status == 400
 
 
 def test_a_model_of_text_is_shown_nothing() -> None:
     messages = [canonical(by_url(f"data:image/png;base64,{picture()}"))]
-    with pytest.raises(Refused, match="this model reads text alone"):
+    with pytest.raises(RequestError, match="this model reads text alone"):
         Renderer(None).prompt(Tree(), messages, keys_of(messages, None), None)
 
 
 def test_the_same_tokens_with_another_picture_go_on_from_nothing() -> None:
-    def seen(*shades: float) -> Seen:
+    def seen(*shades: float) -> PromptImages:
         patches = tuple(np.full((4, 2), shade, np.float32) for shade in shades)
         grids = np.asarray([[1, 2, 2]] * len(shades), np.int64)
-        return Seen(patches, grids, 1 + 3 * np.arange(len(shades)), 2, tuple(str(shade).encode() for shade in shades))
+        return PromptImages(
+            patches, grids, 1 + 3 * np.arange(len(shades)), 2, tuple(str(shade).encode() for shade in shades)
+        )
 
-    tree = Tree([Turn(None, [7, 9], [5], [-0.5], [0], "stop", seen=seen(0.0))])
+    tree = Tree([AgentTurn(None, [7, 9], [5], [-0.5], [0], "stop", seen=seen(0.0))])
     longer = [7, 9, 5, 8, 9, 6]
     assert tree.continued_by(longer, seen=seen(0.0)) == tree.continued_by(longer, seen=seen(0.0, 1.0)) == 0
     assert tree.continued_by(longer, seen=seen(1.0, 0.0)) is None and tree.continued_by(longer) is None

@@ -16,7 +16,7 @@ import transformers
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rlhpc.language.agents.episodes import Episode, Episodes, sample_of
+from rlhpc.language.agents.episodes import Episode, EpisodeRunner, sample_of
 from rlhpc.language.agents.gateway.output_parsers import Parsers
 from rlhpc.language.config.models import LanguageModelConfig
 from rlhpc.language.data.prompts import Prompt
@@ -62,7 +62,7 @@ def test_each_end_token_is_stripped_for_each_reader(base: Any, end: str) -> None
     assert ids[-1] in end_tokens(base.name_or_path, transformers.AutoConfig.from_pretrained(base.name_or_path), base)
     assert without_end(ids, base) == ids[:-1] and without_end([], base) == []
     assert Parsers(base, None, None).read(ids, None).content == "It is 4."
-    assert Episodes(None, base)._text(ids) == "It is 4."  # type: ignore[arg-type]
+    assert EpisodeRunner(None, base)._text(ids) == "It is 4."  # type: ignore[arg-type]
     problem = Prompt(0, ({"role": "user", "content": "2+2?"},), "4")
     episode = Episode(0, (1,), problem, ids, [0.0] * len(ids), [0] * len(ids), [True] * len(ids))
     assert sample_of(problem, episode, base, finished=True).response == "It is 4."

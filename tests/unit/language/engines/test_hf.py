@@ -13,13 +13,13 @@ need_extra("llm")
 
 from rlhpc.language.data.tokenizer import StopTexts
 from rlhpc.language.engines.base import Request, SamplingParams
-from rlhpc.language.engines.hf import Ledger
+from rlhpc.language.engines.hf import SequenceTable
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_each_row_ends_at_its_own_tokens_and_no_more_sets_are_kept_than_rows(seed: int) -> None:
     draw, rows, vocabulary = random.Random(seed), 4, 50
-    ledger = Ledger(rows, vocabulary, frozenset({49}), StopTexts(None, ""))
+    ledger = SequenceTable(rows, vocabulary, frozenset({49}), StopTexts(None, ""))
     for number in range(300):
         ends = tuple(sorted(draw.sample(range(40), draw.randint(0, 3))))
         ledger.add(Request(number, (1,), SamplingParams(stop_token_ids=ends)), 1000)

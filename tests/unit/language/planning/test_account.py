@@ -17,7 +17,7 @@ from rlhpc.language.planning.memory_model import Serving
 from rlhpc.language.planning.memory_tables import tables
 from rlhpc.language.planning.model_size import NotKnown, size_of
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.memory.account import GIB, Ranks
+from rlhpc.runs.memory.account import GIB, GroupRanks
 from rlhpc.runs.memory.plan import memory_plan
 from tests.extras import need_extra
 
@@ -149,7 +149,7 @@ def test_groups_that_take_turns_need_not_fit_together() -> None:
 
 def actor(*words: str) -> Any:
     cfg = typed(GrpoConfig, load_config(MATH, [*EIGHT, *words]))
-    return cfg, training_of(cfg, "actor", cfg.actor, Ranks(8, accelerated=True, room=80 * GIB))
+    return cfg, training_of(cfg, "actor", cfg.actor, GroupRanks(8, accelerated=True, room=80 * GIB))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_the_reference_of_dpo_is_counted() -> None:
     def trained(kind: str, *words: str) -> float:
         words = ("runner.name=x", "actor.model.model_path=Qwen/Qwen2.5-7B", "actor.training_backend=fsdp", *words)
         cfg = typed(GrpoConfig, load_config(ROOT / f"configs/base/{kind}.yaml", words, check=False))
-        return held(training_of(cfg, "actor", cfg.actor, Ranks(8, accelerated=True, room=80 * GIB)))
+        return held(training_of(cfg, "actor", cfg.actor, GroupRanks(8, accelerated=True, room=80 * GIB)))
 
     share = 2 * size_of("Qwen/Qwen2.5-7B").parameters / 8
     assert trained("dpo") - trained("sft") == pytest.approx(share)

@@ -18,8 +18,8 @@ from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.rollout.group_builder import GroupMaker
-from rlhpc.language.rollout.pending_group import Slot
-from rlhpc.language.rollout.sample_group import Group
+from rlhpc.language.rollout.pending_group import PendingGroup
+from rlhpc.language.rollout.sample_group import SampleGroup
 
 #: Why a member of a group may be left out.
 REASONS = ("cut", "failed", "stale")
@@ -49,16 +49,16 @@ def answer(tokens: int, *, left_out: str = "", version: int = 4) -> Episode:
 
 def group(
     cfg: GrpoConfig, position: int, answers: list[Episode], rewards: list[float]
-) -> tuple[Group, dict[str, float]]:
+) -> tuple[SampleGroup, dict[str, float]]:
     maker = GroupMaker(cfg, make_algorithm(cfg), 0, "rollout-0")
-    slot = Slot(5, position, 0, Prompt(0, ()), (1, 2), dict(enumerate(answers)))
+    slot = PendingGroup(5, position, 0, Prompt(0, ()), (1, 2), dict(enumerate(answers)))
     slot.scores = {member: Scored(reward, {"math": reward}) for member, reward in enumerate(rewards)}
     judged = maker.judged(slot, may_refill=False)
     assert judged is not None
     return maker.group(slot, judged)
 
 
-def trained_on(cfg: GrpoConfig, groups: list[Group]) -> TokenBatch:
+def trained_on(cfg: GrpoConfig, groups: list[SampleGroup]) -> TokenBatch:
     batch = TokenBatch.joined([one.trained() for one in groups])
     batch.columns[VALUES] = batch.ids * 0.1 + batch.columns["rollout_logprobs"]
     batch.columns[ADVANTAGES] = make_algorithm(cfg).advantages(batch, None)
@@ -75,7 +75,7 @@ def test_the_others_are_as_if_answers_had_been_removed_beforehand(adv_type: str,
     }  # fmt: skip
     cfg = configuration(6, **algorithm)
     random = np.random.default_rng(3)
-    every, rest = list[Group](), list[Group]()
+    every, rest = list[SampleGroup](), list[SampleGroup]()
     for position in range(8):
         reasons = ["", "", *random.choice(["", *REASONS], 4).tolist()]
         answers = [answer(int(random.integers(2, 9)), left_out=why) for why in reasons]
@@ -124,7 +124,7 @@ def test_groups_are_filtered_by_the_tasks_reward_of_those_that_are_compared(name
     changes, answers, terms, refilled = REFILLED[name]
     cfg = configuration(2, **{"algorithm.filter_groups": True, **changes})
     maker = GroupMaker(cfg, make_algorithm(cfg), 0, "rollout-0")
-    slot = Slot(5, 0, 0, Prompt(0, ()), (1, 2), dict(enumerate(answers)))
+    slot = PendingGroup(5, 0, 0, Prompt(0, ()), (1, 2), dict(enumerate(answers)))
     weights = {term.name: term.weight for term in cfg.reward.terms}
     slot.scores = {
         member: Scored(sum(weights[term] * value for term, value in found.items()), found)

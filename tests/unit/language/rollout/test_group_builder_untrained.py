@@ -9,7 +9,7 @@ import pytest
 from rlhpc.language.agents.episodes import Episode, Outcome
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.rollout import group_builder
-from rlhpc.language.rollout.pending_group import Slot
+from rlhpc.language.rollout.pending_group import PendingGroup
 
 
 def episode(versions: list[int], *, reason: str = "stop", error: str = "", lost: int = 0) -> Episode:
@@ -22,8 +22,8 @@ def episode(versions: list[int], *, reason: str = "stop", error: str = "", lost:
     return Episode(0, (1,), finish_reason=reason, outcome=outcome, branches=samples)
 
 
-def slot(*episodes: Episode) -> Slot:
-    return Slot(5, 3, 0, Prompt(0, ()), (1,), dict(enumerate(episodes)))
+def slot(*episodes: Episode) -> PendingGroup:
+    return PendingGroup(5, 3, 0, Prompt(0, ()), (1,), dict(enumerate(episodes)))
 
 
 def test_reasons_and_counts() -> None:

@@ -12,20 +12,20 @@ import torch
 
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.rollout.group_receiver import Arrivals
-from rlhpc.language.rollout.sample_group import Group, column_message, group_of
+from rlhpc.language.rollout.sample_group import SampleGroup, column_message, group_of
 from rlhpc.language.workers.scoring import GroupInbox
 from rlhpc.runtime.channel import QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
 
 
-def group(step: int, position: int, *tokens: int) -> Group:
+def group(step: int, position: int, *tokens: int) -> SampleGroup:
     """A prompt's group of one answer."""
     numbers, versions, n = [-1.0] * len(tokens), [step - 1] * len(tokens), len(tokens)
     episode = Episode(0, (1, 2), None, list(tokens), numbers, versions, [True] * n, [0] * n, 1, "stop")
     return group_of(step, position, {0: episode}, np.zeros(1, np.float32), [{}], trains=True, size=1)
 
 
-def column(of: Group, maker: str, value: float) -> dict[str, Any]:
+def column(of: SampleGroup, maker: str, value: float) -> dict[str, Any]:
     return column_message(of, maker, torch.full((of.batch.tokens,), value))
 
 

@@ -11,8 +11,8 @@ from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines import Completion
 from rlhpc.language.rollout import prompt_queue as work
-from rlhpc.language.rollout.pending_group import Begun, Slot
-from rlhpc.language.rollout.prompt_queue import Delivery, Ledger, Takings
+from rlhpc.language.rollout.pending_group import PartialGroup, PendingGroup
+from rlhpc.language.rollout.prompt_queue import Delivery, PromptLeases, PromptTracker
 from rlhpc.runtime.channel import QueueEmpty, Taken
 from rlhpc.runtime.errors import DeadlineExceeded
 
@@ -57,15 +57,15 @@ def queues(monkeypatch: pytest.MonkeyPatch) -> dict[str, Queue]:
     return made
 
 
-def opened(queues: dict[str, Queue], prompts: int, last: int) -> tuple[Ledger, Queue, Queue]:
-    ledger = Ledger(prompts)
+def opened(queues: dict[str, Queue], prompts: int, last: int) -> tuple[PromptTracker, Queue, Queue]:
+    ledger = PromptTracker(prompts)
     ledger.open(0)
     ledger.give(last)
     return ledger, queues[work.WORK], queues[work.DELIVERED]
 
 
-def takings(prompts: int, rank: int, queues: tuple[Any, Any], step: int, ranks: int) -> Takings:
-    taker = Takings(prompts, rank, *queues)
+def takings(prompts: int, rank: int, queues: tuple[Any, Any], step: int, ranks: int) -> PromptLeases:
+    taker = PromptLeases(prompts, rank, *queues)
     taker.begin(step, ranks)
     return taker
 
@@ -102,12 +102,12 @@ def test_what_was_begun_is_handed_on(queues: dict[str, Queue], monkeypatch: pyte
     prompt = Prompt("1 + 1", "2", {}, [])
     whole = Episode(8, (5, 6), prompt, [9, 1], [-0.1, -0.2], [3, 4], finish_reason="stop")
     part = Episode(9, (5, 6), prompt, [9], [-0.1], [3], finish_reason="abort")
-    slot = Slot(1, 0, 2, prompt, (5, 6))
+    slot = PendingGroup(1, 0, 2, prompt, (5, 6))
     one.hand_back(1, slot.begun([whole, part, Episode(10, (5, 6), prompt, finish_reason="abort")]))
     assert given.done_with == [0] and one.held(1) == 0, "it does not come back a second time when this rank ends"
     two.deliver(1, 1, {})
     begun = two.take(1)
-    assert begun == Begun(0, 2, [
+    assert begun == PartialGroup(0, 2, [
         Completion(0, [9, 1], [-0.1, -0.2], [3, 4], "stop"), Completion(1, [9], [-0.1], [3], "abort"),
         Completion(2, finish_reason="abort"),
     ])  # fmt: skip

@@ -23,7 +23,7 @@ from rlhpc.runtime.comm.shared_memory import HEADER, Mappings, SegmentPool, byte
 from rlhpc.runtime.comm.zero_copy import LEND_LIMIT
 from rlhpc.runtime.comm.zmq_sockets import Peers
 from rlhpc.runtime.errors import ChannelError, RlhpcError
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
 from tests.serving import Serving
 
@@ -34,19 +34,19 @@ def nothing() -> None: ...
 
 
 @pytest.fixture
-def keys() -> Keys:
-    return Keys.fresh()
+def keys() -> CurveKeys:
+    return CurveKeys.fresh()
 
 
 @pytest.fixture
-def owner(scratch: Scratch, keys: Keys) -> Iterator[Serving]:
+def owner(scratch: Scratch, keys: CurveKeys) -> Iterator[Serving]:
     made = Serving(scratch, keys, "owner-3")
     yield made
     made.close()
 
 
 @pytest.fixture
-def peers(keys: Keys) -> Iterator[Peers]:
+def peers(keys: CurveKeys) -> Iterator[Peers]:
     made = Peers(zmq.Context.instance(), keys, nothing)
     yield made
     made.close()
@@ -95,7 +95,7 @@ def test_memory_is_used_again_when_nobody_looks_into_it() -> None:
 
 @pytest.mark.parametrize("start, count", [(HEADER, 100), (HEADER + 7, LEND_LIMIT + 64), (HEADER + LEND_LIMIT + 3, 60)])
 def test_any_part_of_a_loan_is_what_a_segment_would_hold(
-    owner: Serving, keys: Keys, scratch: Scratch, start: int, count: int
+    owner: Serving, keys: CurveKeys, scratch: Scratch, start: int, count: int
 ) -> None:
     buffers = [random_bytes(LEND_LIMIT + 5).data, random_bytes(40, 1).data, random_bytes(3000, 2).data]
     path, spans = SegmentPool(scratch).write(buffers)
@@ -108,7 +108,7 @@ def test_any_part_of_a_loan_is_what_a_segment_would_hold(
     client.close()
 
 
-def test_a_loan_that_nobody_waits_for_becomes_a_segment(owner: Serving, keys: Keys, scratch: Scratch) -> None:
+def test_a_loan_that_nobody_waits_for_becomes_a_segment(owner: Serving, keys: CurveKeys, scratch: Scratch) -> None:
     data = random_bytes(SIZE)
     loan = owner.loans.lend([data.data], 1)
     loan.settle(False, owner.pool, nothing)
@@ -124,7 +124,7 @@ def test_a_loan_that_nobody_waits_for_becomes_a_segment(owner: Serving, keys: Ke
     client.close()
 
 
-def test_a_loan_outlives_the_reader_that_dies(owner: Serving, keys: Keys, scratch: Scratch) -> None:
+def test_a_loan_outlives_the_reader_that_dies(owner: Serving, keys: CurveKeys, scratch: Scratch) -> None:
     """A consumer that is killed while it reads: the item is there for the next one, although the sender has gone on."""
     data = random_bytes(64 << 20)
     loan, expected = owner.loans.lend([data.data], 1), data.copy()
@@ -144,7 +144,7 @@ def wait_for(condition: Callable[[], bool]) -> bool:
     return any(condition() or pause.wait(0.02) for _ in range(250))
 
 
-def test_more_transfers_than_are_served_at_a_time(owner: Serving, keys: Keys) -> None:
+def test_more_transfers_than_are_served_at_a_time(owner: Serving, keys: CurveKeys) -> None:
     data = [random_bytes(4 << 20, seed) for seed in range(3)]
     paths = [owner.pool.write([each.data])[0] for each in data]
 
@@ -162,11 +162,11 @@ def test_more_transfers_than_are_served_at_a_time(owner: Serving, keys: Keys) ->
 # -- who may ask, and for what ----------------------------------------------------------------------------------------
 
 
-def test_another_generations_key_is_refused_by_both_sides(owner: Serving, scratch: Scratch, keys: Keys) -> None:
+def test_another_generations_key_is_refused_by_both_sides(owner: Serving, scratch: Scratch, keys: CurveKeys) -> None:
     with pytest.raises(ChannelError, match=r"owner-3 at 127.0.0.1:\d+ did not prove to be of this run"):
-        BulkClient(owner.server.endpoint, Keys.fresh(), nothing)
+        BulkClient(owner.server.endpoint, CurveKeys.fresh(), nothing)
     assert wait_for(lambda: owner.server.refused == 1)
-    stranger = Serving(scratch, Keys.fresh(), "owner-3")
+    stranger = Serving(scratch, CurveKeys.fresh(), "owner-3")
     try:
         with pytest.raises(ChannelError, match="did not prove"):
             BulkClient(stranger.server.endpoint, keys, nothing)
@@ -174,7 +174,7 @@ def test_another_generations_key_is_refused_by_both_sides(owner: Serving, scratc
         stranger.close()
 
 
-def test_a_server_that_only_repeats_what_it_hears_is_refused(keys: Keys) -> None:
+def test_a_server_that_only_repeats_what_it_hears_is_refused(keys: CurveKeys) -> None:
     """Without the secret: the client's own proof as the server's."""
     with socket.create_server(("127.0.0.1", 0)) as door:
 
@@ -193,7 +193,7 @@ def test_a_server_that_only_repeats_what_it_hears_is_refused(keys: Keys) -> None
         thread.join()
 
 
-def test_a_forged_request_on_a_proven_connection_is_dropped(owner: Serving, keys: Keys) -> None:
+def test_a_forged_request_on_a_proven_connection_is_dropped(owner: Serving, keys: CurveKeys) -> None:
     path, _ = owner.pool.write([random_bytes(SIZE).data])
     client = BulkClient(owner.server.endpoint, keys, nothing)
     body = b"F" + bulk._RANGE.pack(HEADER, 10) + path.encode()
@@ -204,7 +204,7 @@ def test_a_forged_request_on_a_proven_connection_is_dropped(owner: Serving, keys
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "{shm}/../../etc/passwd", "{shm}/link", "{shm}/none", "loan:1-1", ""])
-def test_nothing_but_segments_is_served(owner: Serving, keys: Keys, scratch: Scratch, path: str) -> None:
+def test_nothing_but_segments_is_served(owner: Serving, keys: CurveKeys, scratch: Scratch, path: str) -> None:
     (scratch.shm / "link").symlink_to("/etc/passwd")
     client, target = BulkClient(owner.server.endpoint, keys, nothing), bytearray(10)
     with pytest.raises(ChannelError, match=r"owner-3 at .*(is gone|not a segment)"):
@@ -217,7 +217,7 @@ def test_nothing_but_segments_is_served(owner: Serving, keys: Keys, scratch: Scr
     client.close()
 
 
-def test_silent_strangers_keep_nobody_out(owner: Serving, keys: Keys) -> None:
+def test_silent_strangers_keep_nobody_out(owner: Serving, keys: CurveKeys) -> None:
     with contextlib.ExitStack() as stack:
         address, _, port = owner.server.endpoint.rpartition("@")[2].rpartition(":")
         for _ in range(200):
@@ -230,7 +230,7 @@ def test_silent_strangers_keep_nobody_out(owner: Serving, keys: Keys) -> None:
 # -- deaths -----------------------------------------------------------------------------------------------------------
 
 
-def _dies_half_way(scratch: Scratch, keys: Keys, told: socket.socket) -> None:
+def _dies_half_way(scratch: Scratch, keys: CurveKeys, told: socket.socket) -> None:
     def send_half(sock: socket.socket, buffers: list[memoryview]) -> None:
         sock.sendall(buffers[0][: len(buffers[0]) // 2])
         os.kill(os.getpid(), 9)
@@ -242,7 +242,7 @@ def _dies_half_way(scratch: Scratch, keys: Keys, told: socket.socket) -> None:
     owner._thread.join()
 
 
-def test_the_death_of_an_owner_is_an_error_that_names_it(scratch: Scratch, keys: Keys, peers: Peers) -> None:
+def test_the_death_of_an_owner_is_an_error_that_names_it(scratch: Scratch, keys: CurveKeys, peers: Peers) -> None:
     ours, theirs = socket.socketpair()
     process = multiprocessing.get_context("fork").Process(target=_dies_half_way, args=[scratch, keys, theirs])
     process.start()
@@ -254,7 +254,7 @@ def test_the_death_of_an_owner_is_an_error_that_names_it(scratch: Scratch, keys:
         peers.fetch(endpoint, name, HEADER, memoryview(bytearray(SIZE)))
 
 
-def test_a_failed_run_ends_a_transfer(owner: Serving, keys: Keys) -> None:
+def test_a_failed_run_ends_a_transfer(owner: Serving, keys: CurveKeys) -> None:
     """The owner hangs in the middle; what the driver says about the run is what the receiver raises."""
     hold = threading.Event()
 

@@ -19,7 +19,7 @@ from rlhpc.runtime.comm.remote_fetch import Above, Fetching
 from rlhpc.runtime.comm.shared_memory import HEADER, Mappings, SegmentPool
 from rlhpc.runtime.comm.zero_copy import Offers, Withdrawn
 from rlhpc.runtime.comm.zmq_sockets import Peers
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
 from tests.eventually import wait_until
 from tests.serving import Serving
@@ -39,7 +39,7 @@ Fetch = Callable[[], np.ndarray]
 @pytest.fixture
 def between(scratch: Scratch, data: np.ndarray) -> Iterator[tuple[Serving, Serving, Above, Fetch]]:
     """The owner of a segment, a host that may pass it on, and what a third fetches."""
-    keys = Keys.fresh()
+    keys = CurveKeys.fresh()
     owner, above = Serving(scratch, keys, "owner-0"), Serving(scratch, keys, "above-0")
     path, _ = owner.pool.write([data])
     peers = Peers(zmq.Context.instance(), keys, lambda: None)
@@ -98,7 +98,7 @@ def test_who_dies_while_it_sends_is_replaced(
 ) -> None:
     _, _, asked, fetch = between
 
-    def half(self: BulkServer, link: bulk.Link, name: str, start: int, count: int) -> None:
+    def half(self: BulkServer, link: bulk.BulkConnection, name: str, start: int, count: int) -> None:
         link.say(bulk._OK)
         link.sock.sendall(b"\1" * (count // 2))
         link.sock.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.language.agents.gateway.request_schema import CHAT, GENERATE, MESSAGES, Form, read_body
-from rlhpc.language.agents.turn_tree import Refused
+from rlhpc.language.agents.turn_tree import RequestError
 
 PAGE = Path(__file__).parents[5] / "docs" / "how-to" / "train-your-agent.md"
 
@@ -37,5 +37,5 @@ def test_null_is_as_good_as_nothing(form: Form) -> None:
     )
     assert read_body(body + nulls + b"}", form) == read_body(body + b"}", form)
     for name in form.required:
-        with pytest.raises(Refused, match=name):
+        with pytest.raises(RequestError, match=name):
             read_body(b'{"%s": null}' % name.encode(), form)
