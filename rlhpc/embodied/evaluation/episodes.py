@@ -17,7 +17,7 @@ from rlhpc.embodied.config import EmbodiedConfig, EnvSideConfig, EvalEnvConfig, 
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv, env_failed
 from rlhpc.embodied.envs.observations import count_rows
-from rlhpc.embodied.models.base import Guide, Policy, PolicyObs, overlap_weights
+from rlhpc.embodied.models.base import Guide, Obs, Policy, overlap_weights
 from rlhpc.embodied.models.noise import noise_of_episodes
 from rlhpc.metrics.statistics import mean_interval, wilson
 from rlhpc.runs.device import to_tensors
@@ -43,7 +43,7 @@ class RealTime:
         self._going = np.zeros(0, bool)
 
     def predict_action_batch(
-        self, obs: PolicyObs, mode: str = "eval", noise: Tensor | None = None
+        self, obs: Obs, mode: str = "eval", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Actions `[B, s, dim]`, as a policy's; the first d are of the chunk before, where there is one."""
         del mode
@@ -105,7 +105,7 @@ def real_time(policy: Any, env_cfg: EvalEnvConfig) -> RealTime | None:
     return RealTime(policy, delay, executed, most)
 
 
-def _copied(obs: PolicyObs) -> PolicyObs:
+def _copied(obs: Obs) -> Obs:
     """Tensors that a gradient may be computed through, which those made in inference mode are not."""
     return {name: part.clone() for name, part in obs.items()} if isinstance(obs, dict) else obs.clone()
 

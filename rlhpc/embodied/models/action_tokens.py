@@ -19,7 +19,7 @@ from torch import Tensor
 from rlhpc.config.sections import LoraConfig
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.models.action_heads import at_level
-from rlhpc.embodied.models.base import Policy, PolicyObs
+from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.flow import scale_of
 from rlhpc.embodied.models.normalization import Scaling
 from rlhpc.embodied.models.vlm import (
@@ -96,7 +96,7 @@ class TokenPolicy(Policy):
         """Sets `vlm`, `inputs`, `tokens`, and what else there is."""
 
     @abstractmethod
-    def _read(self, obs: PolicyObs, said: Tensor | None = None, cache: bool = False) -> Any:
+    def _read(self, obs: Obs, said: Tensor | None = None, cache: bool = False) -> Any:
         """The model's body over pictures, prompt, and the tokens written so far `[B, n]`, and the mask."""
 
     @abstractmethod
@@ -128,7 +128,7 @@ class TokenPolicy(Policy):
             return None, self._values(self.inputs(obs)[0])
         return None, self._values(self._states(obs, None)[:, 0]) if value else None
 
-    def _states(self, obs: PolicyObs, tokens: Tensor | None) -> Tensor:
+    def _states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
         """The hidden states from which given tokens `[B, n]` are predicted, `[B, n, width]`; without them the first."""
         said, count = (None, 1) if tokens is None else (tokens[:, :-1], tokens.shape[1])
         hidden: Tensor = self._read(obs, said)[0].last_hidden_state[:, -count:]
@@ -156,7 +156,7 @@ class TokenPolicy(Policy):
         return out
 
     def predict_action_batch(
-        self, obs: PolicyObs, mode: str = "train", noise: Tensor | None = None
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Actions for a batch of observations (`Policy.predict_action_batch`)."""
         noise = None if mode == "eval" else self.noise_for(obs, noise, self.scaling.low.device)
@@ -166,7 +166,7 @@ class TokenPolicy(Policy):
         found = at_level(logprobs, self.logprob_type, self.chunk)
         return actions, {"prev_logprobs": found, "prev_values": self._values(first), "inputs": {"tokens": tokens}}
 
-    def _say(self, obs: PolicyObs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _say(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """The bins of the tokens, one after the other, and their log-probs `[B, chunk · dim]`; the first hidden state."""
         out, mask = self._read(obs, cache=True)
         first = hidden = out.last_hidden_state[:, -1]
@@ -222,7 +222,7 @@ class VLAPolicy(TokenPolicy):
                 "stand for actions"
             )
 
-    def _read(self, obs: PolicyObs, said: Tensor | None = None, cache: bool = False) -> Any:
+    def _read(self, obs: Obs, said: Tensor | None = None, cache: bool = False) -> Any:
         ids, mask, pixels = self.inputs(obs)
         if said is not None:
             ids, mask = torch.cat([ids, said], 1), torch.cat([mask, torch.ones_like(said)], 1)

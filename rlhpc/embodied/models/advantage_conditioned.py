@@ -17,7 +17,7 @@ from rlhpc.config.typed import changed
 from rlhpc.embodied.config import BcConfig, PolicyConfig
 from rlhpc.embodied.data.trajectory import Trajectory
 from rlhpc.embodied.envs.observations import count_rows, space_to_json, take
-from rlhpc.embodied.models.base import Policy, PolicyObs
+from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.registry import build_model, load_policy
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError
@@ -76,7 +76,7 @@ class ConditionedPolicy(Policy):
         return self.inner.default_forward(told, *asked, **wanted)
 
     def predict_action_batch(
-        self, obs: PolicyObs, mode: str = "train", noise: Tensor | None = None
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """See `Policy.predict_action_batch`: asks for an improvement."""
         self.inner.logprob_type = self.logprob_type
@@ -108,7 +108,7 @@ def _with_improvement(space: Any) -> spaces.Dict:
     return spaces.Dict({**boxes, IMPROVEMENT: spaces.Box(-1, 1, (1,), np.float32)})
 
 
-def _told(obs: PolicyObs, improvement: Tensor | None = None) -> dict[str, Tensor]:
+def _told(obs: Obs, improvement: Tensor | None = None) -> dict[str, Tensor]:
     named = dict(obs) if isinstance(obs, dict) else {"state": obs}
     if improvement is None:
         first = next(iter(named.values()))

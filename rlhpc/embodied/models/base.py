@@ -36,7 +36,7 @@ Found = TypeVar("Found")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 #: An observation, or several by name.
-PolicyObs = Tensor | dict[str, Tensor]
+Obs = Tensor | dict[str, Tensor]
 
 
 def _without_gradient(method: Method) -> Method:
@@ -150,7 +150,7 @@ class Policy(nn.Module):
 
     @_without_gradient
     def predict_action_batch(
-        self, obs: PolicyObs, mode: str = "train", noise: Tensor | None = None
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Acts; nothing that it returns needs a gradient.
 
@@ -170,7 +170,7 @@ class Policy(nn.Module):
         actions, logprobs = self.head.act(head_input, noise, self.logprob_type)
         return actions, {"prev_logprobs": logprobs, "prev_values": values}
 
-    def mean_action(self, obs: PolicyObs) -> Tensor:
+    def mean_action(self, obs: Obs) -> Tensor:
         """Returns the actions of `predict_action_batch` in "eval", with their gradient where there is one.
 
         Args:
@@ -190,7 +190,7 @@ class Policy(nn.Module):
         """Actions that it predicts at once by a flow, which can be made to agree with others (`plan`); 0 where it has none."""
         return 0
 
-    def plan(self, obs: PolicyObs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
+    def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
         """All that it predicts, the way evaluations act, as the flow has it: `[B, ...]` like its states.
 
         Args:
@@ -218,13 +218,13 @@ class Policy(nn.Module):
         from zero, which is never seen in training, they end between the modes of what they learned."""
         return torch.randn((*shape, *self.start_shape), generator=generator)
 
-    def start_for(self, obs: PolicyObs, noise: Tensor | None, device: torch.device) -> Tensor:
+    def start_for(self, obs: Obs, noise: Tensor | None, device: torch.device) -> Tensor:
         """Returns the noise from which an evaluation begins, `[B, *start_shape]`: what was given, or that of a fixed seed."""
         if noise is None:
             noise = noise_of_slots(self.sample_start, (0,), range(count_rows(obs)))
         return noise.to(device)
 
-    def noise_for(self, obs: PolicyObs, noise: Tensor | None, device: torch.device) -> Tensor:
+    def noise_for(self, obs: Obs, noise: Tensor | None, device: torch.device) -> Tensor:
         """What a sample of `predict_action_batch` is made of: noise that was given, or is drawn here."""
         return self.sample_noise((count_rows(obs),), torch.default_generator).to(device) if noise is None else noise
 
@@ -236,7 +236,7 @@ class Policy(nn.Module):
         logprobs = self.default_forward(inputs)["logprobs"]
         return -logprobs.reshape(len(logprobs), -1).sum(1)
 
-    def value(self, obs: PolicyObs) -> Tensor:
+    def value(self, obs: Obs) -> Tensor:
         """Values `[B]`, or `[B, chunk]`."""
         values = self.features(obs, False, True)[1]
         assert values is not None

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.envs.observations import boxes_of, is_channel_last
-from rlhpc.embodied.models.base import Policy, PolicyObs, layer
+from rlhpc.embodied.models.base import Obs, Policy, layer
 from rlhpc.embodied.models.mlp import flat_numbers
 from rlhpc.embodied.models.registry import MODELS
 from rlhpc.runtime.errors import ConfigError
@@ -170,7 +170,7 @@ def encoder_of(cfg: PolicyConfig, observation_space: Any, action_space: Any, opt
     return MODELS.find(str(options.get("encoder", "cnn")))(cfg, observation_space, action_space, heads=False)
 
 
-def seen_by(encoder: Any, obs: PolicyObs) -> Tensor:
+def seen_by(encoder: Any, obs: Obs) -> Tensor:
     """What is seen of observations, `[B, width]`: their numbers, where there is no encoder."""
     found: Tensor = flat_numbers(obs) if encoder is None else encoder.see(obs)
     return found

@@ -15,7 +15,7 @@ from rlhpc.checkpoint.start import find_weights
 from rlhpc.embodied.config import BcModelConfig, SacModelConfig
 from rlhpc.embodied.envs.observations import space_to_json
 from rlhpc.embodied.models.action_heads import SquashedGaussianHead
-from rlhpc.embodied.models.base import PolicyObs
+from rlhpc.embodied.models.base import Obs
 from rlhpc.embodied.models.flow import FlowActing
 from rlhpc.embodied.models.off_policy import SACPolicy
 from rlhpc.embodied.models.registry import load_policy, policy_from_spec
@@ -74,7 +74,7 @@ class DSRLPolicy(SACPolicy):
             )
         return base.requires_grad_(False)
 
-    def executed(self, obs: PolicyObs, actions: Tensor) -> Tensor:
+    def executed(self, obs: Obs, actions: Tensor) -> Tensor:
         """What the flow makes of noise (`ActorCritic.executed`)."""
         velocity, _ = self.base.prepare(obs, True, False)
         assert velocity is not None
@@ -82,7 +82,7 @@ class DSRLPolicy(SACPolicy):
         return self.base.played(self.base.flow.act(velocity, None, start)[:, -1], slice(self.base.chunk))
 
     def predict_action_batch(
-        self, obs: PolicyObs, mode: str = "train", noise: Tensor | None = None
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """See `Policy.predict_action_batch`; the log-probabilities are those of the noise."""
         chosen, extras = super().predict_action_batch(obs, mode, noise)

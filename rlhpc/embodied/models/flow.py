@@ -23,7 +23,7 @@ from torch import Tensor
 from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.envs.observations import count_rows
 from rlhpc.embodied.models.action_heads import at_level
-from rlhpc.embodied.models.base import Guide, Policy, PolicyObs, Velocity
+from rlhpc.embodied.models.base import Guide, Obs, Policy, Velocity
 from rlhpc.embodied.models.cnn import encoder_of, seen_by
 from rlhpc.embodied.models.mlp import flat_width, mlp, normalizes_observations
 from rlhpc.embodied.models.normalization import ObservationNormaliser
@@ -117,7 +117,7 @@ class FlowActing(Policy):
         """Chunk and dim of the flow's states, of which the first `chunk` and `dim` are the policy's actions."""
         return self.chunk, self.dim
 
-    def prepare(self, obs: PolicyObs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
+    def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
         """The velocity for an observation, and values, each only if asked for."""
         raise NotImplementedError
 
@@ -146,7 +146,7 @@ class FlowActing(Policy):
         return out
 
     def predict_action_batch(
-        self, obs: PolicyObs, mode: str = "train", noise: Tensor | None = None
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """See `Policy.predict_action_batch`. "eval" goes the deterministic way from x_1."""
         velocity, values = self.prepare(obs, True, True)
@@ -165,13 +165,13 @@ class FlowActing(Policy):
         """See `Policy.horizon`: the chunk."""
         return self.chunk
 
-    def plan(self, obs: PolicyObs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
+    def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
         """See `Policy.plan`."""
         velocity, _ = self.prepare(obs, True, False)
         assert velocity is not None  # it was asked for
         return self._eval_chain(velocity if guide is None else guide(velocity), obs, noise)[:, -1]
 
-    def _eval_chain(self, velocity: Velocity, obs: PolicyObs, noise: Tensor | None) -> Tensor:
+    def _eval_chain(self, velocity: Velocity, obs: Obs, noise: Tensor | None) -> Tensor:
         """All states of the way that evaluations go."""
         return self.flow.act(velocity, None, self.start_for(obs, noise, self.low.device))
 
@@ -250,7 +250,7 @@ class FlowPolicy(FlowActing):
         inputs = width + self.chunk * self.dim + _TIME_FEATURES
         self.velocity = mlp([inputs, *sizes], self.chunk * self.dim, activation, orthogonal, 1.0)
 
-    def prepare(self, obs: PolicyObs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
+    def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
         """Encodes observations once for all steps of the flow (`FlowActing.prepare`)."""
         encoded = seen_by(self.encoder, obs)
         if self.normaliser is not None:

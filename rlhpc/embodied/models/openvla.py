@@ -21,9 +21,8 @@ from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.action_heads import GaussianHead
 from rlhpc.embodied.models.action_tokens import ActionTokens, TokenPolicy
-from rlhpc.embodied.models.base import Policy, PolicyObs
+from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.normalization import BOUNDS, Scaling, read_statistics, scaling
-from rlhpc.embodied.models.prismatic import ViT
 from rlhpc.embodied.models.vlm import (
     PROMPT,
     Eye,
@@ -68,6 +67,8 @@ class OpenVLAPolicy(TokenPolicy):
     statistics: dict[str, Any]
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
+        from rlhpc.embodied.models.prismatic import ViT
+
         super().__init__(cfg, observation_space, action_space)
         for part in self.vlm.modules():
             if isinstance(part, ViT):
@@ -155,7 +156,7 @@ class OpenVLAPolicy(TokenPolicy):
             seen = torch.cat([seen, self.proprio_projector(state)[:, None].to(seen.dtype)], 1)
         return self.vlm.embed(ids, seen), mask
 
-    def _read(self, obs: PolicyObs, said: Tensor | None = None, cache: bool = False) -> Any:
+    def _read(self, obs: Obs, said: Tensor | None = None, cache: bool = False) -> Any:
         embedded, mask = self._embedded(obs)
         if said is not None:
             embedded = torch.cat([embedded, self.vlm.get_input_embeddings()(said)], 1)
@@ -170,7 +171,7 @@ class OpenVLAPolicy(TokenPolicy):
         found: Tensor = self.vlm.language_model.lm_head(hidden)
         return found
 
-    def _states(self, obs: PolicyObs, tokens: Tensor | None) -> Tensor:
+    def _states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
         if self.kind == "tokens":
             return super()._states(obs, tokens)
         embedded, mask = self._embedded(obs)
@@ -188,7 +189,7 @@ class OpenVLAPolicy(TokenPolicy):
         hidden: Tensor = out.last_hidden_state[:, -places - 2 : -2]
         return hidden
 
-    def _say(self, obs: PolicyObs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _say(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.kind == "tokens":
             return super()._say(obs, noise)
         hidden = self._states(obs, None)
@@ -210,7 +211,7 @@ class OpenVLAPolicy(TokenPolicy):
         return Policy.default_forward(self, given, *asked, **wanted)
 
     def predict_action_batch(
-        self, obs: PolicyObs, mode: str = "train", noise: Tensor | None = None
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Actions for a batch of observations (`Policy.predict_action_batch`)."""
         if self.action_head is None:

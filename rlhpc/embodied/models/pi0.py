@@ -10,7 +10,7 @@ from torch import Tensor
 from rlhpc.config.sections import LoraConfig
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of
-from rlhpc.embodied.models.base import PolicyObs, Velocity
+from rlhpc.embodied.models.base import Obs, Velocity
 from rlhpc.embodied.models.flow import FlowActing
 from rlhpc.embodied.models.normalization import BOUNDS, NormStats, read_norm_stats
 from rlhpc.embodied.models.vlm import (
@@ -118,7 +118,7 @@ class Pi0Policy(FlowActing):
         """See `FlowActing.state_shape`: the model's own chunk and width."""
         return int(self.model.config.chunk_size), int(self.model.config.max_action_dim)
 
-    def prepare(self, obs: PolicyObs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
+    def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
         """Encodes observations once for all steps of the flow (`FlowActing.prepare`): reads pictures and prompt once."""
         ids, mask, pixels = self.inputs(obs)
         if not policy and self.value_head is None:

@@ -10,7 +10,8 @@ import torch
 
 from rlhpc.checkpoint.start import find_weights
 from rlhpc.embodied.envs.base import Step, VectorEnv, env_failed
-from rlhpc.embodied.envs.observations import Obs, as_arrays, space_to_json
+from rlhpc.embodied.envs.observations import Obs as EnvObs
+from rlhpc.embodied.envs.observations import as_arrays, space_to_json
 from rlhpc.embodied.models.registry import load_policy
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rlhpc.embodied.config import PolicyConfig
-from rlhpc.embodied.models.base import Policy, PolicyObs
+from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.cnn import encoder_of, seen_by
 from rlhpc.embodied.models.mlp import flat_width, mlp
 
@@ -51,7 +52,7 @@ class SuccessModel(Policy):
         sizes = [flat_width(observation_space), *cfg.hidden_sizes] if self.encoder is None else [self.encoder.hidden]
         self.judge = mlp(sizes, 1, cfg.activation, cfg.ortho_init, 0.01)
 
-    def logits(self, obs: PolicyObs) -> Tensor:
+    def logits(self, obs: Obs) -> Tensor:
         """Log-odds of success `[B]`."""
         found: Tensor = self.judge(seen_by(self.encoder, obs))
         return found.squeeze(-1)
@@ -63,7 +64,7 @@ class SuccessModel(Policy):
         return None, self.logits(obs).sigmoid() if value else None
 
     def predict_action_batch(
-        self, obs: PolicyObs, mode: str = "train", noise: Tensor | None = None
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Refused."""
         del obs, mode, noise
@@ -124,12 +125,12 @@ class JudgedEnv(VectorEnv):
         """Of the other one's processes."""
         return self.env.restarts
 
-    def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
+    def reset(self, seed: int | None = None) -> tuple[EnvObs, dict[str, Any]]:
         """See `VectorEnv.reset`."""
         self._before[:] = 0
         return self.env.reset(seed)
 
-    def refresh(self) -> Obs | None:
+    def refresh(self) -> EnvObs | None:
         """See `VectorEnv.refresh`."""
         return self.env.refresh()
 

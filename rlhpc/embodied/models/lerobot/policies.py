@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import count_rows, decode_text
 from rlhpc.embodied.models.action_heads import GaussianHead, at_level
-from rlhpc.embodied.models.base import Guide, Policy, PolicyObs, Velocity
+from rlhpc.embodied.models.base import Guide, Obs, Policy, Velocity
 from rlhpc.embodied.models.flow import Flow
 from rlhpc.embodied.models.lerobot import checkpoint as folder
 from rlhpc.embodied.models.lerobot import library
@@ -66,7 +66,7 @@ class LerobotPolicy(Policy):
 
     # -- inputs ---------------------------------------------------------------------------------------------------
 
-    def batch(self, obs: PolicyObs, actions: Tensor | None = None, is_pad: Tensor | None = None) -> dict[str, Any]:
+    def batch(self, obs: Obs, actions: Tensor | None = None, is_pad: Tensor | None = None) -> dict[str, Any]:
         """Observations, and actions if given, as LeRobot's networks take them: named, scaled, pictures by camera.
 
         Args:
@@ -165,7 +165,7 @@ class ActPolicy(LerobotPolicy):
         return super().default_forward({**inputs, "actions": inputs.get("scaled")}, *asked, **wanted)
 
     def predict_action_batch(
-        self, obs: PolicyObs, mode: str = "train", noise: Tensor | None = None
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Actions for a batch of observations (`Policy.predict_action_batch`)."""
         scaled, extras = Policy.predict_action_batch(self, obs, mode, noise)
@@ -188,7 +188,7 @@ class DenoisingPolicy(LerobotPolicy):
         """Of a state: the network's own chunk, and an action's components or more."""
 
     @abstractmethod
-    def see(self, obs: PolicyObs) -> tuple[Any, Tensor]:
+    def see(self, obs: Obs) -> tuple[Any, Tensor]:
         """Reads an observation once: for the steps, and `[B, width]` for the value head."""
 
     @abstractmethod
@@ -207,7 +207,7 @@ class DenoisingPolicy(LerobotPolicy):
     def denoise(self, seen: Any, x: Tensor) -> Tensor:
         """The deterministic way from a state of noise to actions, normalised `[B, *state_shape]`."""
 
-    def evaluated(self, encoded: Any, hidden: Tensor, obs: PolicyObs, noise: Tensor | None) -> Tensor:
+    def evaluated(self, encoded: Any, hidden: Tensor, obs: Obs, noise: Tensor | None) -> Tensor:
         """Returns the actions in which evaluations end, which begin in rows of `sample_start`."""
         return self.denoise(encoded, self.start_for(obs, noise, hidden.device))
 
@@ -241,7 +241,7 @@ class DenoisingPolicy(LerobotPolicy):
         return out
 
     def predict_action_batch(
-        self, obs: PolicyObs, mode: str = "train", noise: Tensor | None = None
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Actions for a batch of observations (`Policy.predict_action_batch`); evaluations go a deterministic way."""
         with self.settled():
@@ -343,7 +343,7 @@ class DiffusionPolicy(DenoisingPolicy):
 
     # -- acting and learning --------------------------------------------------------------------------------------
 
-    def see(self, obs: PolicyObs) -> tuple[Tensor, Tensor]:
+    def see(self, obs: Obs) -> tuple[Tensor, Tensor]:
         """See `DenoisingPolicy.see`; twice what the denoising network is given, `[B, width]`."""
         rows, config = self.framed(self.batch(obs)), self.inner.config
         if config.image_features:
@@ -417,7 +417,7 @@ class LeRobotFlowPolicy(DenoisingPolicy):
         """See `Policy.horizon`: all that the network predicts."""
         return self.state_shape[0]
 
-    def plan(self, obs: PolicyObs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
+    def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
         """See `Policy.plan`."""
         with self.settled():
             velocity, hidden = self.see(obs)
@@ -450,7 +450,7 @@ class PiPolicy(LeRobotFlowPolicy):
         width = int(self.inner.model.paligemma_with_expert.paligemma.config.text_config.hidden_size)
         return width + (int(self.inner.config.max_state_dim) if self._has_state else 0)
 
-    def see(self, obs: PolicyObs) -> tuple[Velocity, Tensor]:
+    def see(self, obs: Obs) -> tuple[Velocity, Tensor]:
         """See `DenoisingPolicy.see`: the velocity for it."""
         from lerobot.policies.pi0.modeling_pi0 import make_att_2d_masks
 
@@ -483,7 +483,7 @@ class SmolVlaPolicy(LeRobotFlowPolicy):
         """See `LerobotPolicy.value_inputs`."""
         return int(self.inner.model.vlm_with_expert.config.text_config.hidden_size)
 
-    def see(self, obs: PolicyObs) -> tuple[Velocity, Tensor]:
+    def see(self, obs: Obs) -> tuple[Velocity, Tensor]:
         """See `DenoisingPolicy.see`: the velocity for it."""
         from lerobot.policies.smolvla.modeling_smolvla import make_att_2d_masks
 

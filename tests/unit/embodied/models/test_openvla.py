@@ -18,7 +18,6 @@ from rlhpc.embodied.envs.observations import encode_text
 from rlhpc.embodied.models import Policy, build_model
 from rlhpc.embodied.models.normalization import Scaling, read_statistics
 from tests.extras import need_extra
-from tests.unit.embodied.models.test_action_tokens import ACTION, LORA, SPACE, observations, section
 
 need_extra("llm")
 
@@ -31,6 +30,7 @@ from rlhpc.embodied.models.prismatic import (
     vit_shape,
 )
 from rlhpc.embodied.models.vlm import Eye
+from tests.unit.embodied.models.test_action_tokens import ACTION, LORA, SPACE, observations, section
 
 #: What timm says of the two vision transformers: names and shapes of the weights with 224 pixels a side (of one block, and
 #: how many there are), and what the last layer but one gives of tiny ones, every other patch and every fourth feature.

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.jobs.doctor import Line, examine, node_probe, render, slurm_checks, to_json, torch_probe, worst
+from rlhpc.jobs.doctor import Finding, examine, node_probe, render, slurm_checks, to_json, torch_probe, worst
 from rlhpc.jobs.doctor import node_checks as here
 from rlhpc.jobs.doctor import node_checks as nodes
 from rlhpc.jobs.doctor.probe_jobs import Probed, ProbeJob, plan_jobs, script_of, source_of, wake_up_s
 from rlhpc.jobs.doctor.slurm_facts import (
-    Answer,
+    CommandOutput,
     Site,
     SiteNodeGroup,
     SlurmFacts,
@@ -74,8 +74,9 @@ def facts(**changed: str) -> SlurmFacts:
         NODE.format(name="cpu2", gres="(null)", state="IDLE", partitions="cpu,all"),
     ]
     return SlurmFacts(
-        Answer(0, "slurm-wlm 22.05.8\n"), config, Answer(0, CONFIG), Answer(0, "\n".join(partitions)).records,
-        Answer(0, "\n".join(hosts)).records, Answer(0, ASSOCIATIONS), Answer(0, ""),
+        CommandOutput(0, "slurm-wlm 22.05.8\n"), config, CommandOutput(0, CONFIG),
+        CommandOutput(0, "\n".join(partitions)).records,
+        CommandOutput(0, "\n".join(hosts)).records, CommandOutput(0, ASSOCIATIONS), CommandOutput(0, ""),
     )  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def probed(*hellos: dict[str, Any], gpus: int = 0, reach: dict[str, Any] | None 
     return Probed(Path("/runs"), [job])
 
 
-def levels(lines: list[Line] | Line) -> list[str]:
+def levels(lines: list[Finding] | Finding) -> list[str]:
     return [line.level for line in (lines if isinstance(lines, list) else [lines])]
 
 
@@ -185,7 +186,7 @@ def test_partitions() -> None:
 )
 def test_states_of_nodes(state: str, is_out: bool, asleep: bool, free: bool) -> None:
     """Whole words decide: POWERED_DOWN is not DOWN. A partition of sleeping nodes is a good one."""
-    node = Answer(0, NODE.format(name="n1", gres="(null)", state=state, partitions="cpu")).records[0]
+    node = CommandOutput(0, NODE.format(name="n1", gres="(null)", state=state, partitions="cpu")).records[0]
     assert (is_out_of_service(node), is_asleep(node), usable(node)) == (is_out, asleep, free)
     partition = replace(facts(ResumeTimeout="900 sec"), nodes=[node, {**node, "NodeName": "n2"}])
     [line] = slurm_checks.partitions(partition, site(SiteNodeGroup("cpu", "cpu")))
@@ -199,7 +200,7 @@ def test_states_of_nodes(state: str, is_out: bool, asleep: bool, free: bool) -> 
 )
 def test_versions_of_slurm(text: str, level: str) -> None:
     """Those that the tests run on are named, by the doctor and by the docs."""
-    line = slurm_checks.version(replace(facts(), version=Answer(0, f"slurm {text}\n")))
+    line = slurm_checks.version(replace(facts(), version=CommandOutput(0, f"slurm {text}\n")))
     docs = (Path(__file__).parents[4] / "docs" / "how-to" / "administer.md").read_text()
     assert line.level == level
     for year, month in slurm_checks.TESTED_SLURM:
@@ -335,7 +336,7 @@ FINE = {
 }  # fmt: skip
 
 
-def in_torch(*, granted: int = 2, without: tuple[str, ...] = (), **changed: Any) -> Line:
+def in_torch(*, granted: int = 2, without: tuple[str, ...] = (), **changed: Any) -> Finding:
     found = probed(hello("n1", mask="0,1"), gpus=granted)
     found.jobs[0].torch["n1"] = {key: value for key, value in {**FINE, **changed}.items() if key not in without}
     [line] = nodes.gpus_in_torch(found, {})
@@ -473,7 +474,7 @@ def test_one_small_job_a_partition() -> None:
 
 
 def test_text_and_json() -> None:
-    lines = [Line("pass", "a", "fine"), Line("fail", "bc", "broken", "mend it")]
+    lines = [Finding("pass", "a", "fine"), Finding("fail", "bc", "broken", "mend it")]
     text = render(lines)
     assert "pass  a   fine\n" in text and "fail  bc  broken\n" in text and "→ mend it" in text
     assert text.endswith("2 checks: 1 pass, 0 warn, 1 fail")
