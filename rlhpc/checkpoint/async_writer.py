@@ -1,6 +1,6 @@
-"""Files of a checkpoint, written durably and summed on the way; by a thread, from copies, where training goes on meanwhile.
+"""Durable writing of a checkpoint's files, with checksums; from copies and on a thread while training continues.
 
-writes = Writes(folder, Copies())
+writes = Writes(folder, HostBuffers())
 with writes.collecting():
     save_tensors(folder / "model.safetensors", tensors)     # copies
 checksums = writes.write()                                  # in a thread
@@ -38,8 +38,9 @@ Checksums = dict[str, tuple[int, str] | None]
 
 
 class SummedFile:
-    """A new file that sums what is written to it. It has what `torch.save` needs of a file, and no descriptor, to which some
-    would write behind its back."""
+    """A new file with a running checksum of the written data. It has the methods of a file that `torch.save` needs, and no
+    descriptor, through which some libraries would bypass the checksum.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
@@ -48,10 +49,10 @@ class SummedFile:
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Writes all of it.
+        """Writes all of the data.
 
         Raises:
-            OSError: The filesystem refused; also kept in `failure`, as not all who write pass it on.
+            OSError: The filesystem refused; also kept in `failure`, as not all callers raise it again.
         """
         view = memoryview(data).cast("B")
         try:
@@ -67,7 +68,7 @@ class SummedFile:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: no data is buffered."""
 
     def close(self) -> None:
         """Closes the file."""
@@ -109,7 +110,7 @@ def write_summed(path: Path, how: Callable[[SummedFile], None]) -> tuple[int, st
 
 
 def unwritten(path: Path, error: OSError) -> CheckpointError:
-    """What a user is told of a file that could not be written."""
+    """Returns the error for a file that could not be written."""
     return CheckpointError(
         f"{path}: could not be written: {error.strerror or error}. {advice(error, path)}, then continue from the last "
         f"checkpoint with: {GO_ON}"
@@ -117,17 +118,17 @@ def unwritten(path: Path, error: OSError) -> CheckpointError:
 
 
 class HostBuffers:
-    """Memory for copies of tensors on the host, kept from one save to the next."""
+    """Host memory for copies of tensors, kept from one save to the next."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
     def of(self, name: str, value: Value) -> Value | None:
-        """A copy of a value, or None if there is no room for it, or it is too small to be worth it.
+        """Returns a copy of a value, or None if there is not enough memory, or the value is too small to be worth it.
 
         Args:
-            name: Of the file that it goes to; the copies for a name are valid until the next ones are made.
-            value: Tensors in dicts, lists and tuples. Whatever else is in there is not copied.
+            name: Name of the target file; the copies for a name are valid until the next ones are made.
+            value: Tensors in dicts, lists and tuples. Other values in there are not copied.
         """
         found = list(_tensors(value, name))
         if sum(tensor.nbytes for _, tensor in found) < _SMALL:
@@ -179,8 +180,8 @@ class Writes:
 
     Args:
         folder: Of the checkpoint.
-        copies: Where to copy what is to be written; None writes all at once, as are small files, and those for whose copies
-            there is no room.
+        copies: Buffers for the data to write; with None all files are written at once, as are small files, and those whose
+            copies do not fit.
     """
 
     def __init__(self, folder: Path, copies: HostBuffers | None = None) -> None:
@@ -190,7 +191,7 @@ class Writes:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Files that `write_file` is told to write while the block runs are this save's."""
+        """Assigns the files that `write_file` writes inside the block to this save."""
         token = _collecting.set(self)
         try:
             yield
@@ -210,15 +211,15 @@ class Writes:
 
     @property
     def done(self) -> bool:
-        """Whether all is written."""
+        """True if all files are written."""
         return not self._later
 
     def write(self) -> Checksums:
-        """Writes what is not written yet.
+        """Writes the remaining files.
 
         Returns:
-            All files that this rank has written. Files written in other ways are found by a listing, which a rank's own node
-            gives right, and another node may not; it has files of other ranks, too.
+            All files that this rank has written. Files written in other ways are found by listing the folder: this is reliable
+            on the rank's own node only, and it includes files of other ranks.
 
         Raises:
             CheckpointError: The filesystem refused.
@@ -234,11 +235,11 @@ _collecting: contextvars.ContextVar[Writes | None] = contextvars.ContextVar("col
 
 
 def write_file(path: Path, value: Value, how: Callable[[SummedFile, Value], None]) -> None:
-    """Writes a file durably, or has the save under way write it later.
+    """Writes a file durably, or queues it in the active save.
 
     Args:
         path: The file.
-        value: What goes into it: tensors in dicts, lists and tuples.
+        value: Its content: tensors in dicts, lists and tuples.
         how: Writes the value, or a copy of it.
 
     Raises:
@@ -251,7 +252,7 @@ def write_file(path: Path, value: Value, how: Callable[[SummedFile, Value], None
 
 
 class SavingWorker(Worker):
-    """A worker that is part of checkpoints. It writes what is large by `rlhpc.checkpoint.state`."""
+    """A worker that takes part in checkpoints. It writes large files by `rlhpc.checkpoint.state`."""
 
     _copies: HostBuffers | None = None
     _save: AsyncWork | None = None
@@ -262,18 +263,18 @@ class SavingWorker(Worker):
         raise NotImplementedError
 
     def load(self, folder: str) -> object:
-        """Takes back what `save` wrote."""
+        """Restores the state that `save` wrote."""
         raise NotImplementedError
 
     def begin_save(self, folder: str, beside: bool) -> Checksums | None:
-        """Does what `save` does.
+        """Starts what `save` does.
 
         Args:
             folder: Of the checkpoint.
-            beside: Only copies what is large, as long as there is memory for that; a thread writes the copies.
+            beside: Only copy large data, if memory suffices; a thread writes the copies.
 
         Returns:
-            What was written; None if a thread is still at it, and `saved` will say.
+            The written files; None if a thread is still writing, in which case `saved` returns them.
 
         Raises:
             CheckpointError: The filesystem refused.
@@ -289,10 +290,10 @@ class SavingWorker(Worker):
         return self._written
 
     def saved(self, wait: bool) -> Checksums | None:
-        """What the present save has written; None if that is still going on.
+        """Returns the files that the present save has written; None if it has not finished.
 
         Args:
-            wait: Whether to wait for it.
+            wait: Whether to wait for its end.
 
         Raises:
             CheckpointError: The filesystem refused, or this rank was restarted since.

@@ -1,4 +1,4 @@
-"""Folders that exports are written into: created beside the target, and renamed when they are complete."""
+"""Folders of exports: created next to the target, and renamed when they are complete."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rlhpc.runtime.text import interval_text
 
 
 def default_output(checkpoint: Path, step: int) -> Path:
-    """`export/global_step_<N>` of the run that contains the checkpoint."""
+    """Returns `export/global_step_<N>` of the run that contains the checkpoint."""
     return (RunPaths.around(checkpoint) or RunPaths(checkpoint.parent)).export(step)
 
 
 @contextlib.contextmanager
 def filled_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` to write into, which takes the target's name and place if the block succeeds.
+    """Yields a folder next to `target` to write into, which replaces the target if the block succeeds.
 
     Everything written is on disk before the folder gets the name; an exception leaves `target` as it was.
     """
@@ -64,10 +64,10 @@ def require_free(target: Path) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object that a policy's folder must have.
+    """Reads a JSON object that a policy's folder must have.
 
     Raises:
-        CheckpointError: It has none.
+        CheckpointError: The folder does not have it.
     """
     try:
         content = read_json(path.read_bytes())
@@ -85,7 +85,9 @@ UNKNOWN_LICENCE = "other"
 
 
 def results_beside(checkpoint: Path, step: int, number: str = "return_mean") -> list[dict[str, Any]]:
-    """Evaluations with this number of a checkpoint that lies in its run: the contents of `eval/global_step_<N>/*.json`."""
+    """Returns evaluations with this number of a checkpoint that lies in its run: the contents of
+    `eval/global_step_<N>/*.json`.
+    """
     run = RunPaths.around(checkpoint)
     if run is None:
         return []
@@ -109,7 +111,7 @@ def head(
     tags: Sequence[str],
     results: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The card's metadata, as YAML between two lines of dashes."""
+    """Returns the card's metadata, as YAML between two lines of dashes."""
     facts: dict[str, Any] = {
         "library_name": library,
         "pipeline_tag": task,

@@ -36,7 +36,7 @@ def open_hdf5(path: Path) -> Iterator[Any]:
 
 
 def member(group: Any, name: str, links: int = 0) -> Any:
-    """The member of a group under a name, or a path of names.
+    """Returns the member of a group under a name, or a path of names.
 
     Raises:
         ConfigError: The name points into another file.
@@ -68,7 +68,11 @@ def member(group: Any, name: str, links: int = 0) -> Any:
 
 
 def has(group: Any, name: str) -> bool:
-    """Whether a group has a member of that name; raises `ConfigError` if the name points into another file."""
+    """Returns whether a group has a member of that name.
+
+    Raises:
+        ConfigError: The name points into another file.
+    """
     try:
         member(group, name)
     except KeyError:
@@ -77,7 +81,7 @@ def has(group: Any, name: str) -> bool:
 
 
 def members(group: Any) -> Iterator[tuple[str, Any]]:
-    """Names and members of a group; see `member`."""
+    """Yields names and members of a group; see `member`."""
     for name in group:
         yield name, member(group, name)
 

@@ -1,4 +1,4 @@
-"""What makes a folder a checkpoint: manifest.json lists every file with size and SHA-256, COMPLETE seals the manifest.
+"""Manifest of a checkpoint: manifest.json lists every file with size and SHA-256, COMPLETE seals the manifest.
 
     global_step_<N>/manifest.json   {"format": 1, "global_step": N, "files": {name: {"size", "sha256"}}, "meta": {...}}
     global_step_<N>/COMPLETE        {"manifest_sha256": "..."}, written last
@@ -30,14 +30,15 @@ _WORTH_THREADS = 8 << 20
 
 
 def digest(path: Path) -> tuple[int, str]:
-    """Size in bytes and SHA-256 of a file."""
+    """Returns size in bytes and SHA-256 of a file."""
     with path.open("rb") as file:
         checksum = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), checksum
 
 
 def of_each(work: Callable[[Path], T], paths: Sequence[Path], nbytes: int) -> list[T]:
-    """`work(path)` of each file, in order; on several cores if there is much to hash, which releases Python's lock.
+    """Returns `work(path)` of each file, in order; uses several cores for large amounts, because hashing releases Python's
+    lock.
 
     Args:
         work: Reads one file.
@@ -52,12 +53,12 @@ def of_each(work: Callable[[Path], T], paths: Sequence[Path], nbytes: int) -> li
 
 
 def seal(manifest: bytes) -> bytes:
-    """The content of COMPLETE for this manifest."""
+    """Returns the content of COMPLETE for this manifest."""
     return json.dumps({"manifest_sha256": hashlib.sha256(manifest).hexdigest()}).encode() + b"\n"
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether `name` is a relative path that stays inside the checkpoint."""
+    """Returns whether `name` is a relative path that stays inside the checkpoint."""
     if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
         return False
     path = PurePosixPath(name)
@@ -65,12 +66,12 @@ def is_plain_name(name: object) -> bool:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether the save was completed. Says nothing about later damage, which `verify` finds."""
+    """Returns whether the save was completed. Does not detect later damage, which `verify` finds."""
     return (checkpoint / COMPLETE).is_file()
 
 
 def verify(checkpoint: Path, *, checksums: bool = True) -> list[str]:
-    """All faults of a checkpoint folder, each naming the file; empty if it can be resumed from.
+    """Returns all faults of a checkpoint folder, each naming the file; empty if it can be resumed from.
 
     Files that the manifest does not list are not a fault: nothing reads them.
 
@@ -128,7 +129,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def parse_manifest(raw: bytes) -> tuple[dict[str, Any], str]:
-    """Returns a manifest, and what is wrong with it ("" if nothing)."""
+    """Returns a manifest and its fault ("" if it has none)."""
     try:
         manifest = read_json(raw)
     except ValueError as error:
@@ -152,7 +153,7 @@ def parse_manifest(raw: bytes) -> tuple[dict[str, Any], str]:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Returns the manifest of a checkpoint.
 
     Raises:
         CheckpointError: The file is missing or not a manifest.

@@ -18,7 +18,7 @@ WEIGHTS = MODEL
 
 
 def find_weights(path: str, key: str = "runner.init_from") -> Path:
-    """The folder with `model.safetensors` that a path names: a checkpoint, an export, or a run's newest checkpoint.
+    """Returns the folder with `model.safetensors` that a path names: a checkpoint, an export, or a run's newest checkpoint.
 
     Raises:
         ConfigError: There is no such folder.

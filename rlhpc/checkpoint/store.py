@@ -46,13 +46,13 @@ _LEFTOVER = re.compile(r"^\.(tmp|old|trash)_global_step_(\d+)-[0-9a-f]+$")
 
 
 def final_folder(staging: Path) -> Path:
-    """The folder in which a checkpoint being written to `staging` will appear."""
+    """Returns the folder in which a checkpoint being written to `staging` will appear."""
     match = _LEFTOVER.match(staging.name)
     return staging.with_name(step_name(match.group(2))) if match else staging
 
 
 def _entry(size: int, checksum: str) -> dict[str, Any]:
-    """A file's entry in the manifest."""
+    """Returns a file's entry in the manifest."""
     return {"size": size, "sha256": checksum}
 
 
@@ -62,11 +62,11 @@ def _durable_digest(path: Path) -> tuple[int, str]:
 
 
 class CheckpointWriter:
-    """One save. Leaving the block without `commit`, or with an exception, removes what was written.
+    """One save. Leaving the block without `commit`, or with an exception, removes the written files.
 
     Attributes:
         staging: Folder to write to; workers on a shared filesystem may do so directly.
-        final: Where the checkpoint appears at `commit`.
+        final: Path of the checkpoint after `commit`.
     """
 
     def __init__(self, paths: RunPaths, step: int) -> None:
@@ -98,7 +98,7 @@ class CheckpointWriter:
             raise self._failed(error) from error
 
     def path(self, name: str) -> Path:
-        """Path to write the file `name` of this checkpoint to."""
+        """Returns the path for the file `name` of this checkpoint."""
         if not is_plain_name(name) or name in (MANIFEST, COMPLETE):
             raise ValueError(f"{name!r} cannot be a file name in a checkpoint")
         return self.staging / name
@@ -128,8 +128,8 @@ class CheckpointWriter:
 
         Args:
             meta: JSON-serializable facts kept in the manifest.
-            known: Names of files that ranks have written or seen, with size and SHA-256 of those that their writers made
-                durable; the others are read. The listing of this node need not have them all.
+            known: Names of files that ranks have written or listed, with size and SHA-256 of those that their writers made
+                durable; the others are read. This node's listing may not have them all.
 
         Raises:
             CheckpointError: Nothing was written, or the filesystem refused; the staging folder is removed.
@@ -186,9 +186,9 @@ class CheckpointWriter:
         return path.is_file() and path.stat().st_size == size
 
     def _known(self, name: str, path: Path) -> dict[str, Any] | None:
-        """The manifest entry of a file that is a hard link to another checkpoint's, taken from that checkpoint.
+        """Returns the manifest entry of a file that is a hard link to another checkpoint's, taken from that checkpoint.
 
-        This saves reading the file, and makes damage to the shared bytes show in both checkpoints.
+        This avoids reading the file, and damage to the shared bytes shows in both checkpoints.
         """
         if path.stat().st_nlink < 2:
             return None
@@ -231,7 +231,7 @@ class CheckpointWriter:
 
 
 def clean_leftovers(paths: RunPaths) -> list[Path]:
-    """Removes what a killed save left behind. Only the process that saves may call this.
+    """Removes the remains of a killed save. Only the process that saves may call this.
 
     A checkpoint that was being replaced when the save was killed gets its name back.
 
@@ -285,7 +285,7 @@ def find_resumable(paths: RunPaths, resume_dir: str | Path | None) -> Resumable:
             or the bare name of such a folder in this run.
 
     Raises:
-        CheckpointError: A checkpoint asked for by name does not exist or has faults.
+        CheckpointError: A checkpoint requested by name does not exist or has faults.
     """
     if resume_dir is None or str(resume_dir).strip().lower() in ("", "null", "none"):
         return Resumable()
@@ -299,7 +299,7 @@ def find_resumable(paths: RunPaths, resume_dir: str | Path | None) -> Resumable:
 
 
 def newest_valid(paths: RunPaths, *, checksums: bool = True) -> Resumable:
-    """The newest checkpoint without faults, and the newer ones that have faults. Changes nothing on disk."""
+    """Returns the newest checkpoint without faults, and the newer ones that have faults. Changes nothing on disk."""
     skipped: list[tuple[Path, str]] = []
     for step, path in reversed(paths.checkpoint_steps()):
         faults = verify(path, checksums=checksums)

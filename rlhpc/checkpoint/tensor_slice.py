@@ -1,7 +1,7 @@
-"""Boxes: parts of a tensor that are a product of intervals, one for each dimension.
+"""Boxes: slices of a tensor that are a product of intervals, one for each dimension.
 
-What is read from files, written to them, and sent to engines is said in boxes alone, so whoever does it need not know how a
-model is divided. Nothing here imports torch.
+Data that is read from files, written to them, or sent to engines is described in boxes alone, so this code need not know
+how a model is sharded. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Box(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Where it ends, in each dimension."""
+        """End of the box in each dimension."""
         return tuple(start + size for start, size in zip(*self, strict=True))
 
     @property
@@ -38,12 +38,12 @@ class Box(NamedTuple):
         return tuple(map(slice, self.starts, self.ends))
 
     def meet(self, other: Box) -> Box | None:
-        """What both have; None if that is nothing."""
+        """Returns the intersection; None if it is empty."""
         found = between(map(max, self.starts, other.starts), map(min, self.ends, other.ends))
         return found if all(size > 0 for size in found.sizes) else None
 
     def without(self, part: Box) -> list[Box]:
-        """What is left where a part of this box, which lies within it, is taken out."""
+        """Returns boxes that cover this box except a part that lies within it."""
         left, starts, sizes = list[Box](), list(self.starts), list(self.sizes)
         for axis, (start, size) in enumerate(zip(*part, strict=True)):
             end, stop = start + size, starts[axis] + sizes[axis]
@@ -59,24 +59,24 @@ class Box(NamedTuple):
         return left
 
     def within(self, outer: Box) -> Box:
-        """The same part, counted from where another box begins that it lies in."""
+        """Returns the box relative to the start of an outer box that contains it."""
         return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
 
 
 def between(starts: Iterable[int], ends: Iterable[int]) -> Box:
-    """From `starts` up to but not including `ends`."""
+    """Returns the box from `starts` up to but not including `ends`."""
     first = tuple(starts)
     return Box(first, tuple(end - start for start, end in zip(first, ends, strict=True)))
 
 
 def whole(shape: Iterable[int]) -> Box:
-    """All of a tensor."""
+    """Returns the box of a full tensor."""
     sizes = tuple(shape)
     return Box((0,) * len(sizes), sizes)
 
 
 def uncovered(wanted: Box, held: Iterable[Box]) -> list[Box]:
-    """What of a box is in none of some others."""
+    """Returns the parts of a box that no other of some boxes covers."""
     left = [wanted]
     for box in held:
         parts = [(one, one.meet(box)) for one in left]
@@ -85,15 +85,15 @@ def uncovered(wanted: Box, held: Iterable[Box]) -> list[Box]:
 
 
 def box_of(offset: int, shape: Sequence[int], strides: Sequence[int], full: Sequence[int]) -> Box | None:
-    """Which part of a contiguous tensor a view of it shows.
+    """Returns the box of a contiguous tensor that a view of it shows.
 
     Args:
-        offset: Where the view begins, in elements.
+        offset: Start of the view, in elements.
         shape, strides: Of the view; dimensions of size 1 may have been added or left out, others not exchanged.
         full: Shape of the whole tensor.
 
     Returns:
-        None if it is no box of it, or one that is turned.
+        None if the view is not a box of the tensor, or is a transposed one.
     """
     steps = [math.prod(full[axis + 1 :]) for axis in range(len(full))]
     starts, rest = list[int](), offset
@@ -112,7 +112,7 @@ def box_of(offset: int, shape: Sequence[int], strides: Sequence[int], full: Sequ
 
 
 def cut(tensor: Any, box: Box) -> Any:
-    """The view of a tensor that shows a part of it."""
+    """Returns the view of a tensor that a box describes."""
     for axis, (start, size) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(axis, start, size)
     return tensor

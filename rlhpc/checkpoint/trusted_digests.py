@@ -1,7 +1,7 @@
-"""Recognition of checkpoints that this user's own runs wrote: the code that they name, the user has named before.
+"""Recognition of checkpoints written by this user's own runs: the user has already named the code that they name.
 
-A run notes the digest of each manifest that it commits below `$XDG_STATE_HOME/rlhpc/manifests` (by default
-`~/.local/state`). A folder that somebody else made is not noted there, whoever owns it after it was unpacked.
+A run records the digest of each manifest that it commits below `$XDG_STATE_HOME/rlhpc/manifests` (by default
+`~/.local/state`). A folder made by another user has no record there, whoever owns it after it was unpacked.
 """
 
 from __future__ import annotations

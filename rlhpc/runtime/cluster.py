@@ -45,7 +45,7 @@ class NodeGroup:
 
 
 def read_key(source: Any, key: Key, default: Any = None) -> Any:
-    """A value of a mapping, a DictConfig or a dataclass; the default if it is absent, null, or required but unset."""
+    """Returns a value of a mapping, a DictConfig or a dataclass; the default if it is absent, null, or required but unset."""
     if source is None:
         return default
     if isinstance(source, Mapping) or hasattr(source, "keys"):
@@ -62,15 +62,15 @@ class Cluster:
 
     Args:
         config: The `cluster:` section of a configuration (mapping, DictConfig or dataclass), or a number of nodes.
-        num_nodes: How many nodes to use, from the first; more than there are is an error.
+        num_nodes: How many nodes to use, from the first; more than exist is an error.
         environ: Environment to read Slurm's variables from.
 
     Raises:
-        ConfigError: There are fewer nodes or accelerators than asked for, or a node group is wrong.
+        ConfigError: There are fewer nodes or accelerators than requested, or a node group is wrong.
 
     Attributes:
         nodes: In rank order.
-        node_groups: By label; the reserved labels are not among them.
+        node_groups: By label, without the reserved labels.
         source: `slurm` (an allocation), `machine` (this one) or `virtual`.
         interface: Network interface by which nodes reach one another; None is the one on the route between them.
         container: Words before every command of a job step.
@@ -124,23 +124,24 @@ class Cluster:
         *,
         cpus: int | None = None,
     ) -> Cluster:
-        """Virtual nodes on this machine, for tests and for planning.
+        """Creates virtual nodes on this machine, for tests and for planning.
 
         Args:
             num_nodes: Nodes.
-            accelerators_per_node: For each node whose group does not say otherwise.
+            accelerators_per_node: Accelerators of each node whose group does not give another number.
             node_groups: As in the configuration. Groups with a `het_component` come in the order of the components, as
                 the nodes of a Slurm job do.
-            cpus: Cores of a node whose group does not say otherwise (default: those of this machine; 0: unknown).
+            cpus: Cores of each node whose group does not give another number (default: those of this machine; 0: unknown).
         """
         return cls._virtual(num_nodes, accelerators_per_node, None, 0, node_groups, cpus)
 
     @classmethod
     def planned(cls, config: Given, environ: Mapping[str, str] | None = None, *, cpus: int | None = None) -> Cluster:
-        """The nodes that a `cluster:` section asks for, as virtual nodes, wherever this runs.
+        """Creates the nodes that a `cluster:` section requests as virtual nodes, wherever this runs.
 
-        If the section gives no number of accelerators, nodes have what its `gres` says; without that, as many as are
-        visible here, unless their group asks Slurm for nodes of its own: these have what the group's `gres` says.
+        If the section gives no number of accelerators, nodes have as many as its `gres` requests. Without a `gres`, they have
+        as many as are visible here, except nodes whose group requests its own from Slurm: these have what the group's `gres`
+        requests.
         """
         visible = visible_accelerators(os.environ if environ is None else environ)
         if (common := read_key(config, "cpus_per_node")) is not None:
@@ -160,8 +161,9 @@ class Cluster:
     def _virtual(
         cls, num_nodes: int, per_node: Any, gres: int | None, found: int, node_groups: Sequence[Given], cpus: int | None
     ) -> Cluster:
-        """Virtual nodes with `per_node` accelerators; if that is None, `gres`; without it, `found` on nodes that could be
-        this machine."""
+        """Creates virtual nodes with `per_node` accelerators; if that is None, with `gres`; without it, with `found` on nodes
+        that could be this machine.
+        """
         cluster = cls.__new__(cls)
         cluster.source, cluster.interface, cluster.container, cluster.bind_cores = "virtual", None, (), False
         num_nodes = _count(num_nodes, "cluster.num_nodes", 1)
@@ -213,7 +215,7 @@ class Cluster:
                 self.nodes[node.rank] = _with_accelerators(node, _count(count, key, 0), key)
 
     def node_group(self, label: str) -> NodeGroup:
-        """The group with this label; `cluster` and `node` are all nodes.
+        """Returns the group with this label; `cluster` and `node` are all nodes.
 
         Raises:
             ConfigError: No such label.
@@ -226,11 +228,13 @@ class Cluster:
         return self.node_groups[label]
 
     def accelerators_of(self, label: str = "cluster") -> list[tuple[int, int]]:
-        """(node rank, index on that node) of each of the group's accelerators; its position in the list is its number."""
+        """Returns (node rank, index on that node) of each of the group's accelerators; the position in the list is the
+        accelerator's number.
+        """
         return [(rank, i) for rank in self.node_group(label).node_ranks for i in self.nodes[rank].accelerators]
 
     def accelerator_rank(self, node_rank: int, index: int) -> int:
-        """Cluster-wide number of an accelerator of a node."""
+        """Returns the cluster-wide number of an accelerator of a node."""
         return sum(len(n.accelerators) for n in self.nodes[:node_rank]) + index
 
     @property
@@ -252,7 +256,7 @@ def _count(value: Any, key: str, least: int) -> int:
 
 
 def _with_accelerators(node: Node, count: int, key: str) -> Node:
-    """The node with its first `count` accelerators; with invented ones if none are known."""
+    """Returns the node with its first `count` accelerators, or with virtual ones if none are known."""
     visible = node.visible_devices
     if visible and count > len(visible):
         raise ConfigError(
@@ -266,7 +270,7 @@ def _with_accelerators(node: Node, count: int, key: str) -> Node:
 
 
 def _read_groups(groups: Sequence[Given], nodes: Sequence[Node]) -> dict[str, NodeGroup]:
-    """The configuration's node groups on these nodes; a node is in at most one."""
+    """Returns the configuration's node groups on these nodes; a node is in at most one."""
     found: dict[str, NodeGroup] = {}
     owner: dict[int, str] = {}
     for index, raw in enumerate(groups):
@@ -321,10 +325,11 @@ def _group_ranks(raw: Given, at: str, nodes: Sequence[Node], taken: set[int]) ->
 
 
 def parse_node_ranks(value: Any, at: str, num_nodes: int) -> tuple[int, ...]:
-    """Node ranks of a group in ascending order: an int, a list, or text such as `0-1,3` or `all`.
+    """Parses the node ranks of a group: an int, a list, or text such as `0-1,3` or `all`. Returns them in ascending order.
 
     Raises:
-        ConfigError: Not ranks, repeated, or beyond the cluster; `at` is the group's place in the configuration.
+        ConfigError: The value is not ranks, repeats one, or exceeds the cluster; `at` is the group's place in the
+            configuration.
     """
     text = str(value).strip()
     if text == "all":
@@ -348,10 +353,10 @@ def parse_node_ranks(value: Any, at: str, num_nodes: int) -> tuple[int, ...]:
 
 
 def _virtual_components(num_nodes: int, groups: Sequence[Given]) -> list[int | None]:
-    """Component of each virtual node where groups name components: their nodes follow one another in that order.
+    """Returns the component of each virtual node if groups name components: their nodes follow one another in that order.
 
-    A group's component has `num_nodes` nodes, or as many as its `node_ranks`; one group may omit both and takes the
-    rest. If no group has component 0, the other nodes form it.
+    A group's component has `num_nodes` nodes, or as many as its `node_ranks`; one group may omit both and gets the remaining
+    nodes. If no group has component 0, the other nodes form it.
     """
     sizes: dict[int, int | None] = {}
     for raw in groups:

@@ -1,4 +1,4 @@
-"""What a process of a run knows about the run: its name, the registry, its service thread. One per process."""
+"""Context of a process of a run: its name, the registry, its service thread. Each process has one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Farewell:
-    """What stands between the notice to leave and a rank's end.
+    """Graceful leave of a rank: the steps between the notice to leave and the rank's end.
 
-    The notice comes on a thread, or in a signal handler, and must not wait for the main thread; so there is no lock.
+    The notice arrives on a thread, or in a signal handler, and must not wait for the main thread; so it takes no lock.
 
     Attributes:
-        told: Whether the rank is to leave.
-        wake: Called with the notice, so that a main thread which waits for calls looks up.
-        announce: Tells the driver that the rank is to leave.
+        told: Whether the rank has to leave.
+        wake: Called with the notice, to wake a main thread that waits for calls.
+        announce: Tells the driver that the rank has to leave.
     """
 
     def __init__(self) -> None:
@@ -35,23 +35,24 @@ class Farewell:
         self._leaves = False
 
     def first(self, act: Callable[[], None] | None) -> None:
-        """Says what is to be done before the rank ends; with None it may end at any moment."""
+        """Sets the action to run before the rank ends; with None the rank may end at any moment."""
         self._first, self._stays = act, False
 
     def stay(self) -> None:
-        """The rank tells the driver before it ends, and takes calls until `first` says otherwise."""
+        """Makes the rank tell the driver before it ends, and take calls until `first` changes this."""
         self._first, self._stays = self.announce, True
 
     @property
     def over(self) -> bool:
-        """Whether the rank is to leave, and to take no further call."""
+        """True if the rank has to leave and takes no further call."""
         return self.told and not self._stays
 
     def tell(self) -> bool:
-        """Gives notice; it may come more than once, as from Slurm and from the process that started this one.
+        """Gives notice to leave. It may arrive more than once, as from Slurm and from the process that started this one.
 
         Returns:
-            Whether the main thread has something to do first, and ends the rank afterwards. Otherwise it may end at once.
+            Whether the main thread has an action to run first, and ends the rank afterwards. Otherwise the rank may end at
+            once.
         """
         self.told = True
         self._leaves = self._leaves or self._first is not None
@@ -60,7 +61,7 @@ class Farewell:
         return self._leaves
 
     def say(self) -> None:
-        """Does what is to be done first; on the main thread."""
+        """Runs the action before leaving; called on the main thread."""
         act, self._first = self._first, None
         if act is not None:
             act()
@@ -72,7 +73,7 @@ _LOOK_S = 1.0
 
 @dataclass
 class Context:
-    """This process's place in the run.
+    """Identity and connections of this process in the run.
 
     Attributes:
         name: `driver` or `<group>-<rank>`.
@@ -80,8 +81,8 @@ class Context:
         service: This process's data plane.
         check: Raises when the run has failed.
         wait_deadline: Seconds after which any wait gives up.
-        farewell: What this process does before it leaves the run.
-        tell_driver: Leaves the driver a note about a member: what, name, incarnation.
+        farewell: Graceful leave of this process.
+        tell_driver: Sends the driver a note about a member: event, name, incarnation.
     """
 
     name: str
@@ -96,22 +97,22 @@ class Context:
     _members: dict[tuple[str, int], tuple[int, dict[str, Any]]] = field(default_factory=dict)
 
     def group_names(self) -> list[str]:
-        """Names of the groups that have been launched."""
+        """Returns the names of the groups that have been launched."""
         return sorted(p.stem for p in (self.registry.root / "groups").glob("[!.]*.json"))
 
     def group_size(self, group: str, timeout: float = 60.0) -> int:
-        """World size of a group; waits until it has been launched."""
+        """Returns the world size of a group; waits until it has been launched."""
         record = self.registry.wait_for("groups", group, timeout, f"group {group!r} to be launched", self.check)
         return int(record["world_size"])
 
     def member(self, group: str, rank: int, timeout: float | None = None) -> dict[str, Any]:
-        """The record a member published: endpoints, node, pid, log files. Waits for the member to arrive.
+        """Returns the record that a member published: endpoints, node, pid, log files. Waits for the member to arrive.
 
         A record is read again once ranks have come or gone (`Service.epoch`), and then by opening its file: a network
-        filesystem may answer other questions about it from a cache, for a minute.
+        filesystem may answer other requests for it from a cache for up to a minute.
 
         Raises:
-            RendezvousTimeout: It did not arrive; names it.
+            RendezvousTimeout: The member did not arrive; the message names it.
         """
         name = f"{group}-{rank}"
         deadline = time.monotonic() + (300.0 if timeout is None else timeout)
@@ -135,7 +136,9 @@ class Context:
             pause = min(pause * 1.5, 0.25)
 
     def has_left(self, group: str, rank: int, patience_s: float = 0.0) -> bool:
-        """Whether a member's group goes on without it, as the driver says; waits at most so long for that."""
+        """Returns whether the driver has declared that a member's group continues without it; waits up to `patience_s` seconds
+        for that.
+        """
         name, deadline = f"{group}-{rank}", time.monotonic() + patience_s
         while True:
             known = self._members.get((group, rank))
@@ -150,7 +153,7 @@ class Context:
             time.sleep(0.02)
 
     def _look_after(self, name: str, record: dict[str, Any]) -> None:
-        """Tells the driver of a member of this host that has ended, if perhaps nobody else can."""
+        """Reports to the driver a member of this host that has ended, if no other process may be able to."""
         if time.monotonic() - self._looked.get(name, 0.0) < _LOOK_S:
             return
         self._looked[name] = time.monotonic()
@@ -168,20 +171,21 @@ def install(context: Context | None) -> None:
 
 
 def installed() -> Context | None:
-    """This process's context, or None before there is one."""
+    """Returns this process's context, or None if it has none yet."""
     return _current
 
 
 def check_run(reason: str = "") -> None:
-    """Raises if the run that this process belongs to has failed; does nothing where there is no run. For waits without a
-    deadline, of which `reason` says the cause."""
+    """Raises if the run that this process belongs to has failed; does nothing outside a run. For waits without a deadline;
+    `reason` is their cause.
+    """
     del reason
     if _current is not None:
         _current.check()
 
 
 def current() -> Context:
-    """This process's context.
+    """Returns this process's context.
 
     Raises:
         RlhpcError: This process belongs to no run yet.

@@ -1,6 +1,6 @@
-"""Where a process computes: on the accelerators it was granted, or on the CPU if it was granted none.
+"""Device selection: a process computes on its granted accelerators, or on the CPU if it was granted none.
 
-Which kind of accelerator that is, only torch knows: nothing else in rlhpc names one, but for a few libraries' own words.
+Only torch knows the type of the accelerator: nothing else in rlhpc names one, except for some libraries' own identifiers.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _BUILDS = (((13, 0), "cu130"), ((12, 8), "cu128"))
 
 
 def accelerator() -> str:
-    """The kind of accelerator that torch can use here, such as `cuda`; empty if there is none. Not for a process that is
-    forked afterwards: to see whether there is one, torch may have to wake the driver."""
+    """Returns the type of accelerator that torch can use here, such as `cuda`; empty if there is none.
+
+    Not for a process that is forked afterwards: torch may have to initialize the driver.
+    """
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -53,8 +55,9 @@ def device_name(device: torch.device) -> str:
 
 
 def pci_addresses() -> list[str]:
-    """Where the accelerators that this process sees are on the PCI bus, such as `0000:1b:00.0`; none where torch sees none, or
-    is not there. Wakes the driver, as `accelerator` may."""
+    """Returns the PCI addresses of the accelerators that this process sees, such as `0000:1b:00.0`; empty if torch sees none
+    or is not installed. Initializes the driver, as `accelerator` may.
+    """
     if importlib.util.find_spec("torch") is None or accelerator() != "cuda":
         return []
     import torch
@@ -64,23 +67,24 @@ def pci_addresses() -> list[str]:
 
 
 def landing_device(sent: str) -> str:
-    """Where a tensor goes that was on the device `sent` of another process: to the CPU if it was there; otherwise to this
-    process's own accelerator, whatever its number was over there, or to the CPU if this process has none."""
+    """Returns the device for a tensor that was on the device `sent` of another process: the CPU if it was there; otherwise
+    this process's accelerator, whatever the sender's index was, or the CPU if this process has none.
+    """
     return sent if sent == "cpu" else accelerator() or "cpu"
 
 
 def collective_backends(device: str) -> str:
-    """What torch.distributed calls the libraries that move the tensors of a device, and of the host: `gloo` on the CPU."""
+    """Returns torch.distributed's backend string for the tensors of a device and of the host: `gloo` on the CPU."""
     import torch.distributed as dist
 
     return "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
 
 
 def computes_bfloat16(device: str) -> bool:
-    """Whether a device computes in bfloat16 by itself, rather than by emulation; of a CPU that is never said.
+    """Returns whether a device computes in bfloat16 natively, rather than by emulation; always False for a CPU.
 
     Args:
-        device: Its kind, such as `cuda` or `cpu`.
+        device: Its type, such as `cuda` or `cpu`.
     """
     import torch
 
@@ -88,7 +92,9 @@ def computes_bfloat16(device: str) -> bool:
 
 
 def attends_by_segments(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch has a kernel for attention within the samples of one row, for tensors `[1, heads, T, d]` such as these."""
+    """Returns whether torch has a kernel for attention within the samples of one packed row, for tensors like these, `[1,
+    heads, T, d]`.
+    """
     import torch
 
     half = query.dtype in (torch.float16, torch.bfloat16)
@@ -96,8 +102,9 @@ def attends_by_segments(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def moved(module: Module, device: torch.device) -> Module:
-    """The module on a device. What it has under two names, such as embeddings that are its head as well, stays one: for
-    accelerators that torch knows from extensions alone, `Module.to` makes each of them anew."""
+    """Moves a module to a device. Tied parameters, such as embeddings shared with the LM head, stay tied: for accelerators
+    that torch knows only through extensions, `Module.to` duplicates them.
+    """
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -117,7 +124,7 @@ def empty_cache() -> None:
 
 
 def synchronize(device: str) -> None:
-    """Waits until a kind of device has done what it was asked to; the CPU has."""
+    """Waits until a device has completed its enqueued operations; returns at once for the CPU."""
     import torch
 
     if device != "cpu":
@@ -125,8 +132,9 @@ def synchronize(device: str) -> None:
 
 
 def host_memory(size: int, device: str) -> torch.Tensor:
-    """Memory of the host, uint8: if a device other than the CPU will copy, its pages are locked, and none is taken beyond what
-    is asked for. (Torch's own allocator rounds pinned memory up to powers of two.)"""
+    """Allocates host memory, uint8. If a device other than the CPU will copy, its pages are locked, without rounding up.
+    (Torch's allocator rounds pinned memory up to powers of two.)
+    """
     import torch
 
     if device == "cpu" or not size:
@@ -135,11 +143,11 @@ def host_memory(size: int, device: str) -> torch.Tensor:
 
 
 def lock_pages(memory: torch.Tensor) -> bool:
-    """Locks the pages of host memory and makes them known to the accelerator, which then copies without the CPU's help, until
-    the tensor is gone; without an accelerator, does nothing. A limit on locked memory makes copies slower, not wrong.
+    """Locks the pages of host memory and registers them with the accelerator, which then copies without the CPU's help until
+    the tensor is gone. Does nothing without an accelerator. A limit on locked memory makes copies slower, not wrong.
 
     Args:
-        memory: From the start of a page on. Whatever it was made of must not be unmapped before it is gone.
+        memory: Starts at a page boundary. The underlying mapping must not be unmapped before the tensor is gone.
 
     Returns:
         Whether they are locked.
@@ -159,12 +167,12 @@ def lock_pages(memory: torch.Tensor) -> bool:
 
 
 def locks_pages() -> bool:
-    """Whether there is an accelerator here for which pages of host memory can be locked."""
+    """Returns whether this process has an accelerator for which pages of host memory can be locked."""
     return accelerator() == "cuda"
 
 
 def locked(memory: mmap.mmap) -> torch.Tensor:
-    """Mapped memory as a tensor, uint8: its pages are locked as long as that is there (`lock_pages`)."""
+    """Returns mapped memory as a tensor, uint8, whose pages are locked for its lifetime (`lock_pages`)."""
     import torch
 
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
@@ -173,15 +181,15 @@ def locked(memory: mmap.mmap) -> torch.Tensor:
 
 
 def _unlock(runtime: Any, address: int, kept: Any) -> None:
-    """`kept` is what the memory belongs to: it is still mapped now."""
+    """Unregisters host memory. `kept` is the owner of the memory, which is still mapped now."""
     runtime.cudaHostUnregister(address)
 
 
 class SideCopies:
-    """Copies from a device into memory of the host beside what the device computes; on the CPU at once.
+    """Copies from a device into host memory that overlap with its computation; immediate on the CPU.
 
     Args:
-        device: Its kind.
+        device: Its type.
     """
 
     def __init__(self, device: str) -> None:
@@ -190,13 +198,13 @@ class SideCopies:
         self._stream = None if device == "cpu" else torch.Stream(device)
 
     def begin(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        """Begins to copy, once the device has made what it was asked to make so far.
+        """Starts copies that run once the device has completed the operations enqueued so far.
 
         Args:
-            pairs: Where to, and where from.
+            pairs: Target and source of each copy.
 
         Returns:
-            Waits until all has been copied, and holds the sources until then.
+            A function that waits until all copies are complete, and holds the sources until then.
         """
         import torch
 
@@ -218,14 +226,14 @@ class SideCopies:
 
 
 def torch_device(granted: Sequence[int], environ: Mapping[str, str] = os.environ) -> str:
-    """The kind of accelerator (the first visible one) for a process that was granted some, `cpu` for one that was not.
+    """Returns the type of accelerator (the first visible one) for a process that was granted some, `cpu` for one that was not.
 
     Args:
         granted: Their indices on the node.
-        environ: Of the process.
+        environ: Environment of the process.
 
     Raises:
-        ConfigError: Torch cannot use what was granted. A run on the CPU instead would look like a merely slow one.
+        ConfigError: Torch cannot use the granted accelerators. A run on the CPU instead would only look slow.
     """
     import torch
 
@@ -245,13 +253,13 @@ def torch_device(granted: Sequence[int], environ: Mapping[str, str] = os.environ
 
 
 def why_unseen(seen: int, cuda: str | None, hip: str | None, mask: str | None, driver: str = "") -> tuple[str, str]:
-    """Why torch sees fewer accelerators than were granted ("torch 2.13, which …"), and what to do about it.
+    """Returns why torch sees fewer accelerators than were granted ("torch 2.13, which …"), and a remedy.
 
     Args:
-        seen: How many it sees.
+        seen: Number of accelerators that torch sees.
         cuda, hip: The versions that torch is built for.
         mask: CUDA_VISIBLE_DEVICES.
-        driver: The newest CUDA that the node's driver takes, if known.
+        driver: The newest CUDA that the node's driver supports, if known.
     """
     if not cuda and not hip:
         build = next((build for since, build in _BUILDS if _number(driver) >= since), "cu126") if driver else "auto"

@@ -1,4 +1,4 @@
-"""What to say when a filesystem accepts no more data: which one it is, how full it is, and what to do."""
+"""Messages for full filesystems: the filesystem, its usage, and a remedy."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ GO_ON = "the command that started it (rlhpc train: with runner.resume_dir=auto)"
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether a write failed for lack of room: the disk or quota is full, or the file has reached its allowed size."""
+    """Returns whether a write failed for lack of capacity: the disk or quota is full, or the file has reached its allowed
+    size.
+    """
     return isinstance(error, OSError) and error.errno in _FULL
 
 
 def mount_of(path: str | Path) -> Path:
-    """The mount point of the filesystem that holds `path`, or would hold it."""
+    """Returns the mount point of the filesystem that holds `path`, or would hold it."""
     place = Path(os.path.abspath(path))
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -36,7 +38,7 @@ def mount_of(path: str | Path) -> Path:
 
 
 def advice(error: OSError, path: str | Path) -> str:
-    """One sentence: which filesystem holds `path`, and what to do about the error."""
+    """Returns one sentence: the filesystem that holds `path`, and a remedy for the error."""
     if error.errno == errno.EFBIG:
         return "The limit on the size of a file is reached: raise it (ulimit -f)"
     mount = mount_of(path)
@@ -57,18 +59,18 @@ def advice(error: OSError, path: str | Path) -> str:
 
 
 def unwritten(error: OSError, path: str | Path) -> StorageError:
-    """The error for a page, table or picture that could not be written."""
+    """Returns the error for a page, table or picture that could not be written."""
     where = error.filename or path
     return StorageError(f"{where}: could not be written: {error.strerror or error}. {advice(error, where)}")
 
 
 def storage_error(error: OSError, path: str | Path, what: str) -> StorageError:
-    """The error for a write that failed.
+    """Returns the error for a failed write.
 
     Args:
-        error: What the system said.
-        path: What was to be written, if the error does not say.
-        what: What it is called, to begin the message with.
+        error: The system's error.
+        path: The file to be written, if the error does not name it.
+        what: Name of the data, which begins the message.
     """
     where = error.filename or path
     return StorageError(
@@ -78,12 +80,12 @@ def storage_error(error: OSError, path: str | Path, what: str) -> StorageError:
 
 
 def explained(error: BaseException, what: str, *, anyway: bool = True) -> BaseException:
-    """Returns `error`, or the `StorageError` that says where, if the error or its cause means that there is no room.
+    """Returns `error`, or a `StorageError` with the place, if the error or its cause means that the disk is full.
 
     Args:
-        error: Anything.
-        what: What was being done, to begin the message with.
-        anyway: Also if it is unknown which file and which filesystem it was.
+        error: Any exception.
+        what: The operation that failed, which begins the message.
+        anyway: Explain it even if the file and the filesystem are unknown.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, UserError):
@@ -100,7 +102,7 @@ def explained(error: BaseException, what: str, *, anyway: bool = True) -> BaseEx
 
 
 def _likely() -> list[str]:
-    """Folders to which this process was probably writing."""
+    """Returns folders to which this process was probably writing."""
     places = ["."]
     with contextlib.suppress(OSError):
         places.append(os.path.dirname(os.readlink("/proc/self/fd/2")) or "/")
@@ -108,7 +110,7 @@ def _likely() -> list[str]:
 
 
 def full_among(folders: Iterable[str | Path]) -> Path | None:
-    """The first folder whose filesystem has no room left for ordinary users: a failed write does not say which it was."""
+    """Returns the first folder whose filesystem has no capacity left for ordinary users: a failed write does not name it."""
     for folder in folders:
         with contextlib.suppress(OSError):
             about = os.statvfs(mount_of(folder))
@@ -128,7 +130,7 @@ class _Log(io.FileIO):
 
 
 def log_stream(fd: int) -> TextIO:
-    """A line-buffered text stream over a log's descriptor; printing to a full disk does not end the process."""
+    """Opens a line-buffered text stream over a log's descriptor; printing to a full disk does not end the process."""
     return io.TextIOWrapper(
         io.BufferedWriter(_Log(fd, "w", closefd=False)), errors="backslashreplace", line_buffering=True
     )

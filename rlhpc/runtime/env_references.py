@@ -1,5 +1,6 @@
-"""Values that a configuration takes from the environment, `${oc.env:NAME}`: they may be secrets, so what is written down keeps
-the reference in their place, and so do messages. A run that is started again reads its own environment."""
+"""Values that a configuration takes from the environment, `${oc.env:NAME}`. They may be secrets, so written files and messages
+contain the reference in their place. A run that is started again reads its own environment.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _count, _watching = 0, False
 
 
 def watch() -> None:
-    """From now on, records what configurations read from the environment. May be called repeatedly."""
+    """Starts recording the values that configurations read from the environment. May be called repeatedly."""
     global _watching
     if _watching:
         return
@@ -38,16 +39,16 @@ def watch() -> None:
 
 
 def values_read() -> dict[str, str]:
-    """Values that configurations in this process have taken from the environment, by variable."""
+    """Returns the values that configurations in this process have taken from the environment, by variable."""
     return dict(_read)
 
 
 def masked(text: str, values: Mapping[str, str] | None = None) -> str:
-    """A text for people, with `${oc.env:NAME}` in place of values from the environment. Paths stay: they are no secrets.
+    """Returns a text with `${oc.env:NAME}` in place of values from the environment. Paths stay: they are no secrets.
 
     Args:
         text: The text.
-        values: What another process has read, by name; by default what this one has read.
+        values: Values that another process has read, by name; by default those that this process has read.
     """
     for name, value in sorted((_read if values is None else values).items(), key=lambda item: -len(item[1])):
         if len(value) >= _SHORTEST and not PurePath(value).is_absolute():
@@ -56,7 +57,7 @@ def masked(text: str, values: Mapping[str, str] | None = None) -> str:
 
 
 def to_plain(cfg: Any) -> Any:
-    """A configuration as dicts and lists, resolved except for what depends on the environment, which stays as written."""
+    """Returns a configuration as dicts and lists, resolved except for references to the environment, which stay as written."""
     from omegaconf import DictConfig, ListConfig, OmegaConf
 
     watch()

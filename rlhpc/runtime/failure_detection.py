@@ -1,4 +1,6 @@
-"""What a failure means: which one is the first, which ranks may live on, and what can be restarted. Pure functions."""
+"""Failure policy of a session: the first failure, the ranks that may live on, and those that can be restarted. Pure
+functions.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from rlhpc.runtime.worker_spec import WorkerSpec
 
 
 class Rank(Protocol):
-    """What the policy needs to know of a rank: who it is, and whether it is starting, ready, stopping or ended."""
+    """A rank as the policy sees it: its specification, and whether it is starting, ready, stopping or ended."""
 
     @property
     def spec(self) -> WorkerSpec: ...
@@ -27,12 +29,15 @@ class FailurePolicy:
     """The failures of a session.
 
     Attributes:
-        expendable: Groups whose failure leaves the others alive.
-        independent: Those among them whose ranks do not need one another: one that dies leaves the rest of its group alive.
-        elastic: Groups whose ranks may come and go, and how many must stay: the end of one beyond that is no failure.
-        together: Groups in which so many neighbours are one replica, such as an engine: they come, go and end together.
-        first: The failure that all the others follow from; None while nothing has failed.
-        past: The failure after which the session went on.
+        expendable: Groups whose failure leaves the other groups alive.
+        independent: Expendable groups whose ranks do not need one another: a rank that dies leaves the other ranks of its
+            group alive.
+        elastic: Groups whose ranks may join and leave, with the number that must remain: the end of a rank beyond that is no
+            failure.
+        together: Groups with the number of neighbours that form one replica, such as an engine: they join, leave and end
+            together.
+        first: The failure that caused all others; None while nothing has failed.
+        past: The failure from which the session has recovered.
     """
 
     expendable: frozenset[str] = frozenset()
@@ -50,10 +55,10 @@ class FailurePolicy:
         return True
 
     def departs(self, failure: RlhpcError, ranks: Collection[Rank]) -> bool:
-        """Whether this is the end of a rank, for whatever reason, that the others do without.
+        """Returns whether this is the end of a rank, for whatever reason, that the other ranks can do without.
 
-        What a rank raises is none, unless it has joined: then it may be its machine's fault, and what is the program's the
-        others will raise, too.
+        An exception raised by a rank does not count, unless the rank has joined: its machine may then be at fault, and the
+        other ranks will raise a fault of the program, too.
         """
         group, rank = failure.group, failure.rank
         if group not in self.elastic or rank is None or not isinstance(failure, (WorkerFailed, StepFailed)):
@@ -66,7 +71,7 @@ class FailurePolicy:
         return self.first is None and len(left) >= self.elastic[group]
 
     def replica_of(self, group: str, rank: int) -> range:
-        """The ranks that are one with a rank, itself included."""
+        """Returns the ranks of a rank's replica, including itself."""
         size = self.together.get(group, 1)
         return range(rank - rank % size, rank - rank % size + size)
 
@@ -76,10 +81,10 @@ class FailurePolicy:
             self.past, self.first = self.first, None
 
     def spared(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
-        """Names of the ranks that may live on.
+        """Returns the names of the ranks that may live on.
 
-        If an expendable group has failed: the ranks of the groups that are not expendable. If what failed is a
-        single rank of an independent group, and it has ended: all other ranks, too.
+        If an expendable group has failed: the ranks of the groups that are not expendable. If a single rank of an independent
+        group has failed and ended: all other ranks, too.
         """
         group, rank = failure.group, failure.rank
         if group not in self.expendable or not failure.restartable:
@@ -90,14 +95,14 @@ class FailurePolicy:
         return {r.spec.name for r in ranks if (alone and r.state != "ended") or r.spec.group not in self.expendable}
 
     def doomed(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
-        """Names of the ranks that must end with it."""
+        """Returns the names of the ranks that must end with the failure."""
         return {r.spec.name for r in ranks} - self.spared(failure, ranks)
 
     def recoverable(self, ranks: Collection[Rank]) -> bool:
-        """Whether the run can go on with the other ranks, once those that had to end have ended.
+        """Returns whether the run can continue with the other ranks, once those that had to end have ended.
 
-        All that are gone must be expendable, some rank must be left, and none may be in an intermediate state, but for those
-        that are about to join: nobody needs them, and whether they will arrive nobody knows.
+        All ended ranks must be expendable, some rank must remain, and none may be in an intermediate state, except those that
+        are about to join: no other rank needs them, and they may never arrive.
         """
         states = [r.state for r in ranks if r.state != "starting" or r.spec.rank < r.spec.world_size]
         gone = {r.spec.group for r in ranks if r.state == "ended"}
@@ -105,7 +110,7 @@ class FailurePolicy:
 
 
 def by_group(ranks: Iterable[Rank]) -> dict[str, list[int]]:
-    """Rank numbers of each group, both in order."""
+    """Returns the rank numbers of each group, both in order."""
     found: dict[str, list[int]] = {}
     for r in sorted(ranks, key=lambda r: (r.spec.group, r.spec.rank)):
         found.setdefault(r.spec.group, []).append(r.spec.rank)
@@ -129,15 +134,15 @@ _NAMED = 5
 
 
 class Leases:
-    """Watches the heartbeats of the ranks that are ready.
+    """Heartbeat monitor of the ranks that are ready.
 
     Args:
         fail: Called with the failure of a rank that is lost.
-        has_ended: Whether the process of a rank's record is known to have ended. Asked of ranks that have joined: of others
-            whoever started them says so, but of these nobody does, if that one was killed with them.
+        has_ended: Returns whether the process of a rank's record is known to have ended. Called only for ranks that have
+            joined: the starter of other ranks reports their end, but the starter of these may have been killed with them.
 
     Attributes:
-        patience: Groups that are to be done without sooner: after how many seconds of silence.
+        patience: Groups with a shorter limit: seconds of silence after which a rank counts as lost.
     """
 
     def __init__(
@@ -158,7 +163,7 @@ class Leases:
         member.leaving = member.leaving or what == "leaving"
 
     def look(self, members: Iterable[Member]) -> None:
-        """Checks all ranks; call it every `TICK_S`. `alive` says when each was last heard from."""
+        """Checks all ranks; call it every `TICK_S`. `alive` has the time of each rank's last heartbeat."""
         now = time.monotonic()
         # a job that was suspended, or a driver that was stopped: nobody could send anything meanwhile
         away, self.looked = now - self.looked - TICK_S, now

@@ -50,10 +50,11 @@ def check_encoding(text: str) -> None:
 
 
 def find_files(path: str | None, suffixes: Sequence[str], key: str) -> list[Path]:
-    """The files that `data.….path` means: one file, those in a folder with the right suffix, or those that match a pattern.
+    """Returns the files that `data.….path` refers to: one file, those in a folder with the right suffix, or those that match a
+    pattern.
 
     Raises:
-        ConfigError: There are none; names the nearest existing path.
+        ConfigError: No file matches; the message names the nearest existing path.
     """
     if not path:
         raise ConfigError(
@@ -85,7 +86,7 @@ def _nearest(path: Path) -> str:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names inside `folder` durable (a rename is on disk only after this)."""
+    """Makes the names inside `folder` durable (a rename is on disk only after this)."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -94,7 +95,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def fsync_file(path: Path) -> None:
-    """Make the bytes of `path` durable, no matter who wrote them."""
+    """Makes the bytes of `path` durable, whichever process wrote them."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -103,7 +104,7 @@ def fsync_file(path: Path) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a new file and fsync it. Not atomic: for files inside a staging folder."""
+    """Writes a new file and fsyncs it. Not atomic: for files inside a staging folder."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -111,13 +112,13 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def replace_durably(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = True, parents: bool = True) -> None:
-    """Give `path` the content `data`: readers see the old file or the new one, also after a power cut.
+    """Replaces the content of `path` by `data`: readers see the old file or the new one, also after a power cut.
 
     Args:
         path: The file.
         data: All of its content.
         mode: Permissions of the new file, less the umask.
-        parents: Create a missing folder; False where a folder that somebody removed must not come back.
+        parents: Create a missing folder; False if a removed folder must not come back.
         sync: False lets the system choose when it reaches the disk: for data of no value after a crash.
 
     Raises:
@@ -147,7 +148,7 @@ def replace_durably(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = 
 
 
 def follow_umask(folder: Path) -> None:
-    """Gives files below `folder` that only their owner can read the mode that the umask intends for files.
+    """Gives files below `folder` that only their owner can read the mode that follows from the umask.
 
     Libraries that write to a temporary file and rename it (safetensors does) leave 0600 whatever the umask is.
     """
@@ -159,7 +160,7 @@ def follow_umask(folder: Path) -> None:
 
 
 def _umask() -> int:
-    """The umask, read from /proc: to set it for a moment, as `os.umask` must, would race with other threads' files."""
+    """Returns the umask, read from /proc: setting it temporarily, as `os.umask` must, would race with other threads' files."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)
@@ -167,10 +168,10 @@ def _umask() -> int:
 
 
 def create_exclusively(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
-    """Creates a file with all of its content at once; returns False where there is one of that name already.
+    """Creates a file with all of its content at once; returns False if a file of that name exists already.
 
-    The answer of `link` is not believed where it says so: on NFS a request that is sent again meets the link that the first
-    one made. The number of names of the new file tells.
+    An error of `link` is not trusted: on NFS, a request that is sent again meets the link that the first request made. The
+    number of names of the new file decides.
 
     Raises:
         OSError: The filesystem refused; there is no new file.
@@ -243,7 +244,7 @@ def read_file(path: Path, max_bytes: int = _MOST_BYTES) -> bytes:
 
 
 def read_json(text: str | bytes) -> Any:
-    """The content of a JSON text.
+    """Parses a JSON text.
 
     Raises:
         ValueError: It is not JSON, is nested too deep, or has an integer that no float holds.
@@ -261,17 +262,17 @@ def _integer(digits: str) -> int:
 
 
 def is_number(value: Any) -> bool:
-    """Says whether a value of a file is a finite number; true and false are none."""
+    """Returns whether a value of a file is a finite number; true and false are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_count(value: Any) -> bool:
-    """Says whether a value of a file is an integer from 0 to 2^63 - 1."""
+    """Returns whether a value of a file is an integer from 0 to 2^63 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def read_yaml_file(path: Path, loader: Any = None) -> Any:
-    """The content of a YAML file. Reads no more of it than a configuration may have: it may be a checkpoint, or a device.
+    """Reads a YAML file, up to the maximum size of a configuration: the path may be a checkpoint, or a device.
 
     Raises:
         OSError: It cannot be read.
@@ -285,7 +286,7 @@ def read_yaml_file(path: Path, loader: Any = None) -> Any:
 
 
 def read_yaml(text: str | bytes, loader: Any = None) -> Any:
-    """The content of a YAML text, as builtin values.
+    """Parses a YAML text into builtin values.
 
     Args:
         text: UTF-8.
@@ -318,7 +319,7 @@ def read_yaml(text: str | bytes, loader: Any = None) -> Any:
 
 
 def _nesting(text: bytes) -> int:
-    """The largest number of brackets that are open at a time."""
+    """Returns the largest number of brackets that are open at a time."""
     depth = deepest = 0
     for sign in re.findall(rb"[\[\]{}]", text):
         depth = depth + 1 if sign in b"[{" else max(0, depth - 1)
@@ -327,7 +328,7 @@ def _nesting(text: bytes) -> int:
 
 
 def _count(value: Any, seen: int, depth: int) -> int:
-    """Number of values, each counted as often as it is named."""
+    """Counts the values, each as often as it is named."""
     seen += 1
     if seen > _MOST_NODES:
         raise ValueError(f"it has more than {_MOST_NODES} values, counted as often as aliases name them")
@@ -343,7 +344,7 @@ _MIN_FREE_BYTES = 1 << 20
 
 
 def unwritable(folder: str | os.PathLike[str]) -> str:
-    """Why no file can be made in a folder, which need not exist yet; "" if one can."""
+    """Returns why no file can be created in a folder, which need not exist yet; "" if one can."""
     existing = os.path.abspath(folder)
     try:
         while not os.path.lexists(existing):

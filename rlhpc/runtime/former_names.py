@@ -111,7 +111,7 @@ def current_module(name: str) -> str | None:
 
 
 class FormerModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports today's module where a former one is asked for: both names are the same module object."""
+    """Import finder that resolves former module names to today's modules: both names are the same module object."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -121,7 +121,7 @@ class FormerModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None if current is None else importlib.machinery.ModuleSpec(fullname, self, origin=current)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Puts today's module in the place of the former one (`importlib` returns what then stands in `sys.modules`)."""
+        """Replaces the former module by today's module (`importlib` returns the object that `sys.modules` then holds)."""
         current = str(current_module(module.__name__))
         warnings.warn(
             f"{module.__name__} is now {current}; the old name works for two releases", FutureWarning, stacklevel=2
@@ -130,6 +130,6 @@ class FormerModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Adds the finder before all others, which would load a module of a former package a second time."""
+    """Installs the finder before all others, which would load a module of a former package a second time."""
     if not any(isinstance(finder, FormerModuleFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, FormerModuleFinder())

@@ -1,7 +1,7 @@
-"""Where a started process looks for modules: where its driver does, and never in its working directory as such.
+"""Import paths of started processes: those of the driver, never the working directory as such.
 
-`python -m` and `python -c` put the working directory first. A folder of downloads, or one that others may write to, would then
-decide what the ranks import; and a clone called rlhpc would hide the package from anyone in the folder above it.
+`python -m` and `python -c` put the working directory first. A folder of downloads, or one that others may write to, would
+then decide what the ranks import; and a clone called rlhpc would hide the package from processes in the folder above it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _RUN_MODULE = f"{LEAVE_FOLDER}; del sys.argv[0]; import runpy; runpy.run_module(
 
 
 def import_paths(foreign: bool = False) -> list[str]:
-    """This process's paths, for a process with the same Python or (`foreign`) for one with packages of its own.
+    """Returns this process's paths, for a process with the same Python or (`foreign`) for a Python with separate packages.
 
-    The latter omits what belongs to this Python. Both have the folder of rlhpc last, so that a folder of that name without
-    an `__init__.py` is not taken for it.
+    The latter omits the paths of this Python. Both have the folder of rlhpc last, so that a folder of that name without an
+    `__init__.py` is not mistaken for it.
     """
     root = str(Path(__file__).resolve().parents[2])
     paths = [path or _working_directory() for path in sys.path]
@@ -36,12 +36,12 @@ def import_paths(foreign: bool = False) -> list[str]:
 
 
 def python_path(foreign: bool = False) -> str:
-    """`import_paths`, joined as a value of PYTHONPATH."""
+    """Returns `import_paths`, joined as a value of PYTHONPATH."""
     return os.pathsep.join(import_paths(foreign))
 
 
 def run_module(module: str, *arguments: str, python: str | None = None) -> list[str]:
-    """argv that runs one of rlhpc's modules: with this Python, or with another of any version."""
+    """Returns argv that runs one of rlhpc's modules: with this Python, or with another of any version."""
     if python is None or python == sys.executable:
         return [sys.executable, "-P", "-m", module, *arguments]
     return [python, "-c", _RUN_MODULE, module, *arguments]
@@ -62,7 +62,7 @@ def _working_directory() -> str:
 
 @cache
 def fingerprint() -> str:
-    """A digest of the package's sources, the same wherever they are."""
+    """Returns a digest of the package's sources, independent of their location."""
     root = Path(__file__).resolve().parents[1]
     found = hashlib.blake2b(digest_size=12)
     for path in sorted(root.rglob("*.py")):
@@ -73,7 +73,7 @@ def fingerprint() -> str:
 def lazy_names(
     package: str, homes: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package.
+    """Returns `__getattr__` and `__dir__` of a package.
 
     Args:
         package: Its `__name__`.

@@ -1,7 +1,7 @@
-"""A rank that joins a run which is under way, from any allocation that reaches it: the side of the one who comes.
+"""Joining of a rank to a running run, from any allocation that reaches it: the joining process's side.
 
-It reads the run's registry, asks the driver for a place in a group, starts the rank, and ends it when the driver is gone. If
-another driver takes the run up, such as after a requeue, it asks again.
+It reads the run's registry, asks the driver for a place in a group, starts the rank, and ends it when the driver has ended.
+If another driver continues the run, such as after a requeue, it asks again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _HANDING_S = 15.0
 
 
 class JoinRefused(ConfigError):
-    """The driver takes no such rank; says why."""
+    """The driver's refusal of such a rank, with the reason."""
 
 
 class NotYet(JoinRefused):
@@ -90,7 +90,7 @@ class JoinPoint:
 
     @property
     def is_current(self) -> bool:
-        """Whether this driver is still the run's, and has not ended it."""
+        """True if this driver still owns the run, and has not ended it."""
         try:
             return (self.registry.root.parent / CURRENT).read_text() == self.registry.generation and (
                 self.registry.load_keys() == self.keys
@@ -132,10 +132,10 @@ class JoinPoint:
             raise JoinRefused(f"{shown(path)} is {owner(status)}'s: a driver of another user gives no place in a run")
 
     def ask(self, wish: Mapping[str, Any]) -> WorkerSpec:
-        """Asks for a place. The answer is read as JSON: only the rank's own process runs what the run sends.
+        """Requests a place. The answer is read as JSON: only the rank's process executes what the run sends.
 
         Raises:
-            Refused: See its message; `NotYet` if it is worth asking again.
+            JoinRefused: The message has the reason; `NotYet` if a later request may succeed.
         """
         try:
             (answer,) = self._peers.request(
@@ -149,7 +149,9 @@ class JoinPoint:
             raise JoinRefused(f"what the driver answered is no place in a run: {error}") from None
 
     def lives(self, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Whether the driver answers, or there is no time to wait for that: one whose host is gone never does."""
+        """Returns whether the driver answers, or there is no time to wait for that: a driver whose host is gone never
+        answers.
+        """
         try:
             pending = self._peers.begin(self._endpoint(), b"DOING", [], "the driver", _ANSWER_S)
             self._peers.reply_to(pending, _ANSWER_S, hurry)
@@ -158,14 +160,14 @@ class JoinPoint:
         return True
 
     def tell(self, note: dict[str, Any]) -> None:
-        """Leaves the driver a note; one that is gone needs none."""
+        """Sends the driver a note; does nothing if the driver has ended."""
         try:
             self._peers.request(self._endpoint(), b"NOTED", [pickle.dumps(note)], _ANSWER_S, "the driver")
         except RlhpcError as error:
             log.warning("the driver was not told: %s", error)
 
     def why_left(self, spec: WorkerSpec) -> str:
-        """Why the driver goes on without this rank; "" if it does not."""
+        """Returns why the driver continues without this rank; "" if it does not."""
         with contextlib.suppress(OSError, RlhpcError, ValueError):
             found = self.registry.get(LEFT, spec.name) or {}
             if found.get("incarnation") == spec.incarnation:
@@ -222,11 +224,11 @@ class JoinedRank:
         return None if code is None else (-code if code < 0 else code << 8)
 
     def end(self, grace_s: float, handing_s: float = 0.0) -> int:
-        """Ends it, and waits; returns its wait status.
+        """Ends the rank and waits; returns its wait status.
 
         Args:
-            grace_s: How long it may take to end.
-            handing_s: How long, before that, it may take to hand back what it has under way.
+            grace_s: Seconds that it may take to end.
+            handing_s: Seconds, before that, that it may take to requeue its items.
         """
         assert self.process.stdin is not None
         if handing_s:
@@ -246,7 +248,7 @@ class JoinedRank:
 
 
 def wish_of(group: str, threads: int, accelerators: int) -> dict[str, Any]:
-    """What this process asks for: a place in a group, for one rank."""
+    """Returns this process's request: a place in a group, for one rank."""
     return {
         "group": group, "host": host_id(), "node": node_name(), "threads": threads, "accelerators": accelerators,
         "code": fingerprint(), "job": os.environ.get("SLURM_JOB_ID", ""),
@@ -264,23 +266,23 @@ def stay(
     grace_s: float = 5.0,
     await_driver: bool = False,
 ) -> int:
-    """Takes part in a run until it has ended or `stopped` is set; with every driver that takes it up anew.
+    """Takes part in a run until it has ended or `stopped` is set, under each driver that continues it.
 
     Args:
         registry_root: The run's registry folder.
         wish: See `wish_of`.
-        stopped: Set when this process is to leave, as before its walltime ends; `why` says the reason.
-        said: Told what happens.
-        over: Whether the run has come to its end, so that no driver will take it up again.
-        patience_s: How long it waits for another driver, when one is gone.
-        grace_s: How long a rank may take to end.
+        stopped: Set when this process has to leave, as before its walltime ends; `why` has the reason.
+        said: Called with messages on the progress.
+        over: Returns whether the run has ended, so that no driver will continue it.
+        patience_s: Seconds to wait for another driver after one has ended.
+        grace_s: Seconds that a rank may take to end.
         await_driver: Wait as long for the first driver, too.
 
     Returns:
         How often it took part.
 
     Raises:
-        ConfigError: There is no driver, or it takes no such rank, from the start.
+        ConfigError: There is no driver, or it refuses such a rank, from the start.
         RlhpcError: The rank has ended by itself.
     """
     times, before, silent = 0, "", False
@@ -312,7 +314,9 @@ def stay(
 def _door(
     registry_root: Path, before: str, over: Callable[[], bool], patience_s: float, silent: bool
 ) -> JoinPoint | None:
-    """The way to a driver; None if none comes in time. The one before it is as good, if it was only `silent` and answers."""
+    """Returns the connection to a driver; None if none arrives in time. The previous driver is accepted if it was only
+    `silent` and answers.
+    """
     deadline = time.monotonic() + patience_s
     while True:
         if not before and not patience_s:
@@ -330,11 +334,11 @@ def _door(
 
 
 def _place(door: JoinPoint, wish: Mapping[str, Any], stopped: Leaving, patience_s: float) -> WorkerSpec | None:
-    """A place, as soon as there are any; None if this process is to leave before.
+    """Returns a place, as soon as one is free; None if this process has to leave before.
 
     Raises:
-        Refused: There are none for it.
-        RlhpcError: The driver has gone.
+        JoinRefused: There is no place for it.
+        RlhpcError: The driver has ended.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -350,7 +354,7 @@ def _place(door: JoinPoint, wish: Mapping[str, Any], stopped: Leaving, patience_
 
 
 def _without(door: JoinPoint, spec: WorkerSpec) -> str:
-    """What to say where the driver goes on without the rank."""
+    """Returns a message if the driver continues without the rank, else ""."""
     why = door.why_left(spec)
     door.left = bool(why)
     return f"the run goes on without it: {why}" if why else ""
@@ -359,7 +363,9 @@ def _without(door: JoinPoint, spec: WorkerSpec) -> str:
 def _take_part(
     door: JoinPoint, spec: WorkerSpec | None, stopped: Leaving, said: Callable[[str], None], grace_s: float
 ) -> int:
-    """With one driver, until it is gone, the rank has ended, or this process is to leave; the rank's wait status."""
+    """Takes part under one driver, until the driver or the rank has ended or this process has to leave; returns the rank's
+    wait status.
+    """
     if spec is None:
         return 0
     rank = JoinedRank(spec)

@@ -1,4 +1,4 @@
-"""Who takes part in a run: which ranks have left a group that goes on without them, and which have come."""
+"""Membership of a run: the ranks that have left a group that continues without them, and the ranks that have joined."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from rlhpc.runtime.worker_spec import WorkerSpec
 
 
 def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
-    """A function that tells whether all have reached `state`; it checks each only until it has, however often it is called."""
+    """Returns a function that tells whether all ranks have reached `state`; it checks each rank only until then, however often
+    it is called.
+    """
     left = list(members)
 
     def answer() -> bool:
@@ -50,7 +52,9 @@ def class_body(payload: tuple[type, tuple[Any, ...], dict[str, Any]]) -> bytes:
 
 
 def said_before_its_log(member: Member) -> str:
-    """What a rank printed that died before it opened its log, as the end of a message; saved in that log if possible."""
+    """Returns the output of a rank that died before it opened its log, as the end of a message; saved in that log if
+    possible.
+    """
     said, log_err = "", Path(member.spec.log_err)
     with contextlib.suppress(OSError):
         if not log_err.exists():
@@ -60,7 +64,7 @@ def said_before_its_log(member: Member) -> str:
 
 
 def death(spec: WorkerSpec, status: int, said: str = "") -> WorkerFailed:
-    """The failure that a rank's wait status stands for; `said` ends the message if the rank's log is silent."""
+    """Returns the failure for a rank's wait status; `said` ends the message if the rank's log is silent."""
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     how = f"was killed by signal {number} ({signal.Signals(number).name})" if number else (
         f"exited with status {os.WEXITSTATUS(status)}")  # fmt: skip
@@ -76,7 +80,7 @@ def death(spec: WorkerSpec, status: int, said: str = "") -> WorkerFailed:
 
 
 def by_starter(members: Sequence[Member]) -> dict[Starter, list[Member]]:
-    """The members of each starter."""
+    """Returns the members of each starter."""
     found: dict[Starter, list[Member]] = {}
     for member in members:
         found.setdefault(member.starter, []).append(member)
@@ -84,7 +88,7 @@ def by_starter(members: Sequence[Member]) -> dict[Starter, list[Member]]:
 
 
 def records_by_group(members: Sequence[Member]) -> list[list[dict[str, Any]]]:
-    """The members' records, those of a group together: a call goes to ranks of one group."""
+    """Returns the members' records, grouped by worker group: a call goes to ranks of one group."""
     found: dict[str, list[dict[str, Any]]] = {}
     for member in members:
         found.setdefault(member.spec.group, []).append(member.record)
@@ -114,7 +118,7 @@ class RankTable:
         return list(self.members.values())
 
     def alive(self, group: str | None = None) -> list[Member]:
-        """The ranks that have not ended, of one group or of all."""
+        """Returns the ranks that have not ended, of one group or of all."""
         return [m for m in self.all() if m.state != "ended" and group in (None, m.spec.group)]
 
     def ended_of(self, group: str) -> list[Member]:
@@ -133,18 +137,18 @@ class RankTable:
             self.members = {n: m for n, m in self.members.items() if m.state != "ended" and m.spec.group != group}
 
     def find(self, name: str, incarnation: str) -> Member | None:
-        """The rank of that name; None if another has replaced the one that is meant."""
+        """Returns the rank of that name; None if a successor has replaced this incarnation."""
         member = self.members.get(name)
         return member if member is not None and member.spec.incarnation == incarnation else None
 
     def started(self, member: Member, pid: int) -> None:
-        """Records that a rank's process has started."""
+        """Registers that a rank's process has started."""
         with self.changed:
             member.pid = pid
             self.changed.notify_all()
 
     def arrived(self, member: Member, pid: int, record: dict[str, Any]) -> None:
-        """Records that a rank has built its object."""
+        """Registers that a rank has built its object."""
         with self.changed:
             self._on_change(())
             member.record, member.pid = record, pid
@@ -153,14 +157,14 @@ class RankTable:
             self.changed.notify_all()
 
     def ended(self, members: Sequence[Member]) -> list[Member]:
-        """Records that the processes of ranks have ended; returns those for which that is unexpected."""
+        """Registers that the processes of ranks have ended; returns those whose end is unexpected."""
         with self.changed:
             for member in members:
                 member.has_exited = True
             return self.give_up(members)
 
     def give_up(self, members: Sequence[Member]) -> list[Member]:
-        """Records that ranks count as ended, whatever their processes do; returns those for which that is unexpected."""
+        """Registers that ranks count as ended, whatever their processes do; returns those whose end is unexpected."""
         with self.changed:
             ended = [m for m in members if self.members.get(m.spec.name) is m and m.state != "ended"]
             unexpected = [m for m in ended if m.state in _ALIVE]
@@ -178,9 +182,9 @@ class RankTable:
             return [m for m in members if not m.has_exited]
 
     def announce(self, service: Service, ended: Sequence[Member] = ()) -> None:
-        """Tells the ranks that are ready, in the background, that others have come, or that these have ended.
+        """Tells the ranks that are ready, in the background, that ranks have come, or that these ranks have ended.
 
-        They free what they hold for the ended ones, and look up anew where the others are.
+        They free what they hold for ended ranks, and read the other ranks' records again.
         """
         records = [member.record for member in self.all() if member.state == "ready"]
         note = pickle.dumps((service.epoch, _keys(ended)))
@@ -199,7 +203,7 @@ class RankTable:
             in_background("members", tell)
 
     def stopping(self, members: Collection[Member]) -> None:
-        """Records that ranks were told to end: from now on their end is no failure."""
+        """Registers that ranks were asked to end: from now on their end is no failure."""
         with self.changed:
             for member in members:
                 if member.state != "ended":
@@ -241,21 +245,21 @@ class _Departure:
 
 
 class Membership:
-    """The driver's account of ranks that come and go.
+    """The driver's record of ranks that join and leave.
 
     Args:
         ranks: All ranks.
-        registry: Where other processes see who has left.
-        failures: Says which groups are elastic.
-        log_dir: Where the ranks' logs go.
+        registry: Registry that tells other processes which ranks have left.
+        failures: Failure policy, which knows the elastic groups.
+        log_dir: Folder of the ranks' logs.
         listens: Whether processes of other hosts reach this run.
 
     Attributes:
-        epoch: How often somebody has come or gone since the groups were launched.
-        is_open: Whether ranks may join at present; who asks earlier or later is told to ask again. Not at first.
-        heard: Called with what happens to ranks that have joined: `event` (joined, works, left), who, where and why.
-        faulty: Jobs of which a rank has raised something.
-        why_fixed: Why no group takes ranks, where something can be changed; for messages.
+        epoch: How often a rank has come or gone since the groups were launched.
+        is_open: Whether ranks may join at present; earlier and later requests are told to ask again. Initially not.
+        heard: Called with events of joined ranks: `event` (joined, works, left), who, where and why.
+        faulty: Jobs of which a rank has raised an exception.
+        why_fixed: Reason why no group takes ranks, if the user can change that; for messages.
     """
 
     def __init__(
@@ -276,8 +280,10 @@ class Membership:
         self.why_fixed = ""
 
     def left(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
-        """A rank of a group that goes on without it has ended, or must be taken for lost. So are those that are one replica
-        with it: they may be waiting for it where nobody could tell them."""
+        """Registers that a rank of a group that continues without it has ended, or is considered lost.
+
+        The same applies to the ranks of its replica: they may be waiting for it at a point where no message reaches them.
+        """
         self._left(member, failure, rpc)
         spec = member.spec
         replica = self._failures.replica_of(spec.group, spec.rank)
@@ -302,10 +308,11 @@ class Membership:
         self._departures.put(_Departure(member, str(failure).splitlines()[0]))
 
     def _conclude(self) -> None:
-        """Kills the processes of ranks that have left, and makes their departures known; on a thread of its own.
+        """Kills the processes of ranks that have left, and publishes their departures; on a separate thread.
 
-        Killing may ask the scheduler, and the record may wait for a filesystem that is full or stalls: no thread that hears of
-        other ranks may wait for either. A record that cannot be written is tried again, until the session ends.
+        Killing may query the scheduler, and the record may wait for a filesystem that is full or stalls: no thread that
+        receives reports of other ranks may wait for either. A record that cannot be written is tried again, until the session
+        ends.
         """
         unwritten: list[_Departure] = []
         while True:
@@ -318,7 +325,7 @@ class Membership:
             unwritten = [departure for departure in unwritten if not self._record(departure)]
 
     def close(self) -> None:
-        """Ends the thread: nobody is left who waits for a rank."""
+        """Ends the thread: no process waits for a rank any more."""
         self._departures.put(None)
 
     def _end_process(self, departure: _Departure) -> None:
@@ -353,16 +360,17 @@ class Membership:
             self.heard(event)
 
     def why_left(self, group: str, rank: int) -> str:
-        """Why a rank has left that was told to; "" for one that ended otherwise."""
+        """Returns the reason of a rank that left after a notice; "" for a rank that ended otherwise."""
         return next((m.told for m in self._ranks.all() if (m.spec.group, m.spec.rank) == (group, rank)), "")
 
     def leaving(self, group: str) -> list[int]:
-        """Ranks of a group that were told to leave, and wait to be let go (`Worker.stay_until_let_go`)."""
+        """Returns ranks of a group that got a notice to leave and wait for permission (`Worker.stay_until_let_go`)."""
         return [member.spec.rank for member in self._ranks.alive(group) if member.leaving]
 
     def by_job(self) -> dict[str, int]:
-        """Ranks that have joined and take part, by the id of their job; 0 for jobs whose ranks have all left again. Jobs of
-        which no rank has ever taken part are not in it."""
+        """Counts the ranks that have joined and take part, by the id of their job; 0 for jobs whose ranks have all left again.
+        Omits jobs of which no rank has ever taken part.
+        """
         found = dict.fromkeys(list(self._at_work.values()), 0)
         for incarnation, (job, member) in list(self._jobs.items()):
             if incarnation in self._at_work and member.state == "ready":
@@ -370,7 +378,7 @@ class Membership:
         return found
 
     def takes_part(self, group: str, rank: int) -> None:
-        """A rank that has come has all that it needs, and is at work from now on."""
+        """Registers that a joined or restarted rank has all it needs, and works from now on."""
         for member in self._ranks.alive(group):
             if member.spec.rank == rank and member.starter is self._joined:
                 if member.spec.incarnation in self._jobs:
@@ -378,18 +386,20 @@ class Membership:
                 self._tell({"event": "works", "incarnation": member.spec.incarnation})
 
     def of_job(self, job: str) -> list[Member]:
-        """Ranks that have joined from a job and not ended."""
+        """Returns ranks that have joined from a job and not ended."""
         return [member for own, member in list(self._jobs.values()) if own == job and member.state != "ended"]
 
     def newcomers(self, group: str, known: Collection[str]) -> list[dict[str, Any]]:
-        """The records of ranks of a group that are ready, and of none of the known incarnations."""
+        """Returns the records of ranks of a group that are ready and have none of the known incarnations."""
         with self._ranks.changed:
             found = [m for m in self._ranks.alive(group) if m.state == "ready" and m.record["incarnation"] not in known]
         self.epoch += len(found)
         return [m.record for m in found]
 
     def startable(self, group: str) -> list[Member]:
-        """Ranks of a group that have ended and whose place is still this run's. Their processes may still be there."""
+        """Returns ranks of a group that have ended and whose place still belongs to this run. Their processes may still
+        exist.
+        """
         return [
             m
             for m in self._ranks.all()
@@ -397,10 +407,10 @@ class Membership:
         ]
 
     def join(self, wish: Mapping[str, Any]) -> bytes:
-        """Gives a process a place in a group; its specification as JSON. Called on the service's thread.
+        """Assigns a process a place in a group; returns its specification as JSON. Called on the service's thread.
 
         Raises:
-            ChannelError: It may not join; says why. `TooEarly` if it may later.
+            ChannelError: It may not join; the message has the reason. `TooEarly` if it may join later.
         """
         group = wish["group"]
         self._allow(group, wish)
@@ -426,7 +436,9 @@ class Membership:
         return spec.to_json()
 
     def _place_in(self, group: str, members: Sequence[Member], wish: Mapping[str, Any]) -> int:
-        """The number of a rank that joins: beside others of its job, or of its node, whose replica is not whole yet."""
+        """Returns the number of a joining rank: next to ranks of its job, or of its node, whose replica is not complete
+        yet.
+        """
         last = 1 + max(m.spec.rank for m in members)
         if len(self._failures.replica_of(group, 0)) == 1:
             return last

@@ -16,7 +16,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def address_of(interface: str) -> str:
-    """IPv4 address of a network interface of this host.
+    """Returns the IPv4 address of a network interface of this host.
 
     Raises:
         ConfigError: There is no such interface, or it has no address; names the existing ones.
@@ -34,7 +34,7 @@ def address_of(interface: str) -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """The interfaces of this host that have an IPv4 address."""
+    """Returns the interfaces of this host that have an IPv4 address."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
@@ -47,12 +47,12 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface of this host that has the address."""
+    """Returns the interface of this host that has the address."""
     return next((name for name, found in interfaces().items() if found == address), None)
 
 
 def address_towards(host: str) -> str:
-    """This host's address on the route to another host: the kernel's choice, not simply the first network card.
+    """Returns this host's address on the route to another host: the kernel's choice, not simply the first network card.
 
     Raises:
         ConfigError: There is no route, or the name is not known.
@@ -70,8 +70,7 @@ def address_towards(host: str) -> str:
 
 
 def node_addresses(names: list[str], timeout_s: float = TIMEOUT_S) -> dict[str, str]:
-    """Addresses of Slurm nodes according to Slurm's configuration, in one query; names without an address stand
-    for themselves."""
+    """Returns addresses of Slurm nodes from Slurm's configuration, in one query; a name without an address maps to itself."""
     found = {name: name for name in names}
     for pairs in ask("scontrol", "--oneliner", "show", "node", ",".join(names), timeout_s=timeout_s).records:
         if pairs.get("NodeName") in found and pairs.get("NodeAddr"):
@@ -80,7 +79,7 @@ def node_addresses(names: list[str], timeout_s: float = TIMEOUT_S) -> dict[str, 
 
 
 def address_for_partition(partition: str | None, interface: str | None) -> str:
-    """This host's address for jobs on a Slurm partition; of the default partition without one.
+    """Returns this host's address for jobs on a Slurm partition, or on the default partition if it is None.
 
     Raises:
         ConfigError: There is no route to its nodes, or Slurm does not say which they are.
@@ -101,7 +100,7 @@ def address_for_partition(partition: str | None, interface: str | None) -> str:
 
 
 def own_address(interface: str | None) -> str | None:
-    """This host's address for the other hosts of its Slurm job; None where there are none."""
+    """Returns this host's address for the other hosts of its Slurm job; None if there are no other hosts."""
     others = [node.name for node in slurm_nodes(os.environ) if not node.is_local]
     if not others:
         return None

@@ -1,4 +1,4 @@
-"""Which cores a rank computes on: those near its accelerators, where the granted ones are not all equally near."""
+"""CPU affinity of ranks: cores near their accelerators, unless all granted ones are equally near."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ PCI = Path("/sys/bus/pci/devices")
 
 
 def cores_in(text: str) -> set[int]:
-    """The cores of a list as Linux writes it: `0-3,8` → 0, 1, 2, 3, 8."""
+    """Parses a list of cores in Linux's notation: `0-3,8` → 0, 1, 2, 3, 8."""
     parts = (part.partition("-") for part in text.strip().split(",") if part)
     return {core for first, _, last in parts for core in range(int(first), int(last or first) + 1)}
 
 
 def near(addresses: Iterable[str], pci: Path = PCI) -> set[int]:
-    """The cores of the NUMA nodes that devices are on; empty where the kernel does not tell.
+    """Returns the cores of the NUMA nodes that devices are on; empty if the kernel does not report them.
 
     Args:
         addresses: On the PCI bus, such as `0000:1b:00.0`.
-        pci: Where the kernel has its facts of these devices.
+        pci: Sysfs folder of these devices.
     """
     found: set[int] = set()
     for address in addresses:
@@ -46,16 +46,16 @@ def near(addresses: Iterable[str], pci: Path = PCI) -> set[int]:
 def stay_near(addresses: Sequence[str], threads: int, pci: Path = PCI) -> str:
     """Binds the calling thread, and with it all threads and processes that it starts later, to the granted cores near devices.
 
-    Ranks whose devices are near the same cores share these, as the kernel sees fit. A rank that would be left with fewer
-    cores than threads keeps them all: some are then far, but none is taken from it.
+    Ranks whose devices are near the same cores share these cores, as the kernel schedules them. A rank that would get fewer
+    cores than threads keeps all its cores: some are then far away.
 
     Args:
         addresses: Of the rank's accelerators on the PCI bus.
-        threads: Cores that the rank counts on.
+        threads: Number of cores that the rank needs.
         pci: See `near`.
 
     Returns:
-        What was done, and why.
+        The action and its reason.
     """
     granted = os.sched_getaffinity(0)
     close = near(addresses, pci) & granted
@@ -107,7 +107,9 @@ def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> set[
 
 
 def crowded() -> bool:
-    """Whether three quarters of this process's descriptors are in use: the kernel always gives out the lowest free one."""
+    """Returns whether three quarters of this process's descriptors are in use: the kernel always assigns the lowest free
+    one.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         lowest = os.eventfd(0, os.EFD_CLOEXEC)
@@ -121,7 +123,9 @@ _MEMINFO, _GROUPS, _OWN = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/
 
 
 def free_memory() -> int:
-    """Bytes that are free on this host, or in the control groups of this process (a Slurm job's, a container's) if less."""
+    """Returns the bytes that are free on this host, or in the control groups of this process (a Slurm job's, a container's) if
+    less.
+    """
     free = 0
     for line in _MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -144,7 +148,7 @@ def total_memory() -> int:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """What each control group above this process leaves, in either version of control groups."""
+    """Yields the remaining memory of each control group above this process, in either version of control groups."""
     for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         for folder in _folders():
             try:
@@ -159,7 +163,7 @@ def _left_in_groups() -> Iterator[int]:
 
 
 def _folders() -> Iterator[Path]:
-    """The folders of this process's control groups, and those above them."""
+    """Yields the folders of this process's control groups, and their parent folders."""
     try:
         lines = _OWN.read_text().splitlines()
     except OSError:
@@ -183,7 +187,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Asks the kernel to send this process a signal when its parent dies; exits at once if that has happened already."""
+    """Asks the kernel for a signal to this process when its parent dies; exits at once if that has already happened."""
     _libc.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
@@ -232,5 +236,5 @@ def outlive_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes orphans among this process's descendants its own children, so that it can end and reap them."""
+    """Makes orphans among this process's descendants its direct children, so that it can end and reap them."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -1,4 +1,4 @@
-"""Who owns a folder: a run's secrets are in folders that belong to this user, are closed to others, and are not links."""
+"""Ownership of folders: a run's secrets are in folders that belong to this user, are closed to others, and are not links."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _OTHERS_WRITE = 0o022
 
 
 def make_private(folder: Path, *, parents: bool = False) -> None:
-    """Makes a folder that is private to this user (0700), or accepts an existing one.
+    """Creates a folder that is private to this user (0700), or accepts an existing one.
 
     A folder that others may read is closed to them; one that others may write to is refused.
 
     Raises:
         OwnershipError: It is another user's, or a link, or others may write there.
-        OSError: The folder cannot be made.
+        OSError: The folder cannot be created.
     """
     if parents:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -31,14 +31,14 @@ def make_private(folder: Path, *, parents: bool = False) -> None:
 
 
 def require_private(folder: Path, *, tighten: bool = False) -> None:
-    """Refuses a folder unless it is this user's own, closed to others and not a link.
+    """Refuses a folder unless it belongs to this user, is closed to others and is not a link.
 
     Args:
         folder: The folder to check.
         tighten: Close a folder that others may read, instead of refusing it.
 
     Raises:
-        OwnershipError: Says what is wrong with it, and what to do.
+        OwnershipError: The message has the fault and a remedy.
         FileNotFoundError: There is no such folder.
     """
     found = folder.lstat()
@@ -64,10 +64,10 @@ def require_private(folder: Path, *, tighten: bool = False) -> None:
 
 
 def require_own_run_folder(folder: Path) -> None:
-    """Refuses another user's run folder. Its parent may be anybody's, and a link of this user's own may lead to it.
+    """Refuses another user's run folder. Its parent may belong to any user, and a link of this user may lead to it.
 
     Raises:
-        OwnershipError: Says whose it is, and what to do.
+        OwnershipError: The message names the owner and a remedy.
         OSError: The folder cannot be examined.
     """
     try:
@@ -94,8 +94,9 @@ _WAY_OUT = "Choose another runner.name or runner.run_dir"
 
 
 def _mine(folder: Path, found: os.stat_result) -> bool:
-    """Whether this user made it. Where the filesystem gives everything one owner (some network and container mounts), what
-    this user makes there belongs to that owner, too."""
+    """Returns whether this user created the folder. If the filesystem gives everything one owner (some network and container
+    mounts), files that this user creates there belong to that owner, too.
+    """
     if found.st_uid == os.geteuid():
         return True
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as probe:
@@ -104,7 +105,7 @@ def _mine(folder: Path, found: os.stat_result) -> bool:
 
 
 def owner(found: os.stat_result) -> str:
-    """The owner's name, if it is known on this host, and user id."""
+    """Returns the owner's name, if it is known on this host, and user id."""
     return _named(found.st_uid)
 
 

@@ -15,7 +15,7 @@ def send(sock: socket.socket, message: Any) -> None:
     """Pickles and sends one message, after its length.
 
     Raises:
-        OSError: The other side is gone, or has read nothing for so long that it is taken for gone; the connection has ended.
+        OSError: The other side has ended, or has read nothing until the timeout; the connection has ended.
     """
     body = pickle.dumps(message)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LOST)
@@ -38,7 +38,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes | None:
 
 
 def receive(sock: socket.socket) -> Any | None:
-    """Receives one message; None when the other side is gone."""
+    """Receives one message; returns None if the other side has ended."""
     try:
         head = _exactly(sock, _LENGTH.size)
         body = _exactly(sock, _LENGTH.unpack(head)[0]) if head else None

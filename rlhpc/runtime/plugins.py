@@ -1,4 +1,4 @@
-"""What a configuration names: something registered or built in, another package's entry point, or `module:attribute`."""
+"""Names in a configuration: a registered or built-in name, another package's entry point, or `module:attribute`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Given = TypeVar("Given", bound=Callable[..., Any])
 
 
 def import_attribute(path: str, key: str) -> Any:
-    """`module:attribute`, whatever it is.
+    """Imports `module:attribute`, of any type.
 
     Raises:
-        ConfigError: It cannot be imported; says why.
+        ConfigError: It cannot be imported; the message has the reason.
     """
     module, _, attribute = path.partition(":")
     try:
@@ -37,8 +37,9 @@ def import_attribute(path: str, key: str) -> Any:
 
 
 def _way_to(module: str, error: Exception) -> str:
-    """Returns how to make a module importable that lies in the working directory or beside the command's configuration file;
-    empty if it does not."""
+    """Returns how to make a module importable that lies in the working directory or next to the command's configuration file;
+    empty if it lies elsewhere.
+    """
     name = module.partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or error.name != name:
         return ""
@@ -50,10 +51,10 @@ def _way_to(module: str, error: Exception) -> str:
 
 
 def load_attribute(path: str, key: str) -> Any:
-    """`module:attribute`, a class or a function.
+    """Imports `module:attribute`, a class or a function.
 
     Raises:
-        ConfigError: It cannot be imported, or is not callable; says why.
+        ConfigError: It cannot be imported, or is not callable; the message has the reason.
     """
     found = import_attribute(path, key)
     if not callable(found):
@@ -62,12 +63,12 @@ def load_attribute(path: str, key: str) -> Any:
 
 
 def required(module: str, what: str, extra: str = "llm") -> Any:
-    """A module of a package that not every installation has.
+    """Imports a module of an optional package.
 
     Args:
         module: Its name.
-        what: Who needs which package, for messages: "videos need PyAV".
-        extra: Of rlhpc, which brings the package.
+        what: The feature and the package it needs, for messages: "videos need PyAV".
+        extra: The extra of rlhpc that installs the package.
 
     Raises:
         ConfigError: It cannot be imported.
@@ -79,7 +80,7 @@ def required(module: str, what: str, extra: str = "llm") -> Any:
 
 
 def offered(group: str) -> dict[str, EntryPoint]:
-    """Entry points of a group in the installed packages, by name in lower case."""
+    """Returns entry points of a group in the installed packages, by name in lower case."""
     found: dict[str, EntryPoint] = {}
     seen: set[str] = set()
     for folder in dict.fromkeys(sys.path):  # what comes first hides another of the same name, as it does for an import
@@ -91,7 +92,7 @@ def offered(group: str) -> dict[str, EntryPoint]:
 
 
 def _as_it_is(folder: str) -> tuple[str, int]:
-    """A folder and when something was last added to it or taken from it."""
+    """Returns a folder and the time at which its content last changed."""
     try:
         return folder, os.stat(folder or ".").st_mtime_ns
     except OSError:
@@ -100,22 +101,24 @@ def _as_it_is(folder: str) -> tuple[str, int]:
 
 @functools.lru_cache(maxsize=256)
 def _installed(folder: str, changed: int) -> list[tuple[str, list[EntryPoint]]]:
-    """Name and entry points of each package of a folder. Reading those of a few hundred packages takes a while."""
+    """Returns name and entry points of each package of a folder. Reading those of a few hundred packages takes a while."""
     return [(_name_of(package), list(package.entry_points)) for package in distributions(path=[folder])]
 
 
 def _name_of(package: Distribution) -> str:
-    """From the name of its folder where it can be, as importlib does it: the file with its metadata is long."""
+    """Returns a package's name, from the name of its folder if possible, as importlib does: the file with its metadata is
+    long.
+    """
     return str(getattr(package, "_normalized_name", None) or package.metadata["Name"])
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """`; did you mean 'gae'?`, or `;` if no name is close."""
+    """Returns `; did you mean 'gae'?`, or `;` if no name is close."""
     return f"; {meant(name.lower(), names)}".rstrip()
 
 
 def meant(name: str, names: Iterable[str]) -> str:
-    """`did you mean 'gae'? `, or nothing if no name is close."""
+    """Returns `did you mean 'gae'? `, or "" if no name is close."""
     near = difflib.get_close_matches(name, list(names), 1)
     return f"did you mean {near[0]!r}? " if near else ""
 
@@ -144,7 +147,7 @@ class Registry(Generic[Found]):
         self._registered: dict[str, Found] = {}
 
     def register(self, *names: str) -> Callable[[Given], Given]:
-        """Decorator that registers a class or function; a name may be used only once."""
+        """Decorates a class or function to register it; a name may be used only once."""
         taken = [name for name in names if name.lower() in {**self.built_in, **self._registered}]
         if taken:
             raise ConfigError(f"{self.kind} {taken[0]!r} is registered twice")
@@ -156,22 +159,24 @@ class Registry(Generic[Found]):
         return add
 
     def names(self) -> list[str]:
-        """All names, entry points included."""
+        """Returns all names, entry points included."""
         return sorted({*self._registered, *self.built_in, *offered(self.group)})
 
     def choices(self) -> list[str]:
-        """What a message lists: the names, those that come with the package first, and how one without a name is written."""
+        """Returns the choices that a message lists: the names, built-in ones first, and the form of an import path."""
         return [*dict.fromkeys([*self.built_in, *self.names()]), self.form]
 
     def path(self, name: str) -> str | None:
-        """Where to import `name` from: what is built in, an entry point, or itself if it is a path; None if it is unknown."""
+        """Returns the import path of `name`: that of a built-in name or of an entry point, or the name itself if it is a path;
+        None if it is unknown.
+        """
         path = self.built_in.get(name.lower(), name)
         if path == name and (entry := offered(self.group).get(name.lower())) is not None:
             path = f"{entry.module}:{entry.attr}"
         return path if ":" in path else None
 
     def find(self, name: str, key: str = "") -> Found:
-        """Finds what `name` stands for.
+        """Imports the object that `name` stands for.
 
         Args:
             name: As the configuration has it.

@@ -38,7 +38,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600, durable: bool = Tru
     """Writes `data` so that a reader, or a crash, sees the old file or the new one and nothing between.
 
     Raises:
-        StorageError: There is no room.
+        StorageError: The disk is full.
         RegistryError: The filesystem refused for another reason, or the folder is gone.
     """
     try:
@@ -61,7 +61,7 @@ class GenerationFolder:
 
     @classmethod
     def create(cls, parent: Path, generation: str) -> GenerationFolder:
-        """Makes the folder of a new generation and declares it the current one.
+        """Creates the folder of a new generation and declares it the current one.
 
         Raises:
             OwnershipError: A folder of that name is another user's, open to others, or a link.
@@ -82,7 +82,7 @@ class GenerationFolder:
 
     @staticmethod
     def job_generation(parent: Path, job: str, restart: str) -> str:
-        """`<job>-<restart>`; `<job>-<restart>.<n>` for the n-th time that a driver starts within the same job."""
+        """Returns `<job>-<restart>`; `<job>-<restart>.<n>` for the n-th time that a driver starts within the same job."""
         name = f"{job}-{restart}"
         taken = [p.name for p in parent.glob(f"{name}*")] if parent.is_dir() else []
         earlier = [
@@ -92,7 +92,7 @@ class GenerationFolder:
 
     @staticmethod
     def next_local_generation(parent: Path) -> str:
-        """`local-<n>`: the generation's name when no scheduler gives a job id and a restart count."""
+        """Returns `local-<n>`: the generation's name when no scheduler gives a job id and a restart count."""
         taken = [int(p.name[6:]) for p in parent.glob("local-*") if p.name[6:].isdigit()] if parent.is_dir() else []
         return f"local-{max(taken, default=-1) + 1}"
 
@@ -113,15 +113,15 @@ class GenerationFolder:
             )
 
     def gone(self) -> str:
-        """The message for a registry that has vanished: which of the run's folders somebody removed."""
+        """Returns the message for a registry that has vanished; it names the removed folder of the run."""
         above = {"run folder": self.root.parent.parent, "registry": self.root.parent, "registry folder": self.root}
         name, folder = next((item for item in above.items() if not item[1].is_dir()), ("registry", self.root.parent))
         return f"the {name} {folder} was removed while the run went on: it ends, and its logs may be gone with it"
 
     def require_whole(self, keys: CurveKeys) -> None:
-        """For the driver, from time to time: checks that this generation is still current, with the keys it began with.
+        """Checks that this generation is still current, with the keys it began with. The driver calls this from time to time.
 
-        A name can occur again after a registry was removed and made anew; keys cannot.
+        A name can occur again after a registry was removed and created anew; keys cannot.
 
         Raises:
             StaleGeneration: The registry was removed, or another driver has taken over.
@@ -144,7 +144,7 @@ class GenerationFolder:
         write_atomic(self.root / kind / f"{name}.json", data, durable=False)
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
-        """The record; None until somebody has published it."""
+        """Returns the record; None until it has been published."""
         try:
             record = read_json(read_file(self.root / kind / f"{name}.json"))
         except FileNotFoundError:
@@ -156,7 +156,7 @@ class GenerationFolder:
         return record
 
     def version(self, kind: str, name: str) -> int:
-        """A number that changes whenever the record is published again; 0 while there is none.
+        """Returns a number that changes whenever the record is published again; 0 before the first time.
 
         The file is opened for it: a network filesystem may answer `stat` from a cache that is a minute old.
         """
@@ -175,10 +175,10 @@ class GenerationFolder:
     def wait_for(
         self, kind: str, name: str, timeout: float, whom: str, check: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """Polls for a record, less and less often, and returns it.
+        """Waits for a record, polling with growing intervals, and returns it.
 
         Raises:
-            RegistryError: It did not appear within `timeout` seconds; the message says for whom it waited.
+            RegistryError: It did not appear within `timeout` seconds; the message names the awaited process.
         """
         deadline, pause = time.monotonic() + timeout, 0.002
         while (record := self.get(kind, name)) is None:
@@ -194,10 +194,10 @@ class GenerationFolder:
         write_atomic(self.root / "keys.json", json.dumps([keys.public.decode(), keys.secret.decode()]).encode())
 
     def load_keys(self) -> CurveKeys:
-        """The generation's key pair.
+        """Returns the generation's key pair.
 
         Raises:
-            OwnershipError: The file is not this user's, so whoever made it could join the run.
+            OwnershipError: The file is not this user's, so its creator could join the run.
         """
         require_private(self.root)
         path = self.root / "keys.json"
@@ -236,7 +236,7 @@ class RegistryWatch:
     Args:
         registry: The registry of the driver's generation.
         keys: The keys that the driver began with.
-        fail: Called once with what is wrong; then the watch is over.
+        fail: Called once with the error; then the watch ends.
     """
 
     def __init__(self, registry: GenerationFolder, keys: CurveKeys, fail: Callable[[RlhpcError], None]) -> None:
@@ -256,7 +256,7 @@ class RegistryWatch:
                 continue  # a filesystem that stalls or is being written to is no reason to end
 
     def mine(self) -> bool:
-        """Whether the registry is still this driver's; another driver's files must not be touched."""
+        """Returns whether the registry is still this driver's; another driver's files must not be changed."""
         try:
             self._registry.require_whole(self._keys)
         except (RlhpcError, OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Calls on ranks, and the handles on what they return.
+"""Remote procedure calls on ranks, and the handles of their results.
 
-No thread stands between a call and its sockets: whoever waits for a result pumps them. The driver and any worker that
-attaches to another group use the same client.
+No thread stands between a call and its sockets: the thread that waits for a result pumps them. The driver and any worker
+that attaches to another group use the same client.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Frame = tuple[str, int, str]
 
 
 def main_stack() -> list[Frame]:
-    """File, line and function of the main thread's innermost calls, the innermost last."""
+    """Returns file, line and function of the main thread's innermost calls, the innermost last."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     found: list[Frame] = []
     while frame is not None and len(found) < _INNERMOST:
@@ -61,7 +61,7 @@ def main_stack() -> list[Frame]:
 
 
 def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds: float) -> list[str]:
-    """A sentence for each rank that is in a call and not waiting for others: where it is.
+    """Returns a sentence for each rank that is in a call and not waiting for other ranks: its present position in the code.
 
     Args:
         service: The service of this process.
@@ -96,7 +96,7 @@ _POLL_MS = 200
 
 
 def worker_failed(error: dict[str, Any], doing: str, record: dict[str, Any]) -> WorkerFailed:
-    """The driver-side exception for what a worker reported with `process.describe`."""
+    """Returns the driver-side exception for an error that a worker reported with `process.describe`."""
     cause = pickle.loads(error["pickled"]) if error["pickled"] else None
     where = f"raised in {doing} on node {record['node']} (pid {record['pid']}, log {record['log_err']})"
     told = f"{error['text']}\n  {where}\n{error['traceback'].rstrip()}"
@@ -125,7 +125,7 @@ class Handle:
         self._failure: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether every rank has answered, or one has failed."""
+        """Returns whether every rank has answered, or one has failed."""
         if not self._complete():
             self._client.pump(0)
         return self._complete()
@@ -153,11 +153,13 @@ class Handle:
         return [self._results[rank] for rank in self.ranks]
 
     async def async_wait(self, timeout: float | None = None) -> list[Any]:
-        """`wait` for coroutines; other tasks of the event loop run meanwhile."""
+        """Waits as `wait` does, for coroutines: other tasks of the event loop run during the wait."""
         return await asyncio.to_thread(self.wait, timeout)
 
     def consume_durations(self, reduction: str = "max") -> dict[str, float]:
-        """Seconds that the call took on the ranks ("max", "min" or "mean" over them), by method name; waits, then clears."""
+        """Returns the seconds that the call took on the ranks ("max", "min" or "mean" over them), by method name; waits, then
+        clears.
+        """
         self.wait()
         seconds, self._seconds = list(self._seconds.values()), {}
         reduce: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "mean": statistics.fmean}
@@ -166,7 +168,7 @@ class Handle:
         return {self.method: reduce[reduction](seconds)} if seconds else {}
 
     def _leave(self, rank: int) -> None:
-        """The rank will not answer: its group goes on without it."""
+        """Removes a rank that will not answer: its group continues without it."""
         self.ranks.remove(rank)
 
     def _answer(self, rank: int, seconds: float, result: Any, failure: BaseException | None) -> None:
@@ -197,17 +199,19 @@ class RpcClient:
         self._leavers = collections.deque[tuple[str, int, str]]()
 
     def interrupt(self) -> None:
-        """Wakes a thread in `pump`: the run has failed, or somebody wants to send."""
+        """Wakes a thread in `pump`: the run has failed, or another thread has to send."""
         self._lines.interrupt()
 
     def leave(self, record: dict[str, Any]) -> None:
-        """A rank has left its group, which goes on: nobody waits for its answers, and it is called no more."""
+        """Registers that a rank has left its group, which continues: its answers are not awaited, and it gets no further
+        call.
+        """
         self._left.add(_identity(record))
         self._leavers.append(_identity(record))
         self.interrupt()
 
     def has_left(self, record: dict[str, Any]) -> bool:
-        """Whether this rank has left its group."""
+        """Returns whether this rank has left its group."""
         return bool(self._left) and _identity(record) in self._left
 
     def call(
@@ -232,7 +236,7 @@ class RpcClient:
         return handle
 
     def late(self, handle: Handle, seconds: float) -> DeadlineExceeded:
-        """The error for a call that took too long. First it names the rank that is busy, which may be one of another call."""
+        """Returns the error for a call that took too long. It first names the rank that is busy, possibly in another call."""
         late = [rank for rank in handle.ranks if rank not in handle._results]
         with self._lock:
             calls = [(record, pending.method) for pending, _, record in self._pending.values()]
@@ -268,7 +272,7 @@ class RpcClient:
         self._check()
 
     def _drop_calls_of_leavers(self) -> None:
-        """Ends the pending calls of each rank that has left; what it had answered before has been taken in."""
+        """Ends the pending calls of each rank that has left; its earlier answers have been received."""
         leavers = set[tuple[str, int, str]]()
         while self._leavers:
             leavers.add(self._leavers.popleft())

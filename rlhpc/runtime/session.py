@@ -140,18 +140,18 @@ class Session:
 
     @classmethod
     def running(cls) -> Session | None:
-        """The session of this process, if it is a driver."""
+        """Returns the session of this process, or None if it is not a driver."""
         running = cls._running
         return running if running is not None and running._pid == os.getpid() else None
 
     @classmethod
     def current(cls) -> Session:
-        """The session of this process; starts one in a process that has none."""
+        """Returns the session of this process; starts one if the process has none."""
         return cls.running() or cls.start()
 
     @property
     def failure(self) -> RlhpcError | None:
-        """The first failure, while nobody has recovered from it."""
+        """The first failure; None if there is no failure or the session has recovered from it."""
         return self.failures.first
 
     @property
@@ -163,23 +163,23 @@ class Session:
 
     @guarded
     def started(self, member: Member, pid: int) -> None:
-        """It has a process."""
+        """Registers that a rank's process has started."""
         self.ranks.started(member, pid)
 
     @guarded
     def exited(self, member: Member, status: int) -> None:
-        """Its process has ended, with this wait status."""
+        """Registers that a rank's process has ended with this wait status."""
         if self.ranks.ended([member]):
             self.fail(death(member.spec, status, said_before_its_log(member)))
 
     def job_gone(self, job: str) -> None:
-        """A job from which ranks have joined has ended, and with it these ranks."""
+        """Records the end of a job from which ranks have joined, and the end of these ranks."""
         for member in self.membership.of_job(job):
             member.told = f"its job {job} has ended"
             self.exited(member, 0)
 
     def all_ended(self, members: Sequence[Member]) -> list[Member]:
-        """None of them can live any more; returns those for whom that is unexpected."""
+        """Registers that none of these ranks can be alive; returns those whose end is unexpected."""
         return self.ranks.ended(members)
 
     # -- notes from workers ---------------------------------------------------------------------------------------
@@ -230,16 +230,17 @@ class Session:
                 starter.kill(members)
 
     def recover(self, patience_s: float = 20.0) -> dict[str, list[int]]:
-        """After the failure of an expendable group or of an independent rank: what failed has ended, the others are free.
+        """Recovers from the failure of an expendable group or of an independent rank: ends the failed ranks and frees the
+        others.
 
-        The other ranks give up the call that they are in as soon as they wait for somebody, and forget the messages that
-        they had not taken. Follow with `WorkerGroup.relaunch`.
+        The other ranks abandon their present call as soon as they wait for another rank, and drop the messages that they have
+        not received. Follow with `WorkerGroup.relaunch`.
 
         Returns:
             The ranks that have ended, by group.
 
         Raises:
-            RlhpcError: The failure itself, where it cannot be recovered from.
+            RlhpcError: The failure itself, if recovery is not possible.
         """
         failure = self.failure
         if failure is None or not self.failures.spared(failure, self.ranks.all()):
@@ -329,10 +330,9 @@ class Session:
         return started
 
     def relaunch(self, name: str, cluster: Cluster, patience_s: float = 0.0) -> list[Member]:
-        """Starts the ranks of a group that have ended once more, where they were. See `WorkerGroup.relaunch`.
+        """Restarts the ranks of a group that have ended, in the same place. See `WorkerGroup.relaunch`.
 
-        A rank whose earlier process is still there after `patience_s` seconds is not started: it would share the accelerator
-        with that process.
+        A rank whose earlier process still runs after `patience_s` seconds is not started: both would share the accelerator.
         """
         ended = self.membership.startable(name)
         still_there = self.ranks.await_exit(ended, patience_s)
@@ -367,7 +367,9 @@ class Session:
         return [m.record for m in started]
 
     def shutdown_group(self, name: str, started: Sequence[Member], grace: float) -> None:
-        """Ends ranks of a group: asks, waits `grace` seconds, kills; those that are still starting are not waited for."""
+        """Ends ranks of a group: asks them to stop, waits `grace` seconds, then kills them. Does not wait for ranks that are
+        still starting.
+        """
         with self.ranks.changed:
             mine = set(started)
             members = [m for m in self.ranks.alive(name) if m in mine]
@@ -420,5 +422,5 @@ class Session:
 
 
 def here() -> contexts.Context:
-    """This process's context; a process that belongs to no run yet becomes the driver of one."""
+    """Returns this process's context; a process that belongs to no run becomes the driver of a new one."""
     return contexts.installed() or Session.start().context

@@ -1,4 +1,4 @@
-"""The one place that runs Slurm's commands and waits for what they say."""
+"""Execution of Slurm's commands: the only module that runs them and waits for their output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIELD = re.compile(r"([A-Za-z][\w:/\[\]-]*)=(.*?)(?=\s+[A-Za-z][\w:/\[\]-]*=|\s
 
 @dataclass(frozen=True)
 class CommandOutput:
-    """What a command printed; code 127 if there is no such command, 124 if it did not end in time."""
+    """Output of a command; code 127 if there is no such command, 124 if it did not end in time."""
 
     code: int
     text: str
@@ -53,11 +53,11 @@ class CommandOutput:
 
 
 def query_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of every command that asks or tells Slurm something: its arguments alone decide what it shows
-    and which jobs it selects, times are ISO 8601, and messages are English.
+    """Returns the environment of every Slurm command: only its arguments decide what it shows and which jobs it selects, times
+    are ISO 8601, and messages are English.
 
-    `SLURM_CONF` and `SLURM_CLUSTERS`, which say where to ask, stay, and so do sbatch's own variables, which describe the jobs
-    that are submitted.
+    `SLURM_CONF` and `SLURM_CLUSTERS`, which select the cluster to ask, stay, and so do sbatch's own variables, which describe
+    the submitted jobs.
     """
     inherited = {name: value for name, value in environ.items() if not _OF_QUERIES.match(name)}
     return inherited | {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
@@ -76,9 +76,9 @@ def ask(
         argv: The command.
         stdin: Its input.
         timeout_s: Seconds that it may take.
-        environment: Its environment, of which `query_environment` is taken; by default this process's.
-        apart: Signals to this process's session do not reach it, and what it has started ends with it where it takes too
-            long: a command that outlives its answer may yet do what nobody expects any more.
+        environment: Its environment, filtered by `query_environment`; by default this process's.
+        apart: Shield the command from signals to this process's session, and end its children with it if it takes too long: a
+            command that outlives its answer may still act unexpectedly.
     """
     try:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Standard input, output and errors, in whatever state a shell, a scheduler or a service hands them over."""
+"""Standard input, output and errors, in any state in which a shell, a scheduler or a service provides them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OVERWRITE = re.compile(r"(\r *)*(\x1b\[2K)?")
 
 
 class VisibleText(io.TextIOWrapper):
-    """A stream of text whose control characters are made visible, whoever wrote them.
+    """Text stream that makes control characters visible, whatever their origin.
 
     Run names, logs, errors of other processes and files from elsewhere are printed by nearly every command. A write
     may begin with a carriage return, as progress bars do.
@@ -31,9 +31,9 @@ class VisibleText(io.TextIOWrapper):
 
 
 def standard_streams() -> None:
-    """Opens what is closed, lets text through that the encoding of the terminal does not have, and shows control characters.
+    """Opens closed standard streams, tolerates text that the terminal's encoding lacks, and shows control characters.
 
-    A closed descriptor would be given to the next file that is opened, and messages written into that file.
+    A closed descriptor would be assigned to the next file that is opened, and messages written into that file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -64,7 +64,7 @@ def tell(text: str) -> None:
 
 
 def silence_output() -> None:
-    """Discards further output, which nobody reads any more, so that the interpreter's last flush does not fail, too."""
+    """Discards further output, which has no reader any more, so that the interpreter's last flush does not fail, too."""
     _silence(sys.stdout)
 
 

@@ -93,7 +93,7 @@ class TcpListener:
         return Acceptor(self, take, name)
 
     def close(self) -> None:
-        """Stops listening; whoever is in the queue is reset."""
+        """Stops listening; connections in the queue are reset."""
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
@@ -135,7 +135,7 @@ class TcpListener:
 
 
 class Acceptor:
-    """Thread that accepts what comes to a listener, which it closes at its end.
+    """Thread that accepts the connections of a listener, which it closes at its end.
 
     Args:
         listener: The listener.
@@ -206,7 +206,7 @@ class ConnectionTable(Generic[T]):
         return max(map(len, self._by_owner.values()), default=0)
 
     def pop(self) -> T:
-        """Takes out the oldest connection of the owner that has most: whoever opens many keeps nobody else out."""
+        """Removes the oldest connection of the owner that has most: an owner of many connections does not block others."""
         connections = max(self._by_owner.values(), key=len)
         oldest = next(iter(connections))
         self.remove(oldest)
@@ -214,7 +214,7 @@ class ConnectionTable(Generic[T]):
 
 
 def host_of(sock: socket.socket) -> str:
-    """Returns the address of a connection's other end, "" if it has gone."""
+    """Returns the address of a connection's other end, "" if it is closed."""
     try:
         return str(sock.getpeername()[0])
     except OSError:
@@ -228,6 +228,6 @@ def _reset(number: int) -> None:
 
 
 def _address(host: bytes | str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """An address; that of IPv4 where an IPv6 socket shows it in its own form."""
+    """Parses an address; returns the IPv4 address for an IPv6-mapped one."""
     address = ipaddress.ip_address(host)
     return getattr(address, "ipv4_mapped", None) or address

@@ -24,12 +24,12 @@ _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 def shown(value: Any) -> str:
-    """The value's `repr`, cut to about 120 characters."""
+    """Returns the value's `repr`, cut to about 120 characters."""
     return cut(repr(value))
 
 
 def cut(text: str, longest: int = _LONGEST) -> str:
-    """The text, or its beginning, end and length. Values from the environment are masked before it is cut."""
+    """Returns the text, or its beginning, end and length. Masks values from the environment before the cut."""
     text = masked(text)
     if len(text) <= longest:
         return text
@@ -37,7 +37,7 @@ def cut(text: str, longest: int = _LONGEST) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its type where it says nothing."""
+    """Returns the first line of an error's message, or its type if the message is empty."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
@@ -58,13 +58,14 @@ def one_line(text: str) -> str:
 
 
 def readable(message: str) -> str:
-    """Cuts a message's overlong words, and the message itself: not all code that quotes what was given uses `shown`."""
+    """Cuts a message's overlong words, and the message itself: not all code that quotes input uses `shown`."""
     return cut(re.sub(rf"\S{{{_LONGEST_WORD},}}", lambda word: cut(word[0]), masked(message)), _LONGEST_MESSAGE)
 
 
 def interval_text(ends: Sequence[Any] | None, form: str, to: str = " … ") -> str:
-    """Returns an interval as text, in the page's way or in that of a sentence (`to`); "" where none is known, and for one
-    without width, which says nothing: there was one value, or all were alike."""
+    """Returns an interval as text, in the page's form or in that of a sentence (`to`); "" if it is unknown or has no width:
+    there was one value, or all were equal.
+    """
     low, high = ends or (0.0, 0.0)
     known = isinstance(low, int | float) and isinstance(high, int | float)
     return f"{low:{form}}{to}{high:{form}}" if known and low < high else ""
@@ -80,20 +81,20 @@ _TAIL_BYTES = 16384
 
 
 def tail(path: str) -> str:
-    """The last lines of a log, as the end of a message; "" if there are none."""
+    """Returns the last lines of a log, as the end of a message; "" if there are none."""
     with contextlib.suppress(OSError):
         return last_lines(Path(path).read_bytes()[-_TAIL_BYTES:].decode(errors="replace"))
     return ""
 
 
 def last_lines(text: str) -> str:
-    """Those of a log's text that tell, as the end of a message; "" if there are none."""
+    """Returns the informative last lines of a log's text, as the end of a message; "" if there are none."""
     lines = text.strip().splitlines()
     return "\n  last lines of its log:\n" + "\n".join("    " + line for line in _telling(lines)) if lines else ""
 
 
 def _telling(lines: list[str]) -> list[str]:
-    """The last lines; of `faulthandler`'s output only the thread at fault, without the list of all modules."""
+    """Returns the last lines; of `faulthandler`'s output only the thread at fault, without the list of all modules."""
     fatal = [at for at, line in enumerate(lines) if line.startswith("Fatal Python error")]
     if not fatal or not lines[-1].startswith(("  File ", "Extension modules: ")):  # or it was an earlier process's
         return lines[-12:]

@@ -22,7 +22,7 @@ _GONE_S = 30.0
 
 
 def _client() -> RpcClient:
-    """The calling process's RPC client: the driver session's, or one of its own in a worker that attaches."""
+    """Returns the calling process's RPC client: the driver session's, or a separate one in a worker that attaches."""
     session = Session.running()
     if session is not None:
         return session.rpc
@@ -34,10 +34,10 @@ def _client() -> RpcClient:
 
 @runtime_checkable
 class Forking(Protocol):
-    """A class of ranks that says whether they may be forked; see `Worker.forks`."""
+    """A rank class that declares whether its ranks may be forked; see `Worker.forks`."""
 
     def forks(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether ranks with these arguments may be."""
+        """Returns whether ranks with these arguments may be forked."""
 
 
 class WorkerGroup:
@@ -81,8 +81,8 @@ class WorkerGroup:
             placement_strategy: Which rank goes where (default: one rank on the first node).
             name: The group's name, unique among the live groups; by default the class's name.
             env_vars: Environment variables for every rank.
-            fork: Fork from the node's fork server; False starts fresh interpreters, for engines that cannot be forked. By
-                default what the class says (`Worker.forks`).
+            fork: Fork from the node's fork server; False starts fresh interpreters, for engines that cannot be forked. The
+                default is the class's choice (`Worker.forks`).
             timeout: Seconds for all ranks to arrive.
             wait: False returns at once, so that groups can start in parallel; the first call on the group waits.
 
@@ -139,23 +139,24 @@ class WorkerGroup:
         return [record["rank"] for record in self._records if not client.has_left(record)]
 
     def why_left(self, rank: int) -> str:
-        """Why a rank has left that was told to; "" for one that ended otherwise."""
+        """Returns the reason of a rank that left after a notice; "" for a rank that ended otherwise."""
         return Session.current().membership.why_left(self.name, rank)
 
     @property
     def leaving(self) -> list[int]:
-        """Ranks that were told to leave, and wait to be let go (`Worker.stay_until_let_go`)."""
+        """Ranks that got a notice to leave and wait for permission (`Worker.stay_until_let_go`)."""
         return Session.current().membership.leaving(self.name)
 
     def restart(self, patience_s: float = 0.0) -> list[int]:
-        """Starts the ranks again that have ended, in the same place, and does not wait for them: `admit` says who has come.
+        """Restarts the ranks that have ended, in the same place, without waiting for them; `admit` returns those that are
+        ready.
 
         Args:
-            patience_s: Seconds to wait for their earlier processes to be gone. One whose process is still there then is left
-                out; ask again later.
+            patience_s: Seconds to wait for their earlier processes to end. A rank whose earlier process still runs after that
+                is left out; call again later.
 
         Returns:
-            The ranks.
+            The restarted ranks.
         """
         if self._cluster is None:
             raise ConfigError(f"group {self.name or self._cls.__name__!r} was never launched here")
@@ -180,7 +181,7 @@ class WorkerGroup:
         return sorted(ranks)
 
     def took_in(self, rank: int) -> None:
-        """Says that a rank that `admit` gave has all that it needs, and takes part from now on."""
+        """Registers that a rank that `admit` returned has all it needs and takes part from now on."""
         Session.current().membership.takes_part(self.name, rank)
 
     def wait_ready(self) -> WorkerGroup:

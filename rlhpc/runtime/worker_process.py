@@ -1,4 +1,4 @@
-"""A worker process: finds the others, builds the user's object, then executes one call after another."""
+"""Worker process: finds the other processes, builds the user's object, then executes one call after another."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ def ignore_job_signals() -> None:
 
 
 def before_sigterm(act: Callable[[], None], told: Callable[[], bool] = lambda: False) -> None:
-    """Lets SIGTERM end this process at once, whatever its main thread is doing, but calls `act` first; unless `told` says that
-    the process ends by itself."""
+    """Makes SIGTERM end this process at once, whatever its main thread is doing, after calling `act`; unless `told` returns
+    that the process ends by itself.
+    """
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writer, False)
     ending = threading.Lock()
@@ -124,7 +125,7 @@ def _stay_near_devices(spec: WorkerSpec) -> None:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """What the driver is told about an exception: text, traceback, exit code, and the exception itself if it pickles."""
+    """Returns the report of an exception to the driver: text, traceback, exit code, and the exception itself if it pickles."""
     error = explained(error, "this rank")
     try:
         body = pickle.dumps(error)
@@ -140,8 +141,11 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, farewell: Farewell | None = None) -> int:
-    """The life of a worker; returns its exit status. `on_sigterm` is called before SIGTERM ends it; what a rank that has
-    joined does first when it is told to leave, by SIGTERM or otherwise, `farewell` knows."""
+    """Runs a worker from start to end; returns its exit status.
+
+    `on_sigterm` is called before SIGTERM ends it. `farewell` has the action of a joined rank before it leaves, after SIGTERM
+    or another notice.
+    """
     _redirect(spec)
     faulthandler.enable()  # shows which Python lines led to a fault in a library's own code
     ignore_job_signals()
@@ -292,7 +296,7 @@ def live(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, farewel
 
 
 def _step_id() -> str:
-    """`<job>.<step>` if this rank is a task of a job step."""
+    """Returns `<job>.<step>` if this rank is a task of a job step."""
     job, step = os.environ.get("RLHPC_STEP_JOB"), os.environ.get("SLURM_STEP_ID")
     return f"{job}.{step}" if job and step and step.isdigit() else ""
 
@@ -315,11 +319,11 @@ def _joined(parent: int, farewell: Farewell) -> WorkerSpec:
 
 
 def _task(number: int, farewell: Farewell | None = None) -> WorkerSpec:
-    """Runs a rank that is a task of a job step, or has joined; finds out its devices, and its address for the other hosts.
+    """Runs a rank that is a task of a job step, or has joined; determines its devices, and its address for the other hosts.
 
     Args:
-        number: Which of the specifications on stdin is its own.
-        farewell: Of one that has joined.
+        number: Index of its specification on stdin.
+        farewell: Graceful leave of a joined rank.
     """
     from rlhpc.runtime.allocation import visible_accelerators
     from rlhpc.runtime.network import address_of, address_towards, interface_of
@@ -343,7 +347,7 @@ def _task(number: int, farewell: Farewell | None = None) -> WorkerSpec:
 
 
 def main() -> None:
-    """Entry point of a rank in an interpreter of its own, which reads its instructions from stdin."""
+    """Runs a rank in a separate interpreter, which reads its specification from stdin."""
     by_step = sys.argv[1] in ("step", "joined")
     farewell = Farewell() if sys.argv[1] == "joined" else None
     try:

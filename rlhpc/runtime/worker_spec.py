@@ -1,4 +1,4 @@
-"""What a worker process is told when it starts."""
+"""Specification of a worker process, which it receives at its start."""
 
 from __future__ import annotations
 
@@ -170,10 +170,10 @@ def for_input(specs: Sequence[WorkerSpec]) -> bytes:
 
 
 def read_specs(stream: int) -> list[WorkerSpec]:
-    """Reads what `for_input` encoded.
+    """Reads specifications that `for_input` encoded.
 
     Raises:
-        EOFError: The driver is gone.
+        EOFError: The driver has ended.
     """
 
     def exactly(size: int) -> bytes:
@@ -191,12 +191,12 @@ def read_specs(stream: int) -> list[WorkerSpec]:
 
 
 def end_with_input(stream: int, leave: Callable[[], None], told: Callable[[], bool] = lambda: True) -> None:
-    """Ends this process as soon as its input ends, because the driver or srun is gone; calls `leave` before.
+    """Ends this process as soon as its input ends, because the driver or srun has ended; calls `leave` before.
 
     Args:
         stream: The input.
         leave: See above.
-        told: Called when the input says `LEAVE`: whether this process ends by itself then. Otherwise it ends at once.
+        told: Called when the input contains `LEAVE`: returns whether this process ends by itself. Otherwise it ends at once.
     """
 
     def watch() -> None:
@@ -221,10 +221,10 @@ def end_with_input(stream: int, leave: Callable[[], None], told: Callable[[], bo
 
 
 def own_devices(spec: WorkerSpec, environ: Mapping[str, str], visible: Sequence[str]) -> str:
-    """The rank's `CUDA_VISIBLE_DEVICES`: index i is the i-th device that this step was given on this node.
+    """Returns the rank's `CUDA_VISIBLE_DEVICES`: index i is the i-th device that this step was granted on this node.
 
     Raises:
-        ConfigError: The step was given fewer devices than the placement needs.
+        ConfigError: The step was granted fewer devices than the placement needs.
     """
     if not spec.accelerators:
         return ""

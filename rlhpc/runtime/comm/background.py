@@ -32,7 +32,7 @@ class AsyncWork:
         return self._future.done()
 
     async def async_wait(self) -> Any:
-        """As `wait`, for coroutines: other tasks of the event loop run meanwhile."""
+        """Waits as `wait` does, for coroutines: other tasks of the event loop run during the wait."""
         return await asyncio.wrap_future(self._future)
 
 
@@ -44,7 +44,8 @@ _lanes_lock = threading.Lock()
 def in_background(lane: str, function: Callable[[], Any]) -> AsyncWork:
     """Runs `function` on the lane's single thread: operations of one lane keep their order.
 
-    It must return only once the other side has confirmed it: the next one may come from another thread and connection.
+    `function` must return only once the other side has confirmed the operation: the next one may use another thread and
+    connection.
     """
     future: Future[Any] = Future()
     with _lanes_lock:
@@ -72,7 +73,7 @@ def _run(lane: str, work: queue.SimpleQueue[_Work]) -> None:
 
 
 def _next(lane: str, work: queue.SimpleQueue[_Work]) -> _Work | None:
-    """The lane's next operation; None, and the lane is removed, if none has come for a while."""
+    """Returns the lane's next operation; removes the lane and returns None if no operation arrives for a while."""
     try:
         return work.get(timeout=LINGER_S)
     except queue.Empty:

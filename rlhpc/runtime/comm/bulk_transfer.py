@@ -1,18 +1,18 @@
-"""Bulk data between hosts: from the memory of one over a plain TCP connection straight into the memory of the other.
+"""Bulk data between hosts: a plain TCP connection from the memory of one host into the memory of the other.
 
 CURVE encrypts about a gigabyte a second and core, and its messages are copied three times on the way. Here the kernel reads
-from the owner's segment, or from its tensors, and writes into the receiver's memory, which is there already.
+from the owner's segment, or from its tensors, and writes directly into memory that the receiver has allocated.
 
-Both sides prove to one another that they know the generation's secret before anything else is said: each answers the other's
-random challenge with an HMAC. What they say then, the requests and the replies' heads, carries an HMAC under the
-connection's own key and a count, so nothing can be forged, replayed or left out. The bytes of the segments follow in
-clear. They are buffers of arrays and tensors, never a pickle: those stay in the encrypted messages.
+Both sides first prove to one another that they know the generation's secret: each answers the other's random challenge with
+an HMAC. The requests and the heads of replies carry an HMAC under the connection's key and a count, so nothing can be
+forged, replayed or omitted. The bytes of the segments follow in clear. They are buffers of arrays and tensors, never a
+pickle: pickles stay in the encrypted messages.
 
     server: MAGIC, challenge            client: challenge, proof            server: proof, size of its name, name
-    client: size, request, HMAC         server: size, reply, HMAC, the bytes that were asked for
+    client: size, request, HMAC         server: size, reply, HMAC, the requested bytes
 
-A request for bytes is b"F", their range and a path, or b"O", their range and the name of what this process passes on; one that
-has no reply is b"R", a reader's number and a path: done with it.
+A request for bytes is b"F" with their range and a path, or b"O" with their range and the name of data that this process
+forwards. A request without a reply is b"R" with a reader's number and a path: the reader is done with it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CHUNK = 8 << 20
 
 
 class BulkConnection:
-    """An authenticated connection: messages with an HMAC under its own key, and raw bytes."""
+    """An authenticated connection: messages with an HMAC under the connection's key, and raw bytes."""
 
     def __init__(self, sock: socket.socket, keys: CurveKeys, sends: bytes, hears: bytes) -> None:
         self.sock = sock
@@ -72,7 +72,7 @@ class BulkConnection:
         """Receives the next message.
 
         Raises:
-            ConnectionError: The other side is gone, or the message is somebody else's.
+            ConnectionError: The other side has closed the connection, or the message is forged.
         """
         (size,) = SIZE.unpack(self.exactly(SIZE.size, check))
         message = self.exactly(size + PROOF, check)
@@ -86,7 +86,11 @@ class BulkConnection:
         return bytes(data)
 
     def fill(self, target: memoryview, check: Callable[[], None]) -> None:
-        """Receives until `target` is full; raises `ConnectionError` with how much had come if it does not get there."""
+        """Receives until `target` is full.
+
+        Raises:
+            ConnectionError: The connection ended before; the message has the number of bytes received.
+        """
         at = 0
         while at < len(target):
             try:
@@ -147,10 +151,10 @@ class BulkServer:
         address: Where to listen.
         folders: The folders of segments; nothing else is served.
         loans: The loans of this process.
-        offers: What this process passes on.
+        offers: Data that this process forwards.
 
     Attributes:
-        sent: Bytes of data that were sent, or are about to be: who has them finds them counted.
+        sent: Bytes of data that were sent or are about to be sent: bytes that a receiver has are always counted.
     """
 
     def __init__(
@@ -322,11 +326,11 @@ class BulkClient:
 
     Attributes:
         peer: The other process's name.
-        in_step: Whether the next request may be made: the previous one has got its whole answer.
+        in_step: Whether the next request may be sent: the previous one has its complete reply.
         begun: Whether bytes were already arriving when it fell out of step.
 
     Raises:
-        ChannelError: It cannot be reached, or is not what it should be.
+        ChannelError: The process cannot be reached, or failed to authenticate.
     """
 
     def __init__(self, endpoint: str, keys: CurveKeys, check: Callable[[], None]) -> None:
@@ -375,17 +379,17 @@ class BulkClient:
         """Fills `target` with the bytes of a segment from `start` on.
 
         Args:
-            path: The segment, or the name of what is offered.
+            path: The segment, or the name of the offered data.
             start: Offset.
             target: Memory of this process.
-            offered: Ask for what is offered rather than for a segment.
+            offered: Request offered data rather than a segment.
 
         Returns:
-            Whether it was there; what is to be offered may not be yet.
+            Whether the data was there; an offer may not have been made yet.
 
         Raises:
-            Withdrawn: It is not offered any more.
-            ChannelError: The segment is gone, or what was asked for is not a segment.
+            Withdrawn: The data is no longer offered.
+            ChannelError: The segment is gone, or the path is not a segment.
             ConnectionError: The connection ended; the content of `target` is undefined.
         """
         self.in_step = False

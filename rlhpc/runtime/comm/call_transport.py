@@ -1,7 +1,7 @@
-"""How calls travel to a rank and back: over UNIX sockets within a host, over ZeroMQ between hosts.
+"""Transport of calls to a rank and back: over UNIX sockets within a host, over ZeroMQ between hosts.
 
-Whoever waits reads its sockets itself; no thread stands between a call and the rank's main thread. What a socket does not
-take at once is sent by a short-lived thread, so that neither side waits for the other to read.
+A waiting thread reads its sockets itself; no thread stands between a call and the rank's main thread. Data that a socket
+does not take at once is sent by a short-lived thread, so that neither side waits for the other to read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOK_MS = 1000
 
 
 class _Line:
-    """A connection whose messages are sent in order, without ever making the sender wait."""
+    """A connection whose messages are sent in order and never block the sender."""
 
     def __init__(self, connection: unix_sockets.UnixConnection) -> None:
         self.connection = connection
@@ -56,7 +56,7 @@ class _Line:
 
 
 def _received(socket: zmq.Socket[Any]) -> list[list[bytes]]:
-    """All messages that a ROUTER has, each behind the name of its sender."""
+    """Returns all messages that a ROUTER socket holds, each after the name of its sender."""
     messages: list[list[bytes]] = []
     while True:
         try:
@@ -67,7 +67,7 @@ def _received(socket: zmq.Socket[Any]) -> list[list[bytes]]:
 
 
 class CallDoor:
-    """Where a rank receives its calls.
+    """Endpoint at which a rank receives its calls.
 
     Attributes:
         record: The endpoints to publish: host, ipc, tcp.
@@ -127,7 +127,7 @@ class CallDoor:
             line.close()
 
     def answer(self, caller: _Line | bytes, frames: list[Any]) -> None:
-        """Sends the answer to a call; harmless when the caller is gone."""
+        """Sends the answer to a call; does nothing if the caller is gone."""
         if isinstance(caller, _Line):
             if not caller.connection.closed:
                 caller.send(frames)
@@ -154,7 +154,9 @@ class CallLines:
         os.eventfd_write(self._wake, 1)
 
     def send(self, record: dict[str, str], frames: list[Any]) -> bool:
-        """Sends to the rank whose `CallDoor` published `record`; False if it is known to be gone: others report its end."""
+        """Sends to the rank whose `CallDoor` published `record`; returns False if it is known to have ended, which others
+        report.
+        """
         endpoint = choose(record)
         if endpoint.startswith("ipc://"):
             line = self._lines.get(endpoint) or self._connect(endpoint)
@@ -190,7 +192,7 @@ class CallLines:
         self._router.send_multipart([route, *divided(frames)])
 
     def receive(self, timeout_ms: int) -> list[list[bytes]]:
-        """Answers that have come, or that come within `timeout_ms`."""
+        """Returns answers that have arrived, or that arrive within `timeout_ms`."""
         messages = self._from_far()
         for fd, _ in self._epoll.poll(0 if messages else timeout_ms / 1000):
             if fd == self._wake:

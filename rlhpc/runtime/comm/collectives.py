@@ -23,14 +23,15 @@ from rlhpc.runtime.errors import DeadlineExceeded
 
 
 class Collectives:
-    """The group's process group, with the few operations that roles use.
+    """The group's process group, with the few operations that worker classes use.
 
     Args:
         group: Worker group.
-        rank: This rank's number among those that belong together.
-        world_size: How many these are.
-        spec: What this process was told.
-        first: Rank in the worker group of the first of them, where they are some neighbours; None for the whole group.
+        rank: This rank's number among the ranks of the process group.
+        world_size: Number of these ranks.
+        spec: This process's specification.
+        first: Rank in the worker group of the first rank if the process group is some neighbouring ranks; None for the whole
+            group.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Collectives:
         return dist.group.WORLD
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        """In place; "mean" divides the sum by the world size."""
+        """Reduces a tensor in place; "mean" divides the sum by the world size."""
         if self.process_group() is None:
             return tensor
         import torch.distributed as dist
@@ -82,7 +83,9 @@ class Collectives:
         return tensor.div_(self.world_size) if op == "mean" else tensor
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """The ranks' objects, in rank order, over the authenticated inboxes: torch.distributed would unpickle from anybody."""
+        """Collects the ranks' objects, in rank order, over the authenticated inboxes: torch.distributed would unpickle data
+        from any sender.
+        """
         from rlhpc.runtime.comm import p2p
 
         if self.rank == 0:
@@ -135,7 +138,7 @@ class ServiceStore(dist.Store):
         return service.peers.request(endpoint, b"STORE", [op, self._full(key), *frames], limit, whom)
 
     def _holder(self) -> str | None:
-        """The endpoint of the process that holds the store; None if this one does."""
+        """Returns the endpoint of the process that holds the store; None if this process does."""
         record = self._context.member(self._group, self._rank)["data"]
         return None if record["ipc"] == self._context.service.endpoint["ipc"] else choose(record)
 
@@ -143,7 +146,7 @@ class ServiceStore(dist.Store):
         return f"{self._name}/{key}".encode()
 
     def _value(self, key: str, deadline: float) -> bytes:
-        """The value of a key, once some rank has set it.
+        """Returns the value of a key, once a rank has set it.
 
         Raises:
             DeadlineExceeded: No rank has set it in time.
@@ -196,5 +199,5 @@ class ServiceStore(dist.Store):
         self._timeout_s = timeout.total_seconds()
 
     def clone(self) -> ServiceStore:
-        """A second handle on the same store, from which torch makes a subgroup's."""
+        """Returns a second handle on the same store, from which torch makes a subgroup's store."""
         return ServiceStore(self._context, self._group, self._name, self._timeout_s, self._rank)

@@ -1,6 +1,7 @@
-"""What the lane for tensors on an accelerator asks of one: memory and events that another process of the host can open.
+"""Device channel: accelerator memory and events that another process of the same host can open.
 
-`cuda` has the implementation. Nothing here wakes a driver: until something else in this process has, it has no device.
+`cuda` has the implementation. Nothing here initializes a driver: this process has no device until other code has
+initialized one.
 """
 
 from __future__ import annotations
@@ -44,29 +45,31 @@ from rlhpc.runtime.scratch import Scratch
 
 
 class DeviceEvent(Protocol):
-    """A point in the order of what a device was asked to do."""
+    """A point in the order of a device's operations."""
 
     @property
     def handle(self) -> bytes:
-        """What another process opens it by."""
+        """Handle with which another process opens the event."""
 
     def record(self) -> None:
-        """Makes this the point after all that this process has asked of the device so far."""
+        """Moves this event behind all operations that this process has enqueued on the device so far."""
 
     def wait(self) -> None:
-        """What this process asks of the device from now on comes after that point, whoever recorded it. The host goes on."""
+        """Makes later operations of this process wait for the event on the device, whichever process recorded it. Does not
+        block the host.
+        """
 
     def done(self) -> bool:
-        """Whether the device has come to that point."""
+        """Returns whether the device has reached the event."""
 
 
 class Device(Protocol):
-    """An accelerator as this process sees it. What it is asked to do it does in that order, and later.
+    """An accelerator as this process sees it. It runs the enqueued operations in order, asynchronously.
 
     Attributes:
-        address: Which one of the host's it is, whatever its number is in this process.
-        budget: Bytes that messages on their way may take of it, for each process that sends.
-        reads: Addresses of those whose memory can be opened here: its own, and its peers'.
+        address: Identity of the accelerator on the host, whatever its index is in this process.
+        budget: Bytes of its memory that messages in transit may use, for each sending process.
+        reads: Addresses of accelerators whose memory can be opened here: this one and its peers.
     """
 
     address: str
@@ -74,39 +77,39 @@ class Device(Protocol):
     reads: tuple[str, ...]
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in its memory."""
+        """Returns whether a tensor lies in the device's memory."""
 
     def allocate(self, size: int) -> torch.Tensor:
-        """Memory that can be exported, uint8."""
+        """Allocates memory that can be exported, uint8."""
 
     def export(self, memory: torch.Tensor) -> bytes:
-        """What another process opens such memory by.
+        """Returns the handle with which another process opens memory from `allocate`.
 
         Raises:
             RuntimeError: The device cannot share it.
         """
 
     def open(self, handle: bytes) -> torch.Tensor:
-        """Another process's memory, uint8; it is closed when nothing refers to it.
+        """Opens another process's memory, uint8; it is closed when nothing refers to it.
 
         Raises:
             RuntimeError: It cannot be opened here.
         """
 
     def empty(self, size: int) -> torch.Tensor:
-        """Memory for this process alone, uint8."""
+        """Allocates memory for this process alone, uint8."""
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Asks for a copy between two pieces of its memory."""
+        """Enqueues a copy between two tensors in its memory."""
 
     def to_host(self, memory: torch.Tensor) -> torch.Tensor:
-        """A copy on the host, which is made when this returns."""
+        """Returns a copy on the host, complete on return."""
 
     def event(self) -> DeviceEvent:
-        """A new event."""
+        """Creates an event."""
 
     def open_event(self, handle: bytes) -> DeviceEvent:
-        """Another process's event.
+        """Opens another process's event.
 
         Raises:
             RuntimeError: It cannot be opened here.
@@ -123,7 +126,7 @@ def use(device: Device | None) -> None:
 
 
 def own() -> Device | None:
-    """The device that this process computes on; None until it has begun to."""
+    """Returns the device that this process computes on; None until the process has initialized one."""
     global _own
     if _own is None:
         module: Any = sys.modules.get("torch.cuda")
@@ -133,7 +136,7 @@ def own() -> Device | None:
 
 
 def address() -> str:
-    """Which accelerator of this host the process computes on; empty for none."""
+    """Returns the address of the accelerator that this process computes on; empty for none."""
     device = own()
     return "" if device is None else device.address
 
@@ -152,14 +155,14 @@ class TensorView(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """Tensors in a buffer of their sender's.
+    """Descriptor of tensors in a buffer on the sender's accelerator.
 
     Attributes:
         endpoint: The sender's service.
-        path: The buffer's lease, by which it is known.
+        path: Path of the buffer's lease, which identifies the buffer.
         address: The accelerator.
-        memory: What the buffer is opened by.
-        event: What the event is opened by that says that the tensors are written.
+        memory: Handle of the buffer.
+        event: Handle of the event after which the tensors are written.
         size: Bytes.
         parts: The tensors.
     """
@@ -174,7 +177,7 @@ class Crossing(NamedTuple):
 
 
 def layout_tensors(tensors: list[tuple[str, tuple[int, ...], int]]) -> tuple[list[TensorView], int]:
-    """Where tensors (dtype, shape, bytes of an element) go in a buffer, and the size of them all."""
+    """Returns the position of each tensor (dtype, shape, bytes of an element) in a buffer, and their total size."""
     parts, offset = [], 0
     for dtype, shape, itemsize in tensors:
         nbytes = math.prod(shape) * itemsize
@@ -184,7 +187,7 @@ def layout_tensors(tensors: list[tuple[str, tuple[int, ...], int]]) -> tuple[lis
 
 
 def make_lease(path: str) -> mmap.mmap:
-    """A new lease."""
+    """Creates a lease."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, HEADER)
@@ -197,12 +200,12 @@ def make_lease(path: str) -> mmap.mmap:
 
 
 def lend_to(lease: mmap.mmap, readers: int) -> None:
-    """Says that readers are to come; called by the sender of a free buffer."""
+    """Sets the marks of readers that will come; called by the sender of a free buffer."""
     await_readers(lease, readers)
 
 
 def begin_reading(lease: mmap.mmap, reader: int) -> bool:
-    """Says that a reader has come; False if it is awaited no longer."""
+    """Sets the mark of a reader that has come; returns False if the sender no longer waits for it."""
     if lease[reader : reader + 1] == FREE:
         return False
     begin_use(lease, reader)
@@ -210,12 +213,12 @@ def begin_reading(lease: mmap.mmap, reader: int) -> bool:
 
 
 def end_reading(lease: mmap.mmap, reader: int) -> None:
-    """Says that a reader is done."""
+    """Clears the mark of a reader that is done."""
     lease[reader : reader + 1] = FREE
 
 
 def is_free(lease: mmap.mmap, readers: int) -> bool:
-    """Whether nobody needs a buffer; called by its sender. What readers that have died had in use is freed."""
+    """Returns whether a buffer has no readers left; called by its sender. Frees what readers that have died had in use."""
     if lease[:readers] == FREE * readers:
         return True
     free_ended(lease, readers)
@@ -241,20 +244,20 @@ class CudaEvent:
         return handle
 
     def record(self) -> None:
-        """See `DeviceEvent.record`: on the thread's current stream."""
+        """Implements `DeviceEvent.record` on the thread's current stream."""
         self._event.record()
 
     def wait(self) -> None:
-        """See `DeviceEvent.wait`: the thread's current stream waits."""
+        """Implements `DeviceEvent.wait`: the thread's current stream waits."""
         torch.cuda.current_stream().wait_event(self._event)
 
     def done(self) -> bool:
-        """See `DeviceEvent.done`."""
+        """Implements `DeviceEvent.done`."""
         return bool(self._event.query())
 
 
 def _address(number: int) -> str:
-    """Of the device of a number in this process."""
+    """Returns the address of the device with an index in this process."""
     about: Any = torch.cuda.get_device_properties(number)
     where = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}"
     # Parts of one card differ in the second. Leases tell processes by their ids, which differ between namespaces.
@@ -275,22 +278,22 @@ class CudaDevice:
         self.reads = (self.address, *(_address(o) for o in peers if torch.cuda.can_device_access_peer(own, o)))
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """See `Device.holds`."""
+        """Implements `Device.holds`."""
         return tensor.device == self._device
 
     def allocate(self, size: int) -> torch.Tensor:
-        """See `Device.allocate`."""
+        """Implements `Device.allocate`."""
         return self.empty(size)
 
     def export(self, memory: torch.Tensor) -> bytes:
-        """See `Device.export`."""
+        """Implements `Device.export`."""
         found: Any = memory.untyped_storage()._share_cuda_()
         _, handle, size, offset, counter, number, *_ = found
         torch.UntypedStorage._release_ipc_counter_cuda(counter, number)
         return pickle.dumps((handle, size, offset))
 
     def open(self, handle: bytes) -> torch.Tensor:
-        """See `Device.open`. The number of the device is this process's own."""
+        """Implements `Device.open`. The device's index is that of this process."""
         storage: Any = torch.UntypedStorage._new_shared_cuda(
             self._device.index, *pickle.loads(handle), _NO_FILE, 0, _NO_EVENT, False
         )
@@ -298,24 +301,24 @@ class CudaDevice:
             return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def empty(self, size: int) -> torch.Tensor:
-        """See `Device.empty`: of a kind that may be written in and outside inference mode."""
+        """Implements `Device.empty`; the memory may be written to inside and outside inference mode."""
         with torch.inference_mode(False):
             return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """See `Device.copy`: on the thread's current stream."""
+        """Implements `Device.copy` on the thread's current stream."""
         into.copy_(source, non_blocking=True)
 
     def to_host(self, memory: torch.Tensor) -> torch.Tensor:
-        """See `Device.to_host`."""
+        """Implements `Device.to_host`."""
         return memory.cpu()
 
     def event(self) -> CudaEvent:
-        """See `Device.event`."""
+        """Implements `Device.event`."""
         return CudaEvent(torch.cuda.Event(enable_timing=False, interprocess=True))
 
     def open_event(self, handle: bytes) -> CudaEvent:
-        """See `Device.open_event`."""
+        """Implements `Device.open_event`."""
         return CudaEvent(torch.cuda.Event.from_ipc_handle(self._device, handle))
 
 
@@ -326,7 +329,7 @@ _PROCESS = re.compile(r"-(\d+\.\d+)-\d+$")
 
 
 class NotReadable(Exception):
-    """This process cannot read the buffer: its accelerator is no peer, or, where something is said, cannot open it."""
+    """This process cannot read the buffer: its accelerator is no peer or, if there is a message, cannot open the buffer."""
 
 
 class _Opened:
@@ -355,10 +358,10 @@ class DeviceMappings:
         self.reading: list[tuple[_Opened, int]] = []
 
     def take(self, crossing: Crossing, reader: int) -> list[Any]:
-        """The tensors of a message, on this process's accelerator; they are its own.
+        """Returns copies of a message's tensors on this process's accelerator.
 
         Raises:
-            Elsewhere: The buffer cannot be read here.
+            NotReadable: The buffer cannot be read here.
             SegmentGone: Its sender has ended, or has forgotten the message.
         """
         import torch
@@ -415,7 +418,7 @@ class DeviceMappings:
             self.reading = still
 
     def park(self) -> None:
-        """Closes everything, once what was to be copied has been."""
+        """Closes all buffers, once the pending copies are complete."""
         until = time.monotonic() + _PATIENCE_S
         while self.reading and time.monotonic() < until:
             self.settle()
@@ -480,15 +483,15 @@ class DevicePool:
         return sum(buffer.capacity for buffer in list(self._buffers.values()))
 
     def reaches(self, host: str, address: str) -> bool:
-        """Whether a process of that host that computes on that accelerator can be sent tensors by it."""
+        """Returns whether this process can send tensors to a process of that host that computes on that accelerator."""
         device = None if self._shut or not address or host != self._endpoint["host"] else own()
         return device is not None and device.address == address
 
     def write(self, tensors: Sequence[Any], readers: int = 1, holders: Sequence[str] = ()) -> Crossing | None:
-        """Asks the accelerator to copy tensors of its own into a buffer, and lends that to readers, numbered from 0.
+        """Enqueues copies of this process's tensors into a buffer, and lends it to readers, numbered from 0.
 
         Returns:
-            None where there is no room: all buffers are lent, or the budget is spent.
+            None if there is no capacity: all buffers are lent, or the budget is spent.
         """
         device = own()
         if device is None or readers > MAX_READERS:
@@ -510,23 +513,23 @@ class DevicePool:
         return Crossing(self._endpoint, buffer.path, device.address, buffer.exported, handle, size, parts)
 
     def awaited(self, path: str) -> list[bool]:
-        """Which readers of a buffer have not come yet; empty for one that is not here."""
+        """Returns for each reader of a buffer whether it has yet to come; empty for an unknown buffer."""
         buffer = self._buffers.get(path)
         return [] if buffer is None else [state == WRITTEN[0] for state in buffer.lease[: buffer.readers]]
 
     def local(self, path: str) -> tuple[Any, DeviceEvent] | None:
-        """Memory and event of a buffer of this process: it cannot open what it exported itself."""
+        """Returns memory and event of a buffer of this process: a process cannot open what it exported itself."""
         buffer = self._buffers.get(path)
         return None if buffer is None else (buffer.memory, buffer.event)
 
     def to_host(self, path: str, reader: int, why: str) -> Any:
-        """A copy on the host for a reader that cannot read the buffer, uint8; the buffer is not lent to it any more.
+        """Returns a copy on the host, uint8, for a reader that cannot read the buffer, and ends the reader's lease.
 
         Args:
             path: The buffer.
             reader: Number of the reader.
-            why: What keeps it from opening the buffer; empty if it is on another accelerator. No message after this one
-                is sent to anybody this way.
+            why: Reason why the reader cannot open the buffer; empty if it is on another accelerator. With a reason, no later
+                message is sent to any reader this way.
 
         Raises:
             ChannelError: The message was forgotten.
@@ -561,7 +564,7 @@ class DevicePool:
         return self.bytes
 
     def forget(self) -> None:
-        """Ends all buffers, also those whose readers have not come; for when what was sent counts no longer."""
+        """Ends all buffers, also those whose readers have not come; for messages that are no longer valid."""
         with self._lock:
             for buffer in list(self._buffers.values()):
                 self._drop(buffer)

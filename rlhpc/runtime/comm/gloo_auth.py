@@ -1,16 +1,16 @@
-"""gloo's sockets, which know no key: whoever finds a port of theirs in /proc/net/tcp may connect.
+"""Authentication of gloo's sockets, which accept any connection to a port listed in /proc/net/tcp.
 
-gloo connects each pair of a group's ranks while the group is made, and needs its listening socket no longer; but it keeps
-it, and ends the process when accepting fails, as it does where a stranger's connections have used up the descriptors. So
-each group that is made in a rank, by rlhpc, by a library or by the role itself:
+gloo connects each pair of a group's ranks while the group is created, and does not need its listening socket afterwards. But
+it keeps the socket, and ends the process when accepting fails, as it does when a stranger's connections have used up the
+descriptors. Therefore each group that is created in a rank, by rlhpc, by a library or by the worker class itself:
 
 1. waits for all its ranks before any of them listens, so that the ports are open for milliseconds, not for as long as the
    slowest rank takes;
-2. has its listening socket closed as soon as this rank's connections stand;
-3. has both ends of every connection prove that they know the generation's secret, before anything else goes over it.
+2. closes its listening socket as soon as this rank's connections are established;
+3. makes both ends of every connection prove that they know the generation's secret, before any other data is sent.
 
-The first connection with the right number is the one that gloo takes, so a stranger who connects during 1 to 2 can stand in
-for a rank; 3 then ends the start.
+gloo takes the first connection with the right number, so a stranger who connects during steps 1 and 2 can replace a rank;
+step 3 then ends the start.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _patch() -> None:
 
 
 def _guarded(kind: Any, make: Callable[..., None]) -> Callable[..., None]:
-    """The constructor that all of Python's ways to a gloo group come through, with the three steps around it."""
+    """Returns gloo's constructor, which all ways from Python to a gloo group call, wrapped in the three steps."""
 
     @functools.wraps(make)
     def init(self: Any, store: Any, rank: int, size: int, timeout: Any = None, **options: Any) -> None:
@@ -134,7 +134,7 @@ def _guarded(kind: Any, make: Callable[..., None]) -> Callable[..., None]:
 
 
 def _meet(store: Any, size: int) -> bytes:
-    """Waits for all ranks of the group to come; returns a random number that they then have in common."""
+    """Waits for all ranks of the group; returns a random number that all of them share."""
     if size == 1:
         return b""
     arrived = int(store.add("rlhpc/arrived", 1))
@@ -150,10 +150,10 @@ def _meet(store: Any, size: int) -> bytes:
 
 @contextmanager
 def _opened() -> Iterator[list[int]]:
-    """Fills the list with the sockets that gloo's device listens on, which the body makes.
+    """Yields a list that holds, after the block, the sockets on which gloo's device listens; the block creates the device.
 
-    Other threads may open sockets meanwhile. gloo's is watched by an epoll as new as itself, beside one pipe and nothing
-    else; an event loop of Python's watches a pair of sockets instead, and ZeroMQ's is older.
+    Other threads may open sockets at the same time. An epoll as new as gloo's socket watches that socket and one pipe only; an
+    event loop of Python watches a pair of sockets instead, and ZeroMQ's is older.
     """
     found: list[int] = []
     before = _descriptors()
@@ -170,7 +170,7 @@ def _opened() -> Iterator[list[int]]:
 
 
 def _descriptors() -> dict[int, str]:
-    """What each of this process's descriptors is, in the kernel's words: they tell one socket or pipe from another."""
+    """Returns the kernel's description of each of this process's descriptors, which tells sockets and pipes apart."""
     described = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile
@@ -191,9 +191,10 @@ def _listens(descriptor: int) -> bool:
 
 
 def _close(descriptor: int) -> None:
-    """Closes a socket that gloo will close again: an eventfd that nothing ever happens to takes its number.
+    """Closes a socket that gloo will close again: an idle eventfd replaces it under its number.
 
-    Which also takes it out of gloo's epoll, so that its thread is not told. (`shutdown` would wake it, to die.)
+    This also removes the socket from gloo's epoll, so that gloo's thread gets no event. (`shutdown` would wake the thread,
+    which would then end the process.)
     """
     quiet = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     os.dup2(quiet, descriptor, inheritable=False)
@@ -201,10 +202,10 @@ def _close(descriptor: int) -> None:
 
 
 def _prove(group: Any, rank: int, size: int, token: bytes, context: Context) -> None:
-    """Sends each rank the proof that this one knows the generation's secret, and checks theirs.
+    """Sends each rank the proof that this rank knows the generation's secret, and checks theirs.
 
     Raises:
-        StrangerConnected: Somebody else is at the other end of a connection, or nobody spoke.
+        StrangerConnected: A stranger is at the other end of a connection, or no proof arrived.
     """
     import torch
 

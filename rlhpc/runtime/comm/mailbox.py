@@ -41,7 +41,7 @@ _NAP = _Timespec(0, _NAP_NS)
 
 
 def available() -> bool:
-    """Whether this machine orders stores as the counters need it: data first, then the counter. x86 does."""
+    """Returns whether this machine orders stores as the counters need it: data first, then the counter. x86 does."""
     return platform.machine() in ("x86_64", "AMD64")
 
 
@@ -106,14 +106,14 @@ class Mailbox:
             _wake(counters, self._out_address, _WRITTEN)
 
     def ready(self) -> bool:
-        """Whether the peer's next array is there."""
+        """Returns whether the peer's next array has arrived."""
         return bool(self._in_counters[_WRITTEN] == self._got + 1)
 
     def get(self) -> np.ndarray:
-        """A copy of the peer's next array.
+        """Returns a copy of the peer's next array.
 
         Raises:
-            DeadlineExceeded: None came.
+            DeadlineExceeded: No array arrived.
         """
         counters = self._in_counters
         expected = self._got + 1
@@ -149,7 +149,7 @@ class Mailbox:
         return np.frombuffer(half, dtype, count, _HEADER).reshape(shape)
 
     def _wait(self, counters: memoryview, address: int, index: int, value: int, what: str) -> None:
-        """Polls, yielding to other processes, then sleeps; learns whether polling pays off with this peer."""
+        """Waits by polling, yielding to other processes, then sleeps; adapts the time of polling to this peer."""
         started = now = time.perf_counter()
         end = started + self._poll
         while now < end:

@@ -1,4 +1,6 @@
-"""What other processes may ask of a service, by name. Each runs on the thread that leads the service's event loop."""
+"""Operations that other processes may request of a service, by name. Each runs on the thread that runs the service's event
+loop.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ class HeldValues:
         self._grew = threading.Condition()
 
     def act(self, op: bytes, key: bytes, *values: bytes) -> list[bytes]:
-        """One of the store's operations, in torch's words.
+        """Executes one of the store's operations, by torch's names.
 
         Raises:
-            KeyError: Nobody has set the key.
+            KeyError: The key has not been set.
             ValueError: There is no such operation.
         """
         with self._grew:
@@ -64,7 +66,7 @@ class HeldValues:
             answer(self._values[key])
 
     def when_set(self, key: bytes, answer: Callable[[bytes], None]) -> None:
-        """Answers with the value of a key: now, or once somebody has set it."""
+        """Calls `answer` with the value of a key: now, or once it has been set."""
         with self._grew:
             if key in self._values:
                 answer(self._values[key])
@@ -72,7 +74,7 @@ class HeldValues:
                 self._waiting.setdefault(key, []).append(answer)
 
     def wait(self, key: bytes, timeout: float) -> bytes | None:
-        """The value of a key; None if nobody has set it within `timeout` seconds."""
+        """Returns the value of a key; None if it is not set within `timeout` seconds."""
         with self._grew:
             self._grew.wait_for(lambda: key in self._values, timeout)
             return self._values.get(key)
@@ -86,17 +88,17 @@ Read = Callable[[Origin, str, int], memoryview]
 
 
 class DeviceChannel:
-    """This process's ends of it.
+    """This process's ends of the device channel.
 
     Args:
         scratch: The session's folders on this host.
         endpoint: This process's service.
-        peers: The ways to other processes.
+        peers: Connections to other processes.
         read: Reads a segment, of this host or another.
 
     Attributes:
-        pool: What it sends from.
-        takers: Where the ranks that it has sent to compute.
+        pool: Buffers that this process sends from.
+        takers: Host and accelerator of the ranks that this process has sent to.
     """
 
     def __init__(self, scratch: Scratch, endpoint: dict[str, str], peers: Peers, read: Read) -> None:
@@ -111,7 +113,7 @@ class DeviceChannel:
         return self.pool.crossed
 
     def to(self, takers: Iterable[Taker]) -> DevicePool | None:
-        """What to send from to these; None if it does not reach all of them, as far as is known."""
+        """Returns the pool to send from to these consumers; None if it does not reach all of them, as far as is known."""
         found = False
         for host, device in takers:
             if not device or not self.pool.reaches(host, device):
@@ -120,19 +122,19 @@ class DeviceChannel:
         return self.pool if found else None
 
     def settle(self) -> None:
-        """Gives back what has been copied by now; called before this process waits."""
+        """Releases buffers that have been copied; called before this process waits."""
         if not self._mappings.reading:
             return
         with contextlib.suppress(RuntimeError):  # of an accelerator that has failed; who uses it will say so
             self._mappings.settle()
 
     def park(self) -> None:
-        """Gives back what messages take of the accelerator, and closes what is other processes'."""
+        """Releases the accelerator memory of messages, and closes other processes' buffers."""
         self._mappings.park()
         self.pool.park()
 
     def forget(self) -> None:
-        """After other ranks died: what was sent and not read yet never will be, and ranks may be elsewhere."""
+        """Drops all unread messages and known locations after other ranks have died: ranks may restart elsewhere."""
         self.pool.forget()
         self.takers.clear()
 
@@ -143,11 +145,11 @@ class DeviceChannel:
         self.pool.forget()
 
     def land(self, crossing: Crossing, origin: Origin, reader: int) -> list[Any]:
-        """The tensors of a message, on this process's accelerator, or on the CPU if it has none.
+        """Returns the tensors of a message, on this process's accelerator, or on the CPU if it has none.
 
         Raises:
             SegmentGone: The sender has ended, or has forgotten the message.
-            ChannelError: The same, of a sender that was asked for a copy on the host.
+            ChannelError: As above, when the sender was asked for a copy on the host.
         """
         try:
             return self._mappings.take(crossing, reader)
@@ -167,7 +169,7 @@ class DeviceChannel:
 
 
 class Home(Protocol):
-    """What the operations need of a service; its attributes say more (`service.Service`)."""
+    """The service's attributes that the operations use; documented in `service.Service`."""
 
     lock: threading.Lock
     channels: dict[str, ChannelState]
@@ -250,7 +252,9 @@ def _store(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
 
 
 def _to_host(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
-    """For a reader that cannot read a buffer on this process's accelerator; that is rare, and the only copy made here."""
+    """Answers a reader that cannot read a buffer on this process's accelerator with a copy on the host. This is rare; no other
+    operation here copies.
+    """
     copied = service.lane.pool.to_host(*pickle.loads(frames[0]))
     path, spans = service.pool.write([memoryview(copied.numpy())])
     answer.frames(pickle.dumps((path, spans[0][0])))

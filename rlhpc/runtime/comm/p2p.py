@@ -46,7 +46,8 @@ def _begin(
     """Starts sending a message to a rank's inbox.
 
     Returns:
-        A function of seconds that waits at most so long until it is there, and says whether the rank was waiting for it.
+        A function of seconds: it waits at most that long for the message to arrive, and returns whether the rank was waiting
+            for it.
     """
     whom = f"{dst_group}-{dst_rank} to take a message from {context.name}"
     record = context.member(dst_group, dst_rank)["data"]
@@ -77,7 +78,7 @@ def _begin(
 
 
 def _taker(context: Context, group: str, rank: int) -> Taker:
-    """Where a rank is, as far as is known; one that was started again elsewhere is not where it was."""
+    """Returns the known location of a rank; a rank that was restarted on another host has an unknown location."""
     found = context.service.lane.takers.get((group, rank), Taker())
     return found if found.host == context.member(group, rank)["host"] else Taker()
 
@@ -161,10 +162,10 @@ def await_post(key: str, timeout: float, whom: str) -> Any:
 
 
 def poll(key: str) -> Any:
-    """Takes the next object that was posted here.
+    """Takes the next object that was posted to this rank.
 
     Raises:
-        queue.Empty: There is none.
+        queue.Empty: The inbox is empty.
     """
     service = current().service
     current().check()
@@ -231,15 +232,15 @@ def begin_broadcast(
     """Starts sending to all receivers of a broadcast.
 
     Args:
-        obj: What is sent; must not change before all have it.
+        obj: The object to send; must not change before all receivers have it.
         group: Of the sender.
         rank: Of the sender.
         groups: Groups and ranks that receive.
-        segment: One that the object speaks of and whose reader k is the k-th receiver in the order of `readers_of`: it is
-            freed for those that the object does not reach.
+        segment: A segment that the object refers to and whose reader k is the k-th receiver in the order of `readers_of`: it
+            is freed for receivers that the object does not reach.
 
     Returns:
-        Waits until the object has reached everybody; to be called by the same thread.
+        A function that waits until the object has reached all receivers; the same thread must call it.
     """
     context = current()
     targets = [(g, r) for g, ranks in groups for r in ranks if (g, r) != (group, rank)]
@@ -284,7 +285,7 @@ def begin_broadcast(
 def _begin_to(
     context: Context, packed: Packed, key: str, target: tuple[str, int], reader: int, share: Share | None
 ) -> Callable[[float], bool]:
-    """`_begin`, whose failure shows when the message is waited for."""
+    """Starts sending as `_begin` does, but raises its failure when the message is waited for."""
     try:
         return _begin(context, packed, key, *target, reader, share)
     except ChannelError as error:
@@ -299,7 +300,7 @@ def _begin_to(
 def _unless_left(
     context: Context, target: tuple[str, int], arrived: Callable[[float], bool]
 ) -> Callable[[float], bool | None]:
-    """What `arrived` says; None where the message did not reach a rank whose group goes on without it."""
+    """Wraps `arrived` to return None if the message did not reach a rank whose group continues without it."""
 
     def answer(timeout: float) -> bool | None:
         try:
@@ -329,7 +330,9 @@ def _all_arrived(under_way: list[Callable[[float], bool | None]], deadline: floa
 
 
 def readers_of(context: Context, targets: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
-    """The readers of a segment of this process: each receiver on this host is one, those on another host are one together."""
+    """Returns the readers of a segment of this process: each receiver on this host is one reader, those on another host are
+    one reader together.
+    """
     alone, together = [], dict[str, list[tuple[str, int]]]()
     for target in targets:
         host = context.member(*target)["host"]

@@ -46,13 +46,13 @@ def once_for_all(
 
     Args:
         folder: The session's folder on this host.
-        share: The receiver that asks.
-        fetch: Gets the message into a segment for all of them; called by one.
+        share: The requesting receiver.
+        fetch: Fetches the message into a segment for all receivers; called by one of them.
         check: Called while waiting; raises when the run has failed.
         timeout: Seconds.
 
     Raises:
-        DeadlineExceeded: Another receiver on this host was fetching all that time.
+        DeadlineExceeded: Another receiver on this host was still fetching after that time.
     """
     meeting = folder / f"share-{share.name}"
     started = time.monotonic()
@@ -134,10 +134,10 @@ class Packed:
             obj: Anything that can be pickled.
             pool: Of this process.
             origin: This process, for readers on other hosts.
-            readers: How many processes will read it; processes that share what one of them fetches to their host count once.
+            readers: How many processes will read it; processes of one host that share a fetched copy count once.
             loans: Given if all readers are on other hosts: large data then stays where it is until `settle`.
             lane: Given if all readers compute on this process's accelerator: large tensors then stay there, if there is room.
-            inline: All of it travels in the message, which then needs nothing of this process any more.
+            inline: All data travels in the message, which then no longer depends on this process.
             holders: The readers' processes, see `segments.Segment`.
         """
         self._crossing: Crossing | None = None
@@ -176,11 +176,11 @@ class Packed:
         return None if self._crossing is None else buffers
 
     def frames(self, reader: int = 0, share: Share | None = None) -> list[Any]:
-        """Message frames for one reader: the pickle stream, a descriptor, and the buffers that travel inline.
+        """Returns message frames for one reader: the pickle stream, a descriptor, and the buffers that travel inline.
 
         Args:
             reader: Number of the reader.
-            share: Its place among the processes of another host that together are this reader.
+            share: Its index among the processes of another host that together are this reader.
         """
         if self.segment is None:
             return [self._data, b"", *self._inline]
@@ -190,14 +190,14 @@ class Packed:
         return [self._data, pickle.dumps(about), *self._inline]
 
     def owned(self) -> None:
-        """Copies what still refers to the caller's memory, so that the object may change while it is in transit."""
+        """Copies data that still refers to the caller's memory, so that the object may change while it is in transit."""
         self._inline = owned(self._inline)
 
     def settle(self, handed: bool, check: Callable[[], None]) -> None:
-        """Call once the message has been sent: afterwards the object's memory is no longer read.
+        """Releases the object's memory after the message has been sent: it is not read afterwards.
 
         Args:
-            handed: All readers were waiting for it already.
+            handed: Whether all readers were waiting for the message already.
             check: Called while waiting; raises when the run has failed.
         """
         if self._loan is not None:
@@ -218,7 +218,7 @@ Land = Callable[[Crossing, Origin, int], list[Any]]
 
 
 def nowhere(crossing: Crossing, origin: Origin, reader: int) -> list[Any]:
-    """For processes that never compute on an accelerator."""
+    """Refuses tensors in accelerator memory, in processes that never compute on an accelerator."""
     raise ValueError(f"a message from {crossing.address}, to a process that computes on no accelerator")
 
 
@@ -239,10 +239,10 @@ def unpack(
         mappings: Of this process.
         fetch: Gets a segment from another host.
         land: Gets tensors from a buffer on an accelerator.
-        borrow: The caller only reads what it gets, so nothing has to be copied on a write if there are other readers.
+        borrow: The caller only reads the result, so no copy on write is needed if there are other readers.
 
     Returns:
-        The object. Where its data lies in a segment, that is the reader's until the last view of it is gone.
+        The object. A segment that holds its data stays in use by this reader until the last view is gone.
     """
     data, descriptor, *inline = frames
     if not len(descriptor):

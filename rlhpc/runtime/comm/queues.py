@@ -1,7 +1,7 @@
-"""The state of a channel at its home process, and of a worker's inbox: plain data structures, no sockets.
+"""State of a channel at its home process, and of a worker's inbox: plain data structures, no sockets.
 
-All methods are called with the service's lock held. A waiter is a callable that is given the answer once; it returns False
-when whoever waited is gone, and the answer goes to the next one.
+All methods are called with the service's lock held. A waiter is a callable that gets the answer once; it returns False if
+the waiting process is gone, and the answer goes to the next waiter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_TAKERS = 4096
 
 
 class Item(NamedTuple):
-    """One queued object: its transport frames and what back pressure and batching need to know."""
+    """A queued object: its transport frames, and its size and weight for back pressure and batching."""
 
     number: int
     frames: list[Any]
@@ -33,11 +33,11 @@ class Item(NamedTuple):
 
 
 class Taker(NamedTuple):
-    """Where a key's last consumer is.
+    """Location of a key's last consumer.
 
     Attributes:
         host: Its host; empty before the first.
-        device: Which of that host's accelerators it computes on; empty for none.
+        device: Address of the accelerator that it computes on; empty for none.
     """
 
     host: str = ""
@@ -45,7 +45,7 @@ class Taker(NamedTuple):
 
 
 class PutEstimate(NamedTuple):
-    """What a producer can expect for its item.
+    """Location of the consumer that a producer can expect for its item.
 
     Attributes:
         host, device: Of the key's last consumer, see `Taker`.
@@ -62,7 +62,7 @@ class PutEstimate(NamedTuple):
 
 
 class Refusal(str):
-    """Why a call that does not wait got nothing: the queue was full, or empty."""
+    """Reason why a call that does not wait got nothing: the queue was full, or empty."""
 
     __slots__ = ()
 
@@ -134,7 +134,9 @@ class ChannelState:
             del self.queues[key]
 
     def outlook(self, key: str) -> PutEstimate:
-        """Tells a producer what to expect before it puts; a consumer that waits for a batch may not take the item at once."""
+        """Returns an estimate for a producer before it puts; a consumer that waits for a batch may not take the item at
+        once.
+        """
         queue = self.queues.get(key)
         waiting = queue is not None and bool(queue.getters) and queue.getters[0][1] is None
         return PutEstimate(*self._takers.get(key, Taker()), waiting)
@@ -176,7 +178,9 @@ class ChannelState:
         self.nbytes += item.nbytes
 
     def _take(self, queue: KeyQueue, target: float | None) -> list[Item] | None:
-        """Items for one consumer, or None while it must wait; FIFO, a batch stops before the item that would pass it."""
+        """Returns items for one consumer, or None while it must wait; FIFO. A batch stops before the item that would exceed
+        its target.
+        """
         if not queue.items:
             return None
         if target is None:
@@ -228,7 +232,7 @@ class ChannelState:
             self.nbytes += item.nbytes
 
     def acknowledge(self, numbers: Iterable[int]) -> None:
-        """The consumer has the data: the items are no longer the channel's concern."""
+        """Removes items whose data the consumer has."""
         for number in numbers:
             self.unacknowledged.pop(number, None)
 
@@ -259,7 +263,7 @@ class ChannelState:
         return dropped
 
     def close(self, reason: str) -> None:
-        """Tells all waiters that the channel has been closed."""
+        """Answers all waiters that the channel has been closed."""
         for queue in self.queues.values():
             waiting = [g[2] for g in queue.getters] + [p[1] for p in queue.putters]
             queue.getters.clear()
@@ -283,7 +287,7 @@ class RemoteAnswer:
 
     @property
     def who(self) -> str:
-        """The connection's name: when it closes, what was not acknowledged over it goes back to the queue."""
+        """The connection's name: when the connection closes, items that were not acknowledged over it return to the queue."""
         return self.peer.name if isinstance(self.peer, UnixConnection) else self.peer.hex()
 
     def frames(self, *frames: Any) -> None:

@@ -24,10 +24,10 @@ _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 class Landing:
-    """Memory that is lent out and returns by itself. Any thread may call any method.
+    """Pool of receive buffers that return to it when their last view is gone. Any thread may call any method.
 
     Args:
-        max_idle: Bytes of free memory that are kept.
+        max_idle: Bytes of free memory that the pool retains.
     """
 
     def __init__(self, max_idle: int) -> None:
@@ -39,11 +39,11 @@ class Landing:
         self._idle_bytes = 0
 
     def take(self, size: int, *, lock: bool = False) -> memoryview:
-        """Writable memory of `size` bytes, which returns when the last view of it is gone.
+        """Returns writable memory of `size` bytes, which returns to the pool when its last view is gone.
 
         Args:
             size: Bytes.
-            lock: An accelerator of this process, if there is one, is to copy from there without the CPU's help.
+            lock: Lock the pages, so that an accelerator of this process, if there is one, can copy without the CPU's help.
         """
         capacity = capacity_of(size)
         with self._lock:
@@ -73,13 +73,13 @@ _PATIENCE_S = 10.0
 
 
 class Above:
-    """A process on another host that has the same data to pass on, at some time.
+    """A process on another host that forwards the same data, at some time.
 
     Args:
-        bulk: Where it serves data.
+        bulk: Endpoint where it serves data.
 
     Attributes:
-        lost: It is gone, or had not got the data for too long: the owner is asked instead.
+        lost: Whether it has ended, or has not received the data in time: the owner is asked instead.
     """
 
     def __init__(self, bulk: str) -> None:
@@ -91,9 +91,9 @@ class Fetching:
 
     Args:
         scratch: The session's folders on this host.
-        pool: For what this process fetches for others, too.
-        mappings: For what another process fetched.
-        peers: The ways to other hosts.
+        pool: Pool for data that this process fetches for other processes, too.
+        mappings: Mappings of data that another process fetched.
+        peers: Connections to other hosts.
         check: Called while waiting; raises when the run has failed.
     """
 
@@ -116,18 +116,18 @@ class Fetching:
         above: tuple[Above, str] | None = None,
         lock: bool = False,
     ) -> memoryview:
-        """The data of a segment of another host; it is this process's until the last view of it is gone.
+        """Returns the data of a segment of another host, which stays in use by this process until the last view of it is gone.
 
         Args:
-            origin: Whose it is.
+            origin: The segment's owner.
             path: The segment.
             size: Bytes of its data.
-            reader: Which of its readers this is.
-            share: Its place among the processes of this host that together are this reader.
-            own: As `Mappings.lease` has it, for what is shared.
-            later: Gets what to call once the reader is done with the data; by default it is called now.
-            above: Who is asked first, and what it calls the data.
-            lock: An accelerator of this process, if there is one, is to copy from there without the CPU's help.
+            reader: Number of this reader.
+            share: Index among the processes of this host that together are this reader.
+            own: As for `Mappings.lease`, for shared data.
+            later: List that gets the functions to call once the reader is done with the data; by default they are called now.
+            above: Process that is asked first, and its name for the data.
+            lock: Lock the pages, so that an accelerator of this process, if there is one, can copy without the CPU's help.
         """
 
         def receive(memory: memoryview) -> None:
@@ -162,7 +162,7 @@ class Fetching:
         return view
 
     def _from_above(self, above: Above, name: str, target: memoryview) -> bool:
-        """Whether the data came from a process that passes it on."""
+        """Returns whether the data came from a process that forwards it."""
         end = time.monotonic() + _PATIENCE_S
         try:
             while not above.lost:

@@ -1,10 +1,10 @@
-"""The service thread: one in every process of a session. It is the home of channels and inboxes and serves payloads.
+"""Service thread of a process: every process of a session has one. It is the home of channels and inboxes and serves payloads.
 
 It never runs user code and never unpickles a payload, so it answers in microseconds whatever the main thread computes.
 Other threads of the same process use the same state directly, under one lock, without a socket.
 
-While a thread waits for an item of its own process, it runs the event loop itself, so that a message wakes the thread
-that needs it and no other; the service thread parks, and takes the loop back when nobody else runs it.
+While a thread waits for an item of its process, it runs the event loop itself, so that a message wakes only the thread
+that needs it; the service thread parks, and takes the loop back when no other thread runs it.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Traffic:
 
     Args:
         listener: For processes of this host.
-        token: What they prove to know.
-        zap: Lets in ZeroMQ's connections.
+        token: Secret that connecting processes prove to know.
+        zap: Authenticator of ZeroMQ's connections.
         router: For processes of other hosts, if there are any.
         bulk: For large data of other hosts.
-        handle: Given each message, with who sent it.
-        gone: Given the name of a connection that has closed.
+        handle: Called with each message and its sender.
+        gone: Called with the name of a connection that has closed.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Traffic:
             self._epoll.register(bulk.sock.fileno(), select.EPOLLIN)
 
     def mind(self, door: TcpPort) -> None:
-        """Looks at a port at once when somebody connects to it."""
+        """Checks a port at once when a process connects to it."""
         self._doors[door.listener.fileno()] = door
         self._epoll.register(door.listener.fileno(), select.EPOLLIN | select.EPOLLET)
 
@@ -101,7 +101,7 @@ class Traffic:
         shut_where_crowded(self._doors.values())
 
     def post(self, peer: Peer, frames: list[Any]) -> None:
-        """Queues what is to be sent at the end of a turn."""
+        """Queues a message to be sent at the end of an iteration."""
         self._outbox.append((peer, frames))
 
     def wake(self) -> None:
@@ -109,7 +109,9 @@ class Traffic:
         os.eventfd_write(self._wake, 1)
 
     def turn(self, timeout: float) -> bool:
-        """Takes in what has come, and sends what is to be sent; waits at most so long. False when nothing happened."""
+        """Receives arrived messages and sends queued ones; waits at most `timeout` seconds. Returns False if nothing
+        happened.
+        """
         events = self._epoll.poll(timeout)
         for fd, event in events:
             if fd in self._connections:
@@ -147,7 +149,7 @@ class Traffic:
             self._gone(connection.name)
 
     def _exchange(self) -> None:
-        """Takes what other hosts have sent, and sends all that is queued."""
+        """Receives messages of other hosts, and sends all queued ones."""
         router = self._router
         while True:
             while router and readable(router):
@@ -197,11 +199,11 @@ class Service:
         tcp_address: Address to listen on for other hosts; None where all processes share this host.
         check: Called while waiting; raises when the run has failed.
         on_tick: Called every `tick_s` on the service thread (heartbeats).
-        tick_s: Seconds between ticks. Each wakes the process, which is all that an idle one costs.
+        tick_s: Seconds between ticks. Each tick wakes the process; an idle process costs nothing else.
         on_note: Called on the service thread with each note (HELLO, heartbeat) that another process posted.
-        on_join: Gives a process that asks a place in the run, where this one may.
-        on_broken: Called on the service thread when an error ends it; from then on nobody answers for this process.
-        doing: Says what this process is doing, for those that ask.
+        on_join: Places a process that asks to join the run, in the process that may do so.
+        on_broken: Called on the service thread when an error ends it; from then on this process does not answer.
+        doing: Returns what this process is doing, for other processes that ask.
     """
 
     def __init__(
@@ -272,7 +274,7 @@ class Service:
 
     @property
     def stopped(self) -> bool:
-        """Whether this process has left the run."""
+        """True if this process has left the run."""
         return self._stopping
 
     def check(self) -> None:
@@ -331,7 +333,9 @@ class Service:
         return answer.items
 
     def _await(self, answer: LocalAnswer, deadline: float) -> None:
-        """Returns when the answer is there or the deadline has passed; runs the loop meanwhile if no other guest does."""
+        """Returns when the answer has arrived or the deadline has passed; runs the event loop if no other waiting thread
+        does.
+        """
         with self.lock:
             self._guests += 1
         began = time.monotonic()
@@ -364,8 +368,11 @@ class Service:
                 self._unparked.set()
 
     def _follow(self, answer: LocalAnswer, timeout: float) -> None:
-        """Waits while another guest leads, who gets this one's answer, too. Not while it is the service thread, which only has
-        to step aside: with nobody to lead, nothing would come."""
+        """Waits for the answer while another waiting thread runs the event loop.
+
+        Returns at once if the service thread runs it: that thread is about to step aside, and no thread would then run the
+        loop.
+        """
         with self.lock:
             self._followers.append(answer)
         try:
@@ -379,7 +386,7 @@ class Service:
                 self._followers.remove(answer)
 
     def _call_followers(self) -> None:
-        """Wakes those who have followed a guest that has got what it waited for: one of them is to lead."""
+        """Wakes the followers of a thread that has received its answer: one of them takes over the event loop."""
         with self.lock:
             for follower in self._followers:
                 follower.wakes.put(None)
@@ -400,7 +407,7 @@ class Service:
         self._traffic.wake()
 
     def members_changed(self, epoch: int, ended: Iterable[str] = ()) -> None:
-        """Takes in that ranks have come, or have ended (`host.process_key`), which the driver counts by `epoch`."""
+        """Registers that ranks have come, or have ended (`host.process_key`); the driver counts these changes by `epoch`."""
         self.epoch = max(self.epoch, epoch)
         for process in ended:
             self.peers.ended.add(process)
@@ -436,13 +443,13 @@ class Service:
     def unpack(
         self, frames: Sequence[Any], *, borrow: bool = False, later: list[Callable[[], None]] | None = None
     ) -> Any:
-        """Rebuilds an object from the frames that transport delivered.
+        """Rebuilds an object from the frames that the transport delivered.
 
         Args:
-            frames: What came.
-            borrow: The caller only reads what it gets.
-            later: Gets what to call once the item is acknowledged, for data of another host; by default it is called
-                now.
+            frames: The received frames.
+            borrow: The caller only reads the result.
+            later: List that gets the functions to call once the item is acknowledged, for data of another host; by default
+                they are called now.
         """
         fetch = functools.partial(self.fetch, own=borrow, later=later)
         return unpack(frames, self.endpoint["host"], self.mappings, fetch, self.lane.land, borrow=borrow)
@@ -453,7 +460,7 @@ class Service:
         return self.fetch(origin, path, size, 0, None, own=True)
 
     def bytes_sent(self) -> int:
-        """Bytes of data that other hosts have got from this process."""
+        """Returns the bytes of data that other hosts have received from this process."""
         return self._bulk.sent if self._bulk else 0
 
     def stop(self) -> None:
@@ -499,7 +506,7 @@ class Service:
             self.peers.close()
 
     def _iterate(self, timeout: float) -> bool:
-        """One turn of the event loop, by the thread that runs it; False when nothing happened."""
+        """Runs one iteration of the event loop, on the thread that runs it; returns False if nothing happened."""
         happened = self._traffic.turn(timeout)
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + self._tick_s

@@ -1,17 +1,17 @@
-"""Shared-memory segments that are reused: what is in their files. `pool` is the writer's side, `mappings` the reader's.
+"""Shared-memory segments that are reused: file layout, the writer's pool and the reader's mappings.
 
-A fresh page costs more than the bytes that go into it, so a segment is kept mapped at both ends and goes from item to item.
-Its first page has one byte per reader that says who still needs it: the writer sets them when it has written, each reader sets
-its own when it has mapped the segment and clears it when the last object that looks into it is gone. A byte has one
-writer at a time, so nothing is locked and no message is sent.
+A fresh page costs more than the bytes that go into it, so a segment stays mapped at both ends and is reused from item to
+item. Its first page has one byte per reader that tells whether the reader still needs it: the writer sets them after
+writing, each reader sets its byte when it has mapped the segment and clears it when the last object that refers to it is
+gone. A byte has one writer at a time, so nothing is locked and no message is sent.
 
     0  free          1  written, its reader has not come yet          2  in use by its reader
 
-The page's last byte is 3 while the writer keeps the segment for readers that may come later. The byte before it is 1 where
-the page also says which process each reader in use is (pid and PID namespace), for up to 256 readers: what a process that
-was killed had in use is free again.
+The page's last byte is 3 while the writer keeps the segment for readers that may come later. The byte before it is 1 if
+the page also names the process of each reader in use (pid and PID namespace), for up to 256 readers: data that a killed
+process had in use becomes free again.
 
-What a reader has mapped stays its own: once all readers have come, the writer may unlink the segment and forget it.
+A reader keeps its mapping: once all readers have come, the writer may unlink the segment and forget it.
 """
 
 from __future__ import annotations
@@ -58,19 +58,21 @@ class SegmentGone(Exception):
 
 
 def unlink(path: str) -> None:
-    """Removes a segment's file; one that is already gone is fine."""
+    """Removes a segment's file, if it still exists."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
 
 def capacity_of(size: int) -> int:
-    """Bytes of a segment for this much data: the next eighth of a power of two, so that similar sizes share segments."""
+    """Returns the bytes of a segment for this much data: the next eighth of a power of two, so that similar sizes share
+    segments.
+    """
     step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 4))
     return -(-size // step) * step
 
 
 def spans_of(sizes: Iterable[int]) -> list[tuple[int, int]]:
-    """Where buffers of these sizes go in a segment: (offset, size) of each, aligned to 64 bytes."""
+    """Returns (offset, size) of each of some buffers in a segment, aligned to 64 bytes."""
     spans, offset = [], HEADER
     for size in sizes:
         spans.append((offset, size))
@@ -79,27 +81,27 @@ def spans_of(sizes: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def layout(buffers: Sequence[Any]) -> tuple[list[tuple[int, int]], int]:
-    """(offset, length) of each buffer in a segment, and the size of them all."""
+    """Returns (offset, length) of each buffer in a segment, and their total size."""
     spans = spans_of(len(buffer) for buffer in buffers)
     return spans, sum(length + -length % ALIGN for _, length in spans)
 
 
 def await_readers(page: mmap.mmap, readers: int, keep: bool = False) -> None:
-    """Says that readers are to come, numbered from 0; called by the writer, while nobody reads."""
+    """Sets the marks of readers that will come, numbered from 0; called by the writer, while no process reads."""
     tracks = b"\1" if readers <= MAX_TRACKED else FREE
     page[_TRACKS:HEADER] = tracks + (KEPT if keep else FREE)
     page[:readers] = WRITTEN * readers
 
 
 def begin_use(page: mmap.mmap, reader: int) -> None:
-    """Says that a reader has come: this process."""
+    """Sets the mark of a reader that has come, which is this process."""
     if reader < MAX_TRACKED and page[_TRACKS]:
         _PROCESS.pack_into(page, _TABLE + _PROCESS.size * reader, os.getpid(), pid_namespace() & 0xFFFFFFFF)
     page[reader : reader + 1] = USED
 
 
 def free_ended(page: mmap.mmap, readers: int) -> None:
-    """Frees what readers that have ended had in use; called by the writer."""
+    """Frees the data that readers that have ended had in use; called by the writer."""
     if not page[_TRACKS]:
         return
     for reader in range(readers):
@@ -110,18 +112,18 @@ def free_ended(page: mmap.mmap, readers: int) -> None:
 
 
 class ShmSegment:
-    """A segment as its writer knows it.
+    """A segment, from its writer's side.
 
     Attributes:
         path: Its file.
         capacity: Bytes of data that fit.
         readers: How many readers the present data is for.
-        holders: For each reader the process (`host.process_key`) that has to come, or that its message is with until then;
-            "" where that is not known.
+        holders: For each reader the process (`host.process_key`) that has to come, or that holds its message until then; "" if
+            unknown.
         checked: When the readers in use were last looked up, by `time.monotonic`.
         pooled: Whether it may be written again; one on disk may not.
         written: When the present data was written, by `time.monotonic`.
-        locked: What its writer made of the memory, to be kept as long as the segment.
+        locked: Page-locked tensor over the memory, which must live as long as the segment.
     """
 
     __slots__ = ("capacity", "checked", "holders", "locked", "memory", "path", "pooled", "readers", "written")
@@ -133,11 +135,11 @@ class ShmSegment:
         self.locked: Any = None
 
     def free(self) -> bool:
-        """Whether all readers are done."""
+        """Returns whether all readers are done."""
         return self.memory[: self.readers] == FREE * self.readers
 
     def awaited(self) -> bool:
-        """Whether some reader has yet to come."""
+        """Returns whether a reader has yet to come."""
         return WRITTEN in self.memory[: self.readers]
 
 
@@ -160,17 +162,17 @@ def map_segment(path: str, flags: int) -> mmap.mmap:
 
 
 def map_private(path: str) -> mmap.mmap:
-    """Maps a segment privately: what is written to the memory is not seen by others.
+    """Maps a segment privately: other processes do not see writes to the memory.
 
     Raises:
-        SegmentGone: It is not there any more.
+        SegmentGone: The segment no longer exists.
     """
     # Not populated: that would copy every page at once.
     return map_segment(path, mmap.MAP_PRIVATE)
 
 
 def discard(path: str, reader: int = 0) -> None:
-    """Frees what a message claims (segments) whose reader will not come; does nothing for a segment of another host."""
+    """Frees the segments of a message whose reader will not come; does nothing for a segment of another host."""
     for one in path.split(AND):
         try:
             fd = os.open(one, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -183,7 +185,7 @@ def discard(path: str, reader: int = 0) -> None:
 
 
 def _segments(folder: Path) -> Iterator[tuple[str, str, bytes, bool]]:
-    """Yields of each segment in a folder: path, the writer's process, the readers' bytes, and whether it is kept."""
+    """Yields for each segment in a folder: path, the writer's process, the readers' bytes, and whether it is kept."""
     for entry in os.scandir(folder) if folder.is_dir() else ():
         if (name := _NAME.fullmatch(entry.name)) is not None:
             with contextlib.suppress(OSError), open(entry.path, "rb") as file:
@@ -193,7 +195,7 @@ def _segments(folder: Path) -> Iterator[tuple[str, str, bytes, bool]]:
 
 
 def bytes_in_use(folder: Path) -> int:
-    """Bytes of the segments in a folder that hold data somebody needs."""
+    """Returns the bytes of the segments in a folder that hold data still in use."""
     total = 0
     for path, _, states, is_kept in _segments(folder):
         with contextlib.suppress(OSError):
@@ -202,7 +204,7 @@ def bytes_in_use(folder: Path) -> int:
 
 
 def segments_in_use(folder: Path, process: str) -> int:
-    """Counts the segments that a process has written and that hold data somebody needs."""
+    """Counts the segments that a process has written and that hold data still in use."""
     return sum(
         writer == process and (is_kept or bool(states.strip(FREE))) for _, writer, states, is_kept in _segments(folder)
     )
@@ -281,7 +283,7 @@ def _help() -> None:
 
 
 def _forget_helpers() -> None:
-    """After a fork: the helpers stay behind in the parent, and one of them may have held the queue's lock."""
+    """Resets the helpers after a fork: they remain in the parent, and one of them may have held the queue's lock."""
     global _jobs
     _jobs = queue.SimpleQueue()
     _helpers.clear()
@@ -300,16 +302,16 @@ class Mappings:
         self._sweep_at = 16
 
     def lease(self, path: str, reader: int, *, own: bool = True) -> memoryview:
-        """The data of a segment; it is the reader's until the last view of it is gone.
+        """Returns the data of a segment, which stays in use by the reader until the last view of it is gone.
 
         Args:
             path: The segment.
             reader: Number of this reader.
-            own: Nobody else reads it, or nobody writes to it: the view is of the segment itself. Otherwise it is a
-                private one, where what is written stays here.
+            own: True if no other process reads or writes it: the view is of the segment itself. Otherwise it is a private
+                mapping, whose changes stay in this process.
 
         Raises:
-            SegmentGone: It is not there any more.
+            SegmentGone: The segment no longer exists.
         """
         shared = self._map(path)
         begin_use(shared, reader)
@@ -337,7 +339,7 @@ class Mappings:
             return found
 
     def _sweep(self) -> None:
-        """Unmaps segments that their writers have given up, so that their memory is freed once nobody uses it."""
+        """Unmaps segments that their writers have removed, so that their memory is freed once it has no users."""
         self._mapped = {path: memory for path, memory in self._mapped.items() if os.path.exists(path)}
         self._pages = {path: pages for path, pages in self._pages.items() if path in self._mapped}
         self._sweep_at = max(16, 2 * len(self._mapped))
@@ -367,8 +369,8 @@ class SegmentPool:
 
     Args:
         scratch: The session's folders on this host.
-        max_idle: Bytes of free segments that are kept; by default a sixteenth of the shared memory, at most 2 GiB.
-        patience: Seconds after which data for several readers is given up although one of them has not come.
+        max_idle: Bytes of free segments that the pool retains; by default a sixteenth of the shared memory, at most 2 GiB.
+        patience: Seconds after which data for several readers is dropped although one of them has not come.
     """
 
     def __init__(self, scratch: Scratch, max_idle: int | None = None, patience: float = 7200.0) -> None:
@@ -390,15 +392,15 @@ class SegmentPool:
 
         Args:
             buffers: Flat, contiguous.
-            readers: How many will read it; they are numbered from 0.
-            keep: Keep it until `drop`, for readers that come later.
+            readers: Number of readers; they are numbered from 0.
+            keep: Keep the segment until `drop`, for readers that come later.
             holders: The readers' processes, see `ShmSegment`.
 
         Returns:
             Path, and (offset, length) of each buffer.
 
         Raises:
-            OSError: Neither the shared memory nor the spill folder has room.
+            OSError: Neither the shared memory nor the spill folder has capacity.
         """
         if readers > _MAX_READERS:
             raise ValueError(f"a segment has at most {_MAX_READERS} readers, not {readers}")
@@ -414,10 +416,11 @@ class SegmentPool:
         return segment.path, spans
 
     def reserve(self, size: int, readers: int = 1, *, keep: bool = False, holders: Sequence[str] = ()) -> ShmSegment:
-        """A segment for `size` bytes that somebody else writes, into its `memory` from `HEADER` on; the rest as in `write`.
+        """Returns a segment for `size` bytes that the caller writes, into its `memory` from `HEADER` on; the other arguments
+        are those of `write`.
 
         Raises:
-            OSError: Neither the shared memory nor the spill folder has room.
+            OSError: Neither the shared memory nor the spill folder has capacity.
         """
         capacity = capacity_of(size)
         segment = self._take(capacity) or self._make(capacity, size, None)
@@ -436,27 +439,27 @@ class SegmentPool:
                     segment.memory[slot : slot + 1] = FREE
 
     def memory(self, path: str) -> mmap.mmap | None:
-        """The memory that a segment of this process is mapped to, while the pool keeps track of it."""
+        """Returns the memory that a segment of this process is mapped to, while the pool tracks it."""
         with self._lock:
             segment = self._by_path.get(path)
         return None if segment is None else segment.memory
 
     def awaited(self, path: str) -> list[bool]:
-        """Which readers of a segment have not come yet; empty once the pool has it back."""
+        """Returns for each reader of a segment whether it has yet to come; empty once the segment has returned to the pool."""
         with self._lock:
             segment = self._by_path.get(path)
         return [] if segment is None else [state == WRITTEN[0] for state in segment.memory[: segment.readers]]
 
     def drop(self, path: str) -> None:
-        """Ends a kept segment. It is not written again, because readers that have mapped it still use it."""
+        """Ends a kept segment. It is not reused, because readers that have mapped it still use it."""
         with self._lock:
             del self._by_path[path]
         unlink(path)
 
     def forget_process(self, process: str) -> None:
-        """Frees what was written for a process that has ended (`host.process_key`), whether it had come for it or not.
+        """Frees the segments written for a process that has ended (`host.process_key`), whether or not it had mapped them.
 
-        Its segments are not written again: should it live after all, it sees what it saw before.
+        These segments are not reused: if the process is alive after all, its data stays unchanged.
         """
         with self._lock:
             self._ended[process] = None
@@ -480,7 +483,7 @@ class SegmentPool:
             segment.memory[reader : reader + 1] = FREE
 
     def close(self) -> None:
-        """Removes the segments that nobody needs; the rest goes with the session's folder."""
+        """Removes the segments that are not in use; the remaining ones are removed with the session's folder."""
         with self._lock:
             for segment in [*self._by_path.values(), *(one for idle in self._idle.values() for one in idle)]:
                 if segment.free():
@@ -492,7 +495,7 @@ class SegmentPool:
     # -- finding one ----------------------------------------------------------------------------------------------
 
     def _take(self, capacity: int) -> ShmSegment | None:
-        """A free segment of this size."""
+        """Returns a free segment of this size."""
         with self._lock:
             for _ in range(len(self._busy) if len(self._busy) > _MAX_BUSY else min(_LOOKS, len(self._busy))):
                 if self._idle.get(capacity):
@@ -544,8 +547,11 @@ class SegmentPool:
     # -- making one -----------------------------------------------------------------------------------------------
 
     def _make(self, capacity: int, size: int, buffers: Sequence[Any] | None) -> ShmSegment:
-        """A new segment with the data. It is written rather than mapped and copied into: no page is zeroed first, and a
-        full /dev/shm is an error instead of a SIGBUS. Without `buffers` its pages are there, and mapped."""
+        """Creates a segment with the data.
+
+        The data is written to the file rather than mapped and copied: no page is zeroed first, and a full /dev/shm is an error
+        instead of a SIGBUS. Without `buffers`, its pages are allocated and mapped.
+        """
         chunks: list[Any] = [b"\0" * HEADER]
         for buffer in buffers or ():
             chunks += [buffer, b"\0" * (-len(buffer) % ALIGN)]
@@ -576,7 +582,7 @@ class SegmentPool:
         raise AssertionError("unreachable")
 
     def _make_room(self) -> None:
-        """Frees all idle segments, because others need the room more."""
+        """Frees all idle segments, because other data needs the memory."""
         with self._lock:
             for segments in self._idle.values():
                 for segment in segments:

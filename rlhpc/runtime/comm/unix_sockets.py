@@ -36,7 +36,7 @@ _LOOK_MS = 200
 
 
 def token_of(keys: CurveKeys) -> bytes:
-    """What a peer shows to prove that it could read the generation's key file."""
+    """Returns the token with which a peer proves that it could read the generation's key file."""
     return hashlib.sha256(b"rlhpc unix " + keys.secret).digest()
 
 
@@ -84,14 +84,16 @@ class Decoder:
 
 
 def send_all(sock: socket.socket, buffers: list[Any]) -> None:
-    """`sendall` for many buffers, on a blocking socket."""
+    """Sends many buffers as `sendall` does, on a blocking socket."""
     views = deque(memoryview(buffer).cast("B") for buffer in buffers)
     while views:
         _drop_sent(views, sock.sendmsg(itertools.islice(views, _MAX_BUFFERS)))
 
 
 def send_message(sock: socket.socket, frames: list[Any]) -> tuple[deque[memoryview], int]:
-    """Sends a message as far as a non-blocking socket takes it at once; returns what is left, and how much was sent."""
+    """Sends a message as far as a non-blocking socket takes it at once; returns the remaining buffers and the number of bytes
+    sent.
+    """
     buffers = encode(frames)
     if len(buffers) == 1:  # most messages
         try:
@@ -128,10 +130,10 @@ def _drop_sent(views: deque[memoryview], sent: int) -> None:
 
 
 def _introduce(path: str, keys: CurveKeys, timeout: float) -> socket.socket:
-    """Returns a non-blocking socket connected to a listener of this user, which it has shown the secret.
+    """Connects to a listener of this user and shows it the secret; returns the non-blocking socket.
 
     Raises:
-        OSError: Nobody listens there, or another user does; `BlockingIOError` if the listener's queue was full all the time.
+        OSError: No listener is there, or it is another user's; `BlockingIOError` if the listener's queue stayed full.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     deadline = time.monotonic() + timeout
@@ -156,10 +158,10 @@ def _introduce(path: str, keys: CurveKeys, timeout: float) -> socket.socket:
 
 
 def connect(path: str, keys: CurveKeys, timeout: float = CONNECT_S) -> UnixConnection:
-    """The requesting side of a connection on which nobody ever waits.
+    """Opens the requesting side of a connection that never blocks.
 
     Raises:
-        OSError: Nobody listens there, or another user does; `BlockingIOError` if the listener's queue was full all the time.
+        OSError: No listener is there, or it is another user's; `BlockingIOError` if the listener's queue stayed full.
     """
     connection = UnixConnection(_introduce(path, keys, timeout), token_of(keys))
     connection.welcome = True  # only the listener's side is shown the secret
@@ -227,7 +229,7 @@ class Listener:
         self.sock.listen(1024)
 
     def accept(self, token: bytes) -> UnixConnection | None:
-        """The next waiting connection from this user; None if there is none."""
+        """Returns the next waiting connection from this user; None if no connection waits."""
         try:
             sock, _ = self.sock.accept()
         except (BlockingIOError, ConnectionError):
@@ -241,7 +243,7 @@ class Listener:
 
 
 class UnixConnection:
-    """One peer, as the service thread sees it: non-blocking, with a queue of what could not be sent yet."""
+    """A peer of the service thread: a non-blocking socket, with a queue of data that could not be sent yet."""
 
     def __init__(self, sock: socket.socket, token: bytes) -> None:
         self.sock, self._token = sock, token
@@ -251,7 +253,7 @@ class UnixConnection:
         self.name = f"fd{sock.fileno()}-{id(self):x}"
 
     def receive(self) -> list[list[bytes]]:
-        """Complete messages that have arrived; sets `closed` at the end, or if the peer does not know the secret."""
+        """Returns complete messages that have arrived; sets `closed` at the end, or if the peer does not know the secret."""
         try:
             data = self.sock.recv(_CHUNK)
             messages = self._decoder.feed(data)

@@ -1,8 +1,8 @@
-"""Loans: a sender waits while other hosts read straight from its tensors, instead of from a copy.
+"""Zero-copy lending: a sender waits while other hosts read directly from its tensors, instead of from a copy.
 
-That pays off when a receiver is already waiting. `settle` ends a loan before the sender goes on: it waits for those that
-are reading, and copies after all for those that have not come. Nothing is lost when a reader dies: as long as one reader has
-not released the loan, its data is there, at first in the sender's tensors and then in a segment.
+This is faster if a receiver is already waiting. `settle` ends a loan before the sender continues: it waits for active
+readers, and copies the data for those that have not come. No data is lost when a reader dies: as long as a reader has not
+released the loan, its data exists, at first in the sender's tensors and then in a segment.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _numbers = itertools.count()
 
 
 class Loan:
-    """Buffers on loan, laid out as they would be in a segment.
+    """Lent buffers, laid out as they would be in a segment.
 
     Attributes:
-        name: What readers ask for in place of a segment's path.
+        name: Name that readers use in place of a segment's path.
         spans: (offset, length) of each buffer.
         segment: Path of the copy, once there is one.
         pending: Readers that have not released it.
@@ -54,7 +54,7 @@ class Loan:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[list[memoryview] | None]:
-        """The buffers, which do not change inside the block; None if a segment has taken their place."""
+        """Yields the buffers, which do not change inside the block; None if a segment has replaced them."""
         with self._changed:
             views = self._views
             if views is not None:
@@ -72,7 +72,7 @@ class Loan:
                 self._changed.notify_all()
 
     def pieces(self, views: list[memoryview], start: int, count: int) -> list[memoryview]:
-        """What a segment would hold in `count` bytes from `start` on."""
+        """Returns the `count` bytes from `start` on of the equivalent segment, as views of the buffers."""
         found = []
         for (offset, length), view in zip(self.spans, views, strict=True):
             for at, piece in ((offset, view), (offset + length, _PADDING[: -length % 64])):
@@ -123,18 +123,18 @@ class Loans:
         return self._loans.get(name)
 
     def memory(self, path: str) -> mmap.mmap | None:
-        """The memory that a segment of this process is mapped to."""
+        """Returns the memory that a segment of this process is mapped to."""
         return self._pool.memory(path)
 
     def forget_process(self, process: str) -> None:
-        """A reader has ended (`host.process_key`): nothing waits for it."""
+        """Releases the loans of a reader that has ended (`host.process_key`)."""
         for name, loan in list(self._loans.items()):
             for reader, holder in enumerate(loan.holders):
                 if holder == process:
                     self.release(name, reader)
 
     def release(self, path: str, reader: int) -> None:
-        """A reader of a loan, or of a segment of this process, is done with it."""
+        """Registers that a reader is done with a loan, or with a segment of this process."""
         loan = self._loans.get(path)
         if loan is None:
             self._pool.release(path, reader)
@@ -159,7 +159,7 @@ class Withdrawn(Exception):
 
 
 class Offers:
-    """Memory that others may read, by name. Any thread may call any method."""
+    """Memory that other processes may read, by name. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -178,7 +178,7 @@ class Offers:
         # Only now may memory return to where it came from, which has locks of its own.
 
     def find(self, name: str, timeout: float) -> memoryview | None:
-        """What is offered by that name, if it is within `timeout` seconds.
+        """Returns the memory offered under a name; waits up to `timeout` seconds for it, then returns None.
 
         Raises:
             Withdrawn: It was offered before.
@@ -193,7 +193,7 @@ class Offers:
             return self._held[name][0]
 
     def taken(self, name: str) -> None:
-        """One of those for whom it is offered has read it all."""
+        """Registers that one of the readers of an offer has read all of it."""
         last = None
         with self._changed:
             memory, times = self._held.get(name, (None, 0))

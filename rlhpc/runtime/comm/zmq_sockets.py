@@ -46,7 +46,7 @@ _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 def make_socket(context: zmq.Context[Any], kind: int, keys: CurveKeys, server: bool) -> zmq.Socket[Any]:
-    """A socket that talks only to holders of the generation's key."""
+    """Creates a socket that talks only to holders of the generation's key."""
     socket = context.socket(kind)
     socket.linger = 0
     socket.set_hwm(0)
@@ -62,7 +62,7 @@ def make_socket(context: zmq.Context[Any], kind: int, keys: CurveKeys, server: b
 
 
 def divided(frames: Sequence[Any]) -> Sequence[Any]:
-    """What to send for frames: the frames themselves or, if one is longer than `PIECE`, their lengths and pieces."""
+    """Returns the frames to send: the frames themselves or, if one is longer than `PIECE`, their lengths and pieces."""
     lengths = [len(f) if isinstance(f, bytes) else memoryview(f).nbytes for f in frames]
     if max(lengths, default=0) <= PIECE:
         return frames
@@ -74,7 +74,7 @@ def divided(frames: Sequence[Any]) -> Sequence[Any]:
 
 
 def whole(frames: list[bytes]) -> list[bytes]:
-    """The frames that `divided` made these parts of."""
+    """Joins the frames that `divided` split into pieces."""
     if not frames or frames[0] != _DIVIDED:
         return frames
     rest, joined = iter(frames[2:]), []
@@ -86,13 +86,13 @@ def whole(frames: list[bytes]) -> list[bytes]:
 class TcpPort:
     """A TCP port that a ZeroMQ socket listens on, for ranks of other hosts.
 
-    It is no `TcpListener`, for ZeroMQ accepts by itself, on a thread that needs no interpreter.
-    ZeroMQ accepts every connection, and keeps it for as long as a handshake may last. While strangers hold too
-    many, `shut` has the kernel drop further requests; a process of the run asks again a second or two later.
+    It is not a `TcpListener`, because ZeroMQ accepts connections itself, on a thread that needs no interpreter. ZeroMQ accepts
+    every connection, and keeps it for as long as a handshake may last. While strangers hold too many, `shut` makes the kernel
+    drop further requests; a process of the run tries again a second or two later.
 
     Attributes:
-        listener: Readable, for an edge-triggered epoll, when somebody connects.
-        endpoint: The endpoint to publish; the port is bound already, so nobody else can take it.
+        listener: Readable, for an edge-triggered epoll, when a process connects.
+        endpoint: The endpoint to publish; the port is bound already, so no other process can bind it.
     """
 
     def __init__(self, socket: zmq.Socket[Any], address: str) -> None:
@@ -120,12 +120,12 @@ def shut_where_crowded(doors: Collection[TcpPort]) -> None:
 
 
 def readable(socket: zmq.Socket[Any]) -> bool:
-    """Whether a message has come; ZeroMQ's descriptor only says that something has changed."""
+    """Returns whether a message has arrived; ZeroMQ's descriptor only tells that its state has changed."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def choose(record: dict[str, str]) -> str:
-    """The endpoint by which this process reaches the one that published `record`."""
+    """Returns the endpoint by which this process reaches the process that published `record`."""
     if record["host"] == host_id():
         return record["ipc"]
     if not record["tcp"]:
@@ -183,7 +183,7 @@ class _ZmqClient:
 
 
 class Pending(NamedTuple):
-    """A request that has been sent: where to, under which number, and for what."""
+    """A sent request: its endpoint, number and purpose."""
 
     endpoint: str
     number: bytes
@@ -191,7 +191,7 @@ class Pending(NamedTuple):
 
 
 class Peers:
-    """Requests from one thread to the service threads of other processes, with one connection per peer, kept open."""
+    """Requests from one thread to the service threads of other processes, with one persistent connection per peer."""
 
     def __init__(self, context: zmq.Context[Any], keys: CurveKeys, check: Callable[[], None]) -> None:
         self._context, self._keys, self._check = context, keys, check
@@ -224,8 +224,9 @@ class Peers:
         return ChannelError(f"the process behind {endpoint} died while this one waited for {whom}")
 
     def knows_ended(self, record: Mapping[str, Any]) -> bool:
-        """Whether a process is known to have ended, by the record that it has published: it was of this host, and nobody
-        listens any more where it did."""
+        """Returns whether a process is known to have ended, by its published record: it was on this host, and its socket has
+        no listener any more.
+        """
         if record["host"] != host_id():
             return False
         try:
@@ -240,8 +241,8 @@ class Peers:
         """Sends a message to a process that may have stopped reading.
 
         Raises:
-            DeadlineExceeded: It has not read enough for `timeout` seconds.
-            ChannelError: It is gone.
+            DeadlineExceeded: The process has not read enough for `timeout` seconds.
+            ChannelError: The process has ended.
         """
         deadline = time.monotonic() + timeout
         client = self._client(endpoint)
@@ -284,14 +285,16 @@ class Peers:
         return endpoints
 
     def forget_unconfirmed(self) -> None:
-        """Drops what `confirm` would ask for: the call that put it has failed, and its receivers may have ended."""
+        """Drops the messages that `confirm` would wait for: the call that sent them has failed, and their receivers may have
+        ended.
+        """
         self._unconfirmed.clear()
 
     def confirm(self, timeout: float) -> None:
-        """Waits until all that this thread has put, and asked no confirmation for, has been admitted or queued.
+        """Waits until all messages that this thread has sent without confirmation have been admitted or queued.
 
         Raises:
-            ChannelError: A process refused something. One that has ended is no error here: others report its end.
+            ChannelError: A process refused something. The end of a process is no error here: others report it.
         """
         while self._unconfirmed:
             endpoint, process = self._unconfirmed.popitem()
@@ -306,7 +309,7 @@ class Peers:
         """Sends a request and waits for its reply.
 
         Raises:
-            DeadlineExceeded: There was no reply within `timeout` seconds; says for whom it waited.
+            DeadlineExceeded: There was no reply within `timeout` seconds; the message names the process.
             ChannelError: The other side answered with an error, or is gone.
         """
         deadline = time.monotonic() + timeout
@@ -367,16 +370,16 @@ class Peers:
 
         Args:
             endpoint: Of the owner's `BulkServer`.
-            path: The segment, or the name of what is offered.
+            path: The segment, or the name of the offered data.
             start: Offset in its file.
             target: Memory of this process.
-            offered: Ask for what is offered rather than for a segment.
+            offered: Request offered data rather than a segment.
 
         Returns:
-            Whether it was there; what is to be offered may not be yet.
+            Whether the data was there; an offer may not have been made yet.
 
         Raises:
-            Withdrawn: It is not offered any more.
+            Withdrawn: The data is no longer offered.
             ChannelError: The owner is gone, its host out of reach, or the segment freed; names the owner.
         """
         clients: dict[str, BulkClient] = self._local.__dict__.setdefault("bulk", {})
@@ -398,9 +401,9 @@ class Peers:
                     clients.pop(endpoint).close()
 
     def release(self, endpoint: str, path: str, reader: int) -> None:
-        """Tells the owner of a segment on another host that this reader is done; a dead owner needs no telling.
+        """Tells the owner of a segment on another host that this reader is done; does nothing if the owner has ended.
 
-        A reader that shares what another rank of its host has fetched connects to the owner only now.
+        A reader that shares data that another rank of its host has fetched connects to the owner only now.
         """
         clients: dict[str, BulkClient] = self._local.__dict__.setdefault("bulk", {})
         for _ in range(2 if endpoint in clients else 1):  # an idle connection may have been forgotten between the hosts

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Member:
-    """One rank as the driver sees it.
+    """A rank as the driver sees it.
 
     Attributes:
-        state: "starting", "ready", "stopping" or "ended". A rank that the run has given up is ended at once.
-        has_exited: Whether its process is known to have ended; until then no other may be started in its place.
-        told: Why it leaves, if it was told to.
-        leaving: Whether it waits for the others to do without it.
+        state: "starting", "ready", "stopping" or "ended". A rank that the run has abandoned is "ended" at once.
+        has_exited: Whether its process is known to have ended; until then no successor may be started.
+        told: Reason of its notice to leave, if it got one.
+        leaving: Whether it waits for permission to leave.
     """
 
     spec: WorkerSpec
@@ -42,10 +42,10 @@ class Member:
 
 
 class Starter(Protocol):
-    """Starts ranks and ends them.
+    """Interface that starts ranks and ends them.
 
     Attributes:
-        grace_s: Seconds that ranks have to end on their own before they are killed.
+        grace_s: Seconds that ranks have to end by themselves before they are killed.
         limit_s: Seconds after which killed ranks are gone, or no longer waited for.
     """
 
@@ -55,11 +55,11 @@ class Starter(Protocol):
     def limit_s(self) -> float: ...
 
     def prepare(self, spec: WorkerSpec, node: Node, fork: bool) -> None:
-        """Completes what a rank on `node` is told.
+        """Completes the specification of a rank on `node`.
 
         Args:
-            spec: What it is told.
-            node: Where it will be.
+            spec: The rank's specification.
+            node: Node of the rank.
             fork: Whether it may be forked.
 
         Raises:
@@ -67,65 +67,67 @@ class Starter(Protocol):
         """
 
     def start(self, members: Sequence[Member], cluster: Cluster) -> None:
-        """Starts ranks of a group; reports what happens to them."""
+        """Starts ranks of a group and reports their events."""
 
     def end(self, members: Sequence[Member]) -> None:
         """Asks ranks to end at once."""
 
     def kill(self, members: Sequence[Member]) -> None:
-        """Kills the processes of ranks, also of ranks that were given up; reports each when it is gone."""
+        """Kills the processes of ranks, also of abandoned ranks; reports each when it is gone."""
 
     def said(self, member: Member) -> str:
-        """What a rank printed that has not opened its log; "" if nothing."""
+        """Returns the output of a rank that has not opened its log; "" if there is no output."""
 
     def late(self, members: Sequence[Member]) -> list[str]:
-        """What is known about ranks that do not arrive, one line each."""
+        """Returns the state of ranks that do not arrive, one line each."""
 
     def close(self, clear: bool) -> None:
         """Cleans up when all ranks have ended. With `clear`, some may have left files on other nodes."""
 
 
 class Reports(Protocol):
-    """What a starter reports to, from threads of its own."""
+    """Receiver of a starter's reports, which come from the starter's threads."""
 
     def started(self, member: Member, pid: int) -> None:
-        """A rank's process has started."""
+        """Registers that a rank's process has started."""
 
     def exited(self, member: Member, status: int) -> None:
-        """A rank's process has ended, with this wait status."""
+        """Registers that a rank's process has ended with this wait status."""
 
     def all_ended(self, members: Sequence[Member]) -> list[Member]:
-        """None of these ranks can still be alive; returns those for which that is unexpected."""
+        """Registers that none of these ranks can be alive; returns those whose end is unexpected."""
 
     def fail(self, failure: RlhpcError) -> None:
-        """Something is wrong that is no rank's fault."""
+        """Records a failure that no rank has caused."""
 
 
 class JoinedStarter:
-    """Stands for whoever started them. That process asks whether the run is still there, and ends its ranks where not."""
+    """Starter of joined ranks, whose processes were started elsewhere. Their starter checks whether the run exists, and ends
+    its ranks if not.
+    """
 
     grace_s = 2.0
     limit_s = 2.0
 
     def prepare(self, spec: WorkerSpec, node: Node, fork: bool) -> None:
-        """Nothing: they know where they are."""
+        """Does nothing: joined ranks know their place."""
 
     def start(self, members: Sequence[Member], cluster: Cluster) -> None:
-        """Nothing: they come when they like."""
+        """Does nothing: joined ranks arrive by themselves."""
 
     def end(self, members: Sequence[Member]) -> None:
-        """Nothing: they notice."""
+        """Does nothing: joined ranks notice the end."""
 
     def kill(self, members: Sequence[Member]) -> None:
-        """Nothing: they notice."""
+        """Does nothing: joined ranks notice the end."""
 
     def said(self, member: Member) -> str:
-        """Whoever started them has it."""
+        """Returns "": the process that started the rank has its output."""
         return ""
 
     def late(self, members: Sequence[Member]) -> list[str]:
-        """Nothing is known."""
+        """Returns an empty list: nothing is known about joined ranks."""
         return []
 
     def close(self, clear: bool) -> None:
-        """Nothing is left here."""
+        """Does nothing: the starter has no resources."""

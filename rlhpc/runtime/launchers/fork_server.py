@@ -1,8 +1,8 @@
-"""The fork server: one process per host that has imported the heavy modules once and forks the ranks from there.
+"""Fork server: one process per host that has imported the heavy modules once and forks the ranks.
 
-It imports and forks, nothing else: no thread, no CUDA context, no ZeroMQ context, no torch operator, so a fork is safe.
-When the driver is gone, however it died, its pipe reads end-of-file: the server kills what it started and removes the
-session's scratch folders. When the server itself is killed, the kernel kills the workers (PDEATHSIG).
+It only imports and forks: no thread, no CUDA context, no ZeroMQ context, no torch operator, so a fork is safe. When the
+driver has ended, for whatever reason, its pipe reads end-of-file: the server kills its children and removes the session's
+scratch folders. When the server itself is killed, the kernel kills the workers (PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _LOOK_S = 10.0
 
 
 def _kill_group(pid: int, number: int) -> None:
-    """Signals a worker and the processes it has started (each worker leads a session of its own)."""
+    """Signals a worker and the processes it has started (each worker leads its own session)."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, number)
 
 
 class ForkServer:
-    """Serves one driver's `start` and `kill` requests over `control`.
+    """Handler of one driver's `start` and `kill` requests over `control`.
 
     Args:
         control: The driver's socket.
         token: Of the session's scratch folders.
-        entry: What a forked rank runs, as `module:function` of a spec that returns an exit status. A rank with an interpreter
-            of its own runs the module, as a program.
+        entry: Entry point of a forked rank, as `module:function` of a spec that returns an exit status. A rank with a separate
+            interpreter runs the module as a program.
     """
 
     def __init__(self, control: socket.socket, token: str, entry: str) -> None:
@@ -54,7 +54,7 @@ class ForkServer:
         self.children: dict[int, tuple[str, str]] = {}
 
     def serve(self) -> None:
-        """Runs until the driver says `stop` or is gone."""
+        """Runs until the driver sends `stop` or has ended."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         reader, writer = socket.socketpair()
         reader.setblocking(False)
@@ -114,7 +114,7 @@ class ForkServer:
             os._exit(status)
 
     def _spawn(self, spec: WorkerSpec, body: bytes) -> int:
-        """A fresh interpreter, for groups with a Python of their own or engines that cannot be forked."""
+        """Starts a fresh interpreter, for groups with a different Python or engines that cannot be forked."""
         with open(spec.log_err, "ab", buffering=0) as err, open(spec.log_out, "ab", buffering=0) as out:
             child = subprocess.Popen(
                 run_module(self.entry.partition(":")[0], str(os.getpid()), python=spec.interpreter),
@@ -132,7 +132,7 @@ class ForkServer:
         return child.pid
 
     def reap(self) -> None:
-        """Reports every child that has ended; kills what it left behind."""
+        """Reports every child that has ended and kills its remaining processes."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -175,13 +175,13 @@ def _end_while_importing(control: socket.socket, token: str) -> None:
 
 
 def _imported(control: socket.socket) -> None:
-    """Takes `_end_while_importing` back: from now on the server itself notices that the driver is gone."""
+    """Cancels `_end_while_importing`: from now on the server itself notices the end of the driver."""
     fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) & ~os.O_ASYNC)
     signal.signal(signal.SIGIO, signal.SIG_DFL)
 
 
 def main() -> None:
-    """`python -m rlhpc.runtime.launchers.fork_server FD TOKEN DRIVER_PID ENTRY MODULE…`."""
+    """Runs the server: `python -m rlhpc.runtime.launchers.fork_server FD TOKEN DRIVER_PID ENTRY MODULE…`."""
     fd, token, driver, entry, *modules = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a signal to the job's process group must not end the ranks

@@ -34,10 +34,10 @@ PRELOAD = ("torch", "numpy", "zmq", "cloudpickle", "rlhpc.runtime.worker_process
 
 
 class ForkServerProcess:
-    """The driver's end of a fork server, and the scratch folders that the server removes when the driver is gone.
+    """The driver's end of a fork server, and the scratch folders that the server removes when the driver has ended.
 
     Args:
-        preload: Modules that it imports besides `PRELOAD`; None imports nothing, where no rank is forked.
+        preload: Modules that it imports besides `PRELOAD`; None imports nothing, for sessions that fork no rank.
 
     Raises:
         ConfigError: The limit of open files is too low for a run.
@@ -55,7 +55,7 @@ class ForkServerProcess:
 
     @classmethod
     def take(cls, preload: Sequence[str] | None) -> ForkServerProcess:
-        """The server that `prewarm` started, or a new one."""
+        """Returns the server that `prewarm` started, or a new one."""
         server, cls._early = cls._early or cls(preload), None
         return server
 
@@ -95,12 +95,12 @@ class ForkServerProcess:
 
 
 class ForkedStarter:
-    """Has the fork server start ranks, forked or with an interpreter of their own.
+    """Starter that makes the fork server start ranks, forked or with a separate interpreter.
 
     Args:
         server: The fork server.
-        log_dir: Where the server's own output is kept.
-        reports: Told what happens to the ranks.
+        log_dir: Folder for the server's output.
+        reports: Receiver of the ranks' events.
     """
 
     grace_s = 1.5
@@ -119,7 +119,7 @@ class ForkedStarter:
             pickle_stream.send(self.server.control, message)
 
     def _watch(self) -> None:
-        """Passes on the server's reports, on a thread of its own."""
+        """Passes on the server's reports, on a separate thread."""
         while (event := pickle_stream.receive(self.server.control)) is not None:
             if event["event"] == "ready":
                 self._state = "serving"
@@ -144,7 +144,7 @@ class ForkedStarter:
             self._reports.exited(member, event["status"])
 
     def _lost(self, member: Member, what: str) -> None:
-        """Reports that the server is gone, which is no rank's fault."""
+        """Fails because the server has ended, which no rank has caused."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.server.process.wait(1.0)  # it may be dying: afterwards its output is complete
         kept, words = self._log_dir / "forkserver.err", self.said(member)

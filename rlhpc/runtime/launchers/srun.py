@@ -42,8 +42,9 @@ log = logging.getLogger(__name__)
 
 
 def task_status(words: str) -> int | None:
-    """Wait status of a task from what srun says of it: `Killed`, `Exited with exit code 3`, `Segmentation fault (core
-    dumped)`; None where it says nothing of the kind."""
+    """Returns the wait status of a task from srun's message: `Killed`, `Exited with exit code 3`, `Segmentation fault (core
+    dumped)`; None for any other message.
+    """
     text = words.strip()
     if match := re.match(r"Exited with exit code (\d+)", text):
         return int(match[1]) << 8
@@ -53,12 +54,12 @@ def task_status(words: str) -> int | None:
 
 
 class SteppedStarter:
-    """Starts a group as one srun for each component of the job that it has ranks on.
+    """Starter that runs a group as one srun for each component of the job that it has ranks on.
 
     Args:
-        log_dir: Where the steps' own logs go.
+        log_dir: Folder for the steps' logs.
         scratch: The session's folders on each node.
-        reports: Told what happens to the ranks.
+        reports: Receiver of the ranks' events.
     """
 
     #: How long a step that srun was told to end may take before the controller is asked; and all of it.
@@ -111,7 +112,7 @@ class SteppedStarter:
         self._reports.exited(member, status)
 
     def _ended(self, step: JobStep, code: int) -> None:
-        """Records that srun has ended, and so have all ranks of its step."""
+        """Registers that srun has ended, and with it all ranks of its step."""
         lost = self._reports.all_ended(step.members)
         if not lost:
             return
@@ -162,7 +163,9 @@ class SteppedStarter:
             threading.Thread(target=self._kill_task, args=(step, member), name=name, daemon=True).start()
 
     def _kill_task(self, step: JobStep, member: Member) -> None:
-        """Kills a rank whose step has others, and reports when it is gone; on a thread of its own: a node may not answer."""
+        """Kills a rank whose step has other ranks, and reports when it is gone; on a separate thread, because a node may not
+        answer.
+        """
         task, spec = step.members.index(member), member.spec
         argv = killing_step(step.planned.component, self._components, step.planned.hosts[task], step.mark, task)
         answer = ask(*argv, timeout_s=_KILL_S, environment=step_environment(os.environ), apart=True)
@@ -192,10 +195,10 @@ class SteppedStarter:
 
 
 class JobStep:
-    """One srun and the ranks that it runs.
+    """An srun process and its ranks.
 
     Args:
-        planned: What is run, and where.
+        planned: Command and nodes of the step.
         members: The ranks, in the order of the tasks.
         log_err: File for the output of srun, and of ranks that have not opened their logs.
         on_exit: Called with (member, wait status) when a task ended with anything but exit code 0.
@@ -234,7 +237,7 @@ class JobStep:
         threading.Thread(target=self._feed, name=f"rlhpc-srun-{planned.group}", daemon=True).start()
 
     def listen(self) -> None:
-        """Starts reporting what happens to the step."""
+        """Starts reporting the step's events."""
         threading.Thread(target=self._listen, name=f"rlhpc-srun-{self.planned.group}", daemon=True).start()
 
     def _feed(self) -> None:
@@ -276,7 +279,9 @@ class JobStep:
                         self._on_exit(self.members[int(task)], status)
 
     def _await_end_of_step(self) -> None:
-        """Waits until Slurm has seen the end of all processes of a step whose srun was killed before it could hear of that."""
+        """Waits until Slurm has seen the end of all processes of a step whose srun was killed before it could learn of
+        that.
+        """
         end = time.monotonic() + _GONE_S
         while self._step_id and time.monotonic() < end:
             answer = ask("squeue", "--noheader", "--steps", f"--jobs={self._step_id.partition('.')[0]}", "--format=%i")
@@ -286,7 +291,7 @@ class JobStep:
 
     @property
     def _step_id(self) -> str:
-        """`<job>.<step>`, which the first rank to arrive tells; "" before."""
+        """`<job>.<step>`, which the first rank to arrive reports; "" before."""
         return next((known for member in self.members if (known := member.record.get("step"))), "")
 
     @property

@@ -1,4 +1,4 @@
-"""Command lines of job steps: what `rlhpc plan` prints and the driver starts. Pure functions.
+"""Command lines of job steps, which `rlhpc plan` prints and the driver starts. Pure functions.
 
 A worker group is one `srun`, or one for each component of the job that it has ranks on.
 """
@@ -32,7 +32,7 @@ _DROPPED = re.compile(
 
 @dataclass(frozen=True)
 class SrunStep:
-    """What starts a worker group, or the part of it in one component of the job.
+    """Command of a worker group, or of the part of it in one component of the job.
 
     Attributes:
         group: Name of the worker group.
@@ -50,7 +50,7 @@ class SrunStep:
 
 
 class RankPlacement(Protocol):
-    """What a step needs to know of a rank's place."""
+    """Place of a rank, as a step needs it."""
 
     @property
     def rank(self) -> int: ...
@@ -68,15 +68,15 @@ def job_steps(
     hosts: Sequence[str],
     interpreter: str | None,
 ) -> list[SrunStep]:
-    """The steps of a worker group.
+    """Returns the steps of a worker group.
 
     Args:
         group: Its name.
-        ranks: Where its ranks are, in order.
-        cluster: The nodes; their cores may be unknown (0), in a plan.
+        ranks: Places of its ranks, in order.
+        cluster: The nodes; in a plan, their cores may be unknown (0).
         components: Component of the job that each node belongs to.
-        hosts: What each node is called.
-        interpreter: Python of the ranks' node group, if it has one of its own.
+        hosts: Host name of each node.
+        interpreter: Python of the ranks' node group, if it has a separate one.
     """
     command = [*cluster.container, *run_module("rlhpc.runtime.worker_process", "step", python=interpreter)]
     steps = []
@@ -91,7 +91,9 @@ def job_steps(
 
 
 def step_on_nodes(component: int, components: int, nodes: Collection[str], command: Sequence[str]) -> list[str]:
-    """Returns the step that runs a command once on each of some nodes of a component, beside the steps that run there."""
+    """Returns the step that runs a command once on each of some nodes of a component, in parallel to the steps that run
+    there.
+    """
     # Without --mem=0 a step has to wait until the others leave it memory.
     start = [
         "srun",
@@ -140,7 +142,7 @@ exit 1
 
 
 def killing_step(component: int, components: int, node: str, mark: str, task: int) -> list[str]:
-    """Returns the step that kills one task of another step, and ends with exit code 0 when its processes are gone.
+    """Returns the step that kills one task of another step, and ends with exit code 0 when the task's processes are gone.
 
     Args:
         component: Component of the job that the task runs on.
@@ -153,7 +155,9 @@ def killing_step(component: int, components: int, node: str, mark: str, task: in
 
 
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The batch step's environment without what Slurm set for that step alone. `SLURM_CONF` and the job's own stay."""
+    """Returns the batch step's environment without the variables that Slurm set for that step alone. `SLURM_CONF` and the
+    job's variables stay.
+    """
     return {name: value for name, value in environ.items() if not _DROPPED.match(name)}
 
 
@@ -163,7 +167,7 @@ def _srun(name: str, component: int, components: int) -> list[str]:
 
 
 def _options(ranks: Sequence[RankPlacement], cluster: Cluster) -> list[str]:
-    """srun's options. A step states all its resources, because srun does not inherit all of them from the job."""
+    """Returns srun's options. A step states all its resources, because srun does not inherit all of them from the job."""
     counts = {rank: sum(r.node_rank == rank for r in ranks) for rank in {r.node_rank for r in ranks}}
     nodes = {rank: cluster.nodes[rank] for rank in counts}
     known = all(node.cpus for node in nodes.values())

@@ -18,7 +18,7 @@ class Clustered(Protocol):
 
     @property
     def cluster(self) -> ClusterConfig:
-        """Which, and which component runs where."""
+        """The machines, and the placement of components on them."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ComponentPlacementStrategy:
     replica: int = 1
 
     def place(self, cluster: Cluster) -> list[Placement]:
-        """Where each process of the component goes on this cluster, in rank order."""
+        """Returns the place of each process of the component on this cluster, in rank order."""
         who = f"cluster.component_placement.{self.component}"
         nodes = group_nodes(cluster, self.node_group, who)
         if self.by_node:
@@ -51,15 +51,15 @@ class ComponentPlacementStrategy:
 class HybridComponentPlacement:
     """The placement of every component of a configuration, without constraints between components.
 
-    A process of a component of `ENGINES` whose section has `parallel` is an engine: each of its resources is a rank of its
-    own, and so many neighbouring ranks are one engine.
+    A process of a component of `ENGINES` whose section has `parallel` is an engine: each of its resources is a separate rank,
+    and these neighbouring ranks form one engine.
 
     Args:
         cfg: A configuration with `cluster.component_placement`.
         cluster: Where to place.
 
     Raises:
-        PlacementError: A rule is broken; names the rule, the component and the place.
+        PlacementError: A rule is broken; the message names the rule, the component and the place.
     """
 
     ENGINES = ("rollout",)
@@ -117,10 +117,10 @@ class HybridComponentPlacement:
     def _ranks_of_engines(
         self, name: str, at: str, what: str, processes: list[list[int]]
     ) -> tuple[list[list[int]], int]:
-        """A process for each resource of each process, and how many are an engine.
+        """Returns one process for each resource of each process, and the number of them that form an engine.
 
         Raises:
-            PlacementError: Engines would not be of equal size, or of another than the configuration says.
+            PlacementError: Engines would differ in size, or from the size in the configuration.
         """
         key, asked = f"{name}.parallel.tensor", _found(self._parallel[name], "tensor")
         widths = sorted({len(ranks) for ranks in processes})
@@ -148,7 +148,7 @@ class HybridComponentPlacement:
         return list(self._strategies)
 
     def get_strategy(self, component: str) -> ComponentPlacementStrategy:
-        """The placement strategy of a component.
+        """Returns the placement strategy of a component.
 
         Raises:
             PlacementError: The component has no placement.
@@ -163,19 +163,19 @@ class HybridComponentPlacement:
         return component in self._strategies
 
     def get_world_size(self, component: str) -> int:
-        """Number of processes of the component."""
+        """Returns the number of processes of the component."""
         return len(self.get_strategy(component).processes)
 
     def placements(self) -> dict[str, list[Placement]]:
-        """The placements of all components, by name."""
+        """Returns the placements of all components, by name."""
         return {name: strategy.place(self.cluster) for name, strategy in self._strategies.items()}
 
 
 class ModelParallelComponentPlacement(HybridComponentPlacement):
     """Placement of `actor` and `rollout` (and `inference`, `critic`, `critic_inference`) for large models.
 
-    Collocated: actor and rollout take turns on the same accelerators. Disaggregated: each of the five has accelerators of
-    its own. Other components (env, reward, …) may be anywhere.
+    Collocated: actor and rollout alternate on the same accelerators. Disaggregated: each of the five has separate
+    accelerators. Other components (env, reward, …) may be anywhere.
 
     Raises:
         PlacementError: Actor or rollout has no placement, its accelerators have gaps, it overlaps in part, or a mode's needs
@@ -204,7 +204,7 @@ class ModelParallelComponentPlacement(HybridComponentPlacement):
             self._check_disaggregated(used)
 
     def _resources(self, name: str) -> frozenset[int]:
-        """Global accelerator ranks of a component; node ranks if it is placed by node."""
+        """Returns the global accelerator ranks of a component, or its node ranks if it is placed by node."""
         strategy = self._strategies[name]
         if strategy.by_node:
             return frozenset(p.node_rank for p in strategy.place(self.cluster))
@@ -242,7 +242,7 @@ class ModelParallelComponentPlacement(HybridComponentPlacement):
 
 
 def _found(source: Any, *path: str) -> Any:
-    """What a mapping, a DictConfig or a dataclass has there; None where there is nothing."""
+    """Returns the value at a path in a mapping, a DictConfig or a dataclass; None if it is absent."""
     for key in path:
         if source is None:
             return None

@@ -44,7 +44,7 @@ def _numbers(text: str, total: int | None, fail: Fail) -> list[int]:
 def _segments(text: str, resources: int, fail: Fail) -> list[_Segment]:
     """Splits a placement into segments.
 
-    Parts without `:` before one with `:` are either segments of their own, one process per resource, or the head of a comma
+    Parts without `:` before one with `:` are either separate segments, one process per resource, or the head of a comma
     list whose processes the last part names. The first process rank after the `:` decides: either it counts the processes of
     those parts, or it does not.
     """
@@ -91,8 +91,8 @@ def parse_placement(
     Args:
         component: Name, for messages.
         text: `resource ranks[:process ranks]`, comma-separated.
-        resources: How many resources there are.
-        what: What they are (accelerator or node), for messages.
+        resources: Number of resources.
+        what: Their type (accelerator or node), for messages.
         label: Their node group, for messages.
 
     Returns:

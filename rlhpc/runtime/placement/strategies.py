@@ -12,7 +12,7 @@ from rlhpc.runtime.errors import ConfigError, PlacementError
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one process runs.
+    """Place of one process.
 
     Attributes:
         rank: Its rank in the group.
@@ -51,7 +51,7 @@ def _finish(where: Sequence[tuple[int, tuple[int, ...]]], node_group: str) -> li
 
 
 def group_nodes(cluster: Cluster, label: str, who: str) -> tuple[int, ...]:
-    """Node ranks of a node group; of the whole cluster for the reserved labels."""
+    """Returns the node ranks of a node group; those of the whole cluster for the reserved labels."""
     try:
         return cluster.node_group(label).node_ranks
     except ConfigError as error:
@@ -59,7 +59,7 @@ def group_nodes(cluster: Cluster, label: str, who: str) -> tuple[int, ...]:
 
 
 def extent(label: str, what: str, total: int) -> str:
-    """The resources that exist, in words, for messages."""
+    """Describes the available resources, for messages."""
     place = "the cluster" if label in ("cluster", "node") else f"node group {label!r}"
     numbers = {0: "", 1: " (0)"}.get(total, f" (0 to {total - 1})")
     return f"{place} has {total} {what}{'' if total == 1 else 's'}{numbers}"
@@ -68,9 +68,9 @@ def extent(label: str, what: str, total: int) -> str:
 def _one_node(
     available: Sequence[tuple[int, int]], label: str, ranks: Sequence[int], who: str
 ) -> tuple[int, tuple[int, ...]]:
-    """Global accelerator ranks of one process → its node and the indices there.
+    """Returns the node of one process and its indices there, from its global accelerator ranks.
 
-    A node is in at most one node group, so the accelerators of a node are of one kind.
+    A node is in at most one node group, so the accelerators of a node are of one type.
     """
     for rank in ranks:
         if not 0 <= rank < len(available):
@@ -116,7 +116,7 @@ class PackedPlacementStrategy:
         self.stride, self.node_group = stride, node_group or "cluster"
 
     def place(self, cluster: Cluster) -> list[Placement]:
-        """See `PlacementStrategy`."""
+        """Implements `PlacementStrategy.place`."""
         who = f"PackedPlacementStrategy({self.start}, {self.end})"
         nodes = group_nodes(cluster, self.node_group, who)
         if self.node_group == "node" or not cluster.accelerators_of(self.node_group):
@@ -151,7 +151,7 @@ class FlexiblePlacementStrategy:
         self.accelerators, self.node_group = [list(a) for a in accelerators], node_group or "cluster"
 
     def place(self, cluster: Cluster) -> list[Placement]:
-        """See `PlacementStrategy`."""
+        """Implements `PlacementStrategy.place`."""
         group_nodes(cluster, self.node_group, "FlexiblePlacementStrategy")
         return on_accelerators(self.accelerators, cluster, self.node_group, "FlexiblePlacementStrategy")
 
@@ -165,7 +165,7 @@ class NodePlacementStrategy:
         self.node_ranks, self.node_group = list(node_ranks), node_group or "cluster"
 
     def place(self, cluster: Cluster) -> list[Placement]:
-        """See `PlacementStrategy`."""
+        """Implements `PlacementStrategy.place`."""
         who = f"NodePlacementStrategy({self.node_ranks})"
         return on_nodes(self.node_ranks, group_nodes(cluster, self.node_group, who), self.node_group, who)
 
