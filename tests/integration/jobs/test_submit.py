@@ -92,7 +92,7 @@ import sys
 from pathlib import Path
 from rlhpc.runtime.exit_codes import report_errors
 from rlhpc.cli.train import tell
-from rlhpc.runtime import environment_values
+from rlhpc.runtime import env_references
 from rlhpc.jobs.wait_client import Wait, hand_over
 from rlhpc.jobs.probes import ProcessId
 from rlhpc.jobs import submit
@@ -103,7 +103,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 asked_by = ProcessId.of(int(os.environ["ASKED_BY"])) if "ASKED_BY" in os.environ else None
 if "KEY_OF_MINE" in os.environ:  # as a configuration would
     from omegaconf import OmegaConf
-    environment_values.watch()
+    env_references.watch()
     OmegaConf.create({"key": "${oc.env:KEY_OF_MINE}"}).key
 def main():
     tell(submit_segment("c.yaml", run_root=Path(sys.argv[1]), executor="local", command=sys.argv[2:], poll_s=0.1,

@@ -372,9 +372,9 @@ def test_keys_of_an_earlier_driver_open_nothing(
 
 #: What another user types comes down to this.
 OF_BOB = """
-from rlhpc.runtime.joining import Door
+from rlhpc.runtime.joining import JoinPoint
 try:
-    Door(pathlib.Path(sys.argv[1]))
+    JoinPoint(pathlib.Path(sys.argv[1]))
 except Exception as error:
     print(type(error).__name__, error)
 """

@@ -24,10 +24,10 @@ import json, os, sys
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.host import has_ended, host_id, process_id
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
 token, public, secret, endpoint, process, frames = json.loads(sys.argv[1])
-scratch, keys = Scratch(token), Keys(public.encode(), secret.encode())
+scratch, keys = Scratch(token), CurveKeys(public.encode(), secret.encode())
 scratch.ensure()
 """
 REACH = """

@@ -23,7 +23,7 @@ SHORT = (
 )  # fmt: skip
 ENTRY = """
 import os
-from rlhpc.language.config.run import RewardConfig, RewardTermConfig
+from rlhpc.language.config.rewards import RewardConfig, RewardTermConfig
 from rlhpc.language.rewards import Sample, make_reward
 from rlhpc import Cluster
 from rlhpc.embodied.export import load_exported

@@ -13,7 +13,7 @@ from tests.extras import need_extra
 need_extra("llm")
 
 from rlhpc.algorithms.preference_losses import find_reward_loss
-from rlhpc.language.evaluation.reward_model import validation_metrics as preference_metrics
+from rlhpc.language.evaluation.reward_model import preference_validation_metrics as preference_metrics
 from rlhpc.language.rollout.validation import validation_metrics as answer_metrics
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.task_type import kind_of

@@ -30,10 +30,10 @@ START = """
 import sys
 from pathlib import Path
 from rlhpc.runtime.errors import OwnershipError
-from rlhpc.runtime.registry import Keys, Registry
+from rlhpc.runtime.registry import CurveKeys, GenerationFolder
 try:
-    registry = Registry.create(Path(sys.argv[1]) / "registry", "local-0")
-    registry.save_keys(Keys(b"a", b"b"))
+    registry = GenerationFolder.create(Path(sys.argv[1]) / "registry", "local-0")
+    registry.save_keys(CurveKeys(b"a", b"b"))
     print(registry.load_keys())
 except OwnershipError as error:
     print(error)
@@ -91,9 +91,9 @@ LOAD = """
 import sys
 from pathlib import Path
 from rlhpc.runtime.errors import OwnershipError
-from rlhpc.runtime.registry import Registry
+from rlhpc.runtime.registry import GenerationFolder
 try:
-    print(Registry(Path(sys.argv[1])).load_keys())
+    print(GenerationFolder(Path(sys.argv[1])).load_keys())
 except (OwnershipError, OSError) as error:
     print(error)
     sys.exit(2)

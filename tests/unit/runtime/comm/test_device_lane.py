@@ -194,7 +194,7 @@ def test_what_a_killed_sender_left_is_gone(scratch, device, other):
     """Its event will never be recorded again: nobody may wait for it."""
     program = (
         "import pickle, sys, torch; from pathlib import Path; from tests.stand_in_device import StandIn\n"
-        "from rlhpc.runtime.comm import devices; from rlhpc.runtime.comm.device_memory import DevicePool\n"
+        "from rlhpc.runtime.comm import device_memory as devices; from rlhpc.runtime.comm.device_memory import DevicePool\n"
         "class Place: shm = Path(sys.argv[1])\n"
         "device = StandIn(Place.shm); devices.use(device)\n"
         f"pool = DevicePool(Place, {ENDPOINT!r})\n"
