@@ -1,4 +1,4 @@
-"""What an environment is to rlhpc: a vector of slots that are stepped together and reset themselves."""
+"""Vector environment interface: N slots that are stepped together and reset themselves."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 from collections.abc import Iterable
 
-#: What an env rank says of a rollout besides its episodes, where it has robots: see `Timing.news`.
+#: Counts that an env rank with robots reports with each rollout: see `Timing.news`.
 _COUNTS = ("late", "dropped", "held", "refused", "stopped", "lost")
 TIMED = ("robot_latency_ms", "robot_link_ms", *(f"robot_{name}" for name in _COUNTS))
 
 
 class Timing:
-    """How well a robot's episodes kept their time.
+    """Timing statistics of a robot's episodes.
 
     Attributes:
-        latency_s: From each observation to the command that the policy gave for it, by the robot's own clock.
-        link_s: To a robot on another machine and back, by the run's own clock.
+        latency_s: Seconds from each observation to the policy's command for it, by the robot's clock.
+        link_s: Seconds of a round trip to a robot on another machine, by the run's clock.
         late: Commands that came after their step was over.
         dropped: Steps that showed the same observation as the one before.
         held: Times that it held still because no command came.
@@ -39,28 +39,29 @@ class Timing:
         self.latency_s: list[float] = []
         self.link_s: list[float] = []
         self.late = self.dropped = self.held = self.refused = self.stopped = self.lost = 0
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
 
     def __str__(self) -> str:
         if not self.latency_s:
             return "no steps"
-        middle, most = np.quantile(self.latency_s, (0.5, 0.99)) * 1000
+        median_ms, p99_ms = np.quantile(self.latency_s, (0.5, 0.99)) * 1000
         counts = f"{self.late} late, {self.dropped} dropped, {self.held} held, {self.refused} refused, {self.stopped} stopped"
-        return f"{len(self.latency_s)} steps, latency {middle:.1f} ms (99 %: {most:.1f} ms), {counts}"
+        return f"{len(self.latency_s)} steps, latency {median_ms:.1f} ms (99 %: {p99_ms:.1f} ms), {counts}"
 
     def news(self) -> dict[str, np.ndarray]:
-        """What has come since it was last asked, under the names of `TIMED`: latencies `[k]`, counts `[1]`."""
+        """Returns the measurements since the last call, under the names of `TIMED`: latencies `[k]`, counts `[1]`."""
         lists = {"robot_latency_ms": self.latency_s, "robot_link_ms": self.link_s}
         counts = {f"robot_{name}": getattr(self, name) for name in _COUNTS}
-        before = self._told
-        self._told = counts | {name: len(values) for name, values in lists.items()}
-        found = {
-            name: np.array(values[before.get(name, 0) : self._told[name]]) * 1000.0 for name, values in lists.items()
+        before = self._reported
+        self._reported = counts | {name: len(values) for name, values in lists.items()}
+        latencies_ms = {
+            name: np.array(values[before.get(name, 0) : self._reported[name]]) * 1000.0
+            for name, values in lists.items()
         }
-        return found | {name: np.array([count - before.get(name, 0)]) for name, count in counts.items()}
+        return latencies_ms | {name: np.array([count - before.get(name, 0)]) for name, count in counts.items()}
 
     def add(self, news: dict[str, np.ndarray]) -> None:
-        """Takes in the `news` of another."""
+        """Adds the `news` of another `Timing`."""
         self.latency_s += (news["robot_latency_ms"] / 1000.0).tolist()
         self.link_s += (news["robot_link_ms"] / 1000.0).tolist()
         for name in _COUNTS:
@@ -68,13 +69,13 @@ class Timing:
 
 
 def timed(timings: Iterable[Timing | None]) -> dict[str, np.ndarray]:
-    """The `news` of several robots together; nothing of each kind where there are none."""
-    found = [timing.news() for timing in timings if timing is not None]
-    return {name: np.concatenate([each[name] for each in found] or [np.zeros(0)]) for name in TIMED}
+    """Returns the concatenated `news` of several robots; arrays of length 0 without robots."""
+    reports = [timing.news() for timing in timings if timing is not None]
+    return {name: np.concatenate([each[name] for each in reports] or [np.zeros(0)]) for name in TIMED}
 
 
 def timing_row(columns: dict[str, np.ndarray]) -> dict[str, float]:
-    """Metrics of a step; none where there is no robot, or it did nothing."""
+    """Returns the timing metrics of a step; empty without a robot, or where it did nothing."""
     row: dict[str, float] = {}
     for name in TIMED:
         values = columns.get(name, np.zeros(0))
@@ -96,7 +97,7 @@ Step = tuple[Obs, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 
 
 class VectorEnv(ABC):
-    """A vector environment with same-step auto-reset.
+    """Vector environment with same-step auto-reset.
 
     When a slot's episode ends in a step, the observation returned is the first of its next episode, and
     `infos["final_obs"]` has the true last one in that slot's row. `infos["episode"]` then has `return`, `length` and `mask`,
@@ -148,9 +149,9 @@ class VectorEnv(ABC):
     on_wait: Callable[[str], None] | None = None
 
     def __init_subclass__(cls) -> None:
-        """Checks what `reset`, `step` and `chunk_step` return where a user's class has written them.
+        """Checks the results of `reset`, `step` and `chunk_step` that a user's class defines.
 
-        What it inherits of ours may return what the class is still to change.
+        Inherited methods of rlhpc are not checked: the class may still change what they return.
         """
         super().__init_subclass__()
         if cls.__module__.partition(".")[0] != "rlhpc":
@@ -160,7 +161,9 @@ class VectorEnv(ABC):
 
     @classmethod
     def uses_accelerator(cls, cfg: EnvSideConfig) -> bool:
-        """Whether one for this section, built here, would simulate or render on an accelerator that this process sees."""
+        """Returns whether an environment of this section, built here, would simulate or render on an accelerator of
+        this process.
+        """
         del cfg
         return False
 
@@ -170,7 +173,7 @@ class VectorEnv(ABC):
 
     @abstractmethod
     def step(self, actions: np.ndarray) -> Step:
-        """One step of all slots.
+        """Steps all slots.
 
         Args:
             actions: `[N, ...]`.
@@ -180,10 +183,11 @@ class VectorEnv(ABC):
         """
 
     def chunk_step(self, actions: np.ndarray) -> Step:
-        """Executes an action chunk, one action after the other; an episode that ends within it skips the rest.
+        """Executes an action chunk, one action after the other; an episode that ends within it skips the remaining
+        actions.
 
-        Here, the slot goes on with the rest in its next episode, whose rewards up to the chunk's end are left out;
-        a subclass that can step some of its slots stops there.
+        In this implementation the slot executes them in its next episode, and their rewards are left out. A subclass
+        that can step some of its slots makes the slot wait.
 
         Args:
             actions: `[N, chunk, dim]`.
@@ -213,16 +217,17 @@ class VectorEnv(ABC):
         return obs, rewards.sum(1), terminations, truncations, infos
 
     def refresh(self) -> Obs | None:
-        """Returns observations as of now, for the first decision after a pause; None where the simulator has waited."""
+        """Returns current observations, for the first decision after a pause; None where the simulator has waited."""
         return None
 
     def continue_episodes(self, counts: np.ndarray) -> None:
-        """Begins each slot's series after `counts` `[N]` episodes: for environments that take `stage`, in an evaluation whose
-        simulator has been started again."""
+        """Makes each slot continue its series after `counts` `[N]` episodes: for environments that take `stage`, in an
+        evaluation whose simulator has been restarted.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not enumerate its episodes")
 
     def state_dict(self) -> Any:
-        """Everything the next step depends on, as plain containers, arrays and bytes."""
+        """Returns everything that the next step depends on, as plain containers, arrays and bytes."""
         raise NotImplementedError(f"{type(self).__name__} cannot save its state")
 
     def load_state_dict(self, state: Any) -> None:
@@ -230,10 +235,10 @@ class VectorEnv(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot restore a state")
 
     def slots_of(self, state: Any) -> list[Any]:
-        """What a `state_dict` has of each slot.
+        """Returns the state of each slot in a `state_dict`.
 
         Raises:
-            ValueError: It is of another number of slots.
+            ValueError: The state has another number of slots.
         """
         slots: list[Any] = state["slots"]
         if len(slots) != self.num_envs:
@@ -241,19 +246,19 @@ class VectorEnv(ABC):
         return slots
 
     def slot_state(self, state: Any, index: int) -> Any:
-        """One slot's part of a `state_dict`."""
+        """Returns one slot's part of a `state_dict`."""
         return state["slots"][index]
 
     def merge_states(self, slots: list[Any]) -> Any:
-        """A `state_dict` made of slots' parts, so that another layout can resume."""
+        """Builds a `state_dict` from slots' parts, so that another layout can resume."""
         return {"slots": slots}
 
     def env_states(self) -> dict[str, Any] | None:
-        """The simulators' states, a nested dict of arrays `[N, ...]`; None if they are not available."""
+        """Returns the simulators' states, a nested dict of arrays `[N, ...]`; None if they are not available."""
         return None
 
     def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
-        """Pictures of slots (all by default), uint8 `[n, H, W, 3]`; None where there is no renderer."""
+        """Renders slots (all by default), uint8 `[n, H, W, 3]`; returns None without a renderer."""
         del slots
         return None
 
@@ -272,7 +277,7 @@ def _checked(method: Any, check: Callable[[VectorEnv, str, Any], None]) -> Any:
 
 
 def check_reset(env: VectorEnv, name: str, answer: Any) -> None:
-    """Refuses what a user's vector environment returns from `reset`, unless it is (observations, infos).
+    """Refuses the result of a user's `reset` unless it is (observations, infos).
 
     Raises:
         InterfaceError: Says what it returned.
@@ -283,7 +288,7 @@ def check_reset(env: VectorEnv, name: str, answer: Any) -> None:
 
 
 def check_step(env: VectorEnv, name: str, answer: Any) -> None:
-    """Refuses what a user's vector environment returns from `step` or `chunk_step`, unless it is a `Step`.
+    """Refuses the result of a user's `step` or `chunk_step` unless it is a `Step`.
 
     Raises:
         InterfaceError: Says what it returned.

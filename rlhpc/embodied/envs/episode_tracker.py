@@ -1,4 +1,4 @@
-"""What every simulator's adapter keeps about its slots: seeds, elapsed steps, returns, success, ends of episodes."""
+"""Episode bookkeeping of simulator adapters: seeds, elapsed steps, returns, success, ends of episodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EpisodeTracker:
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, limit: int) -> None:
         self.num_envs, self.limit = num_envs, limit
-        #: Seed of each slot's series of episodes: a restarted simulator begins a series of its own.
+        #: Seed of each slot's series of episodes: a restarted simulator begins another series.
         self.seeds = np.full(num_envs, seed, np.int64)
         self._groups = (slot_offset + np.arange(num_envs)) // max(1, cfg.group_size)
         self._fixed = cfg.use_fixed_reset_state_ids
@@ -31,7 +31,7 @@ class EpisodeTracker:
         self._ignore_terminations = cfg.ignore_terminations
         self._scale = cfg.reward_scale
         #: Episodes that each slot has begun.
-        self.begun = np.zeros(num_envs, np.int64)
+        self.num_begun = np.zeros(num_envs, np.int64)
         self.elapsed = np.zeros(num_envs, np.int64)
         self.returns = np.zeros(num_envs, np.float64)
         self._once = np.zeros(num_envs, bool)
@@ -42,15 +42,15 @@ class EpisodeTracker:
     def reseed(self, seed: int) -> None:
         """Starts the slots' series of episodes anew."""
         self.seeds[:] = seed
-        self.begun[:] = 0
+        self.num_begun[:] = 0
 
     def place(self, slot: int) -> dict[str, int]:
-        """Where a slot is in its series: what `replay` takes."""
-        return {"seed": int(self.seeds[slot]), "begun": int(self.begun[slot])}
+        """Returns a slot's position in its series of episodes, as `replay` takes it."""
+        return {"seed": int(self.seeds[slot]), "begun": int(self.num_begun[slot])}
 
     def replay(self, slot: int, place: dict[str, Any]) -> None:
-        """Makes the next episode of a slot the one that began at `place`."""
-        self.seeds[slot], self.begun[slot] = int(place["seed"]), int(place["begun"]) - 1
+        """Makes the next episode of a slot the one that began at the position `place`."""
+        self.seeds[slot], self.num_begun[slot] = int(place["seed"]), int(place["begun"]) - 1
 
     def begin(self, slots: np.ndarray) -> list[int]:
         """Starts the next episode of `slots`.
@@ -59,21 +59,21 @@ class EpisodeTracker:
             Seeds of their first states, from (seed, group of slots, number of the episode): slots of a group get the
             same.
         """
-        for kept in (self.elapsed, self.returns, self._once, self._now, self._before):
-            kept[slots] = 0
+        for values in (self.elapsed, self.returns, self._once, self._now, self._before):
+            values[slots] = 0
         seeds = [self._episode_seed(slot) for slot in slots.tolist()]
-        self.begun[slots] += 1
+        self.num_begun[slots] += 1
         return seeds
 
     def _episode_seed(self, slot: int) -> int:
-        number = 0 if self._fixed else int(self.begun[slot])
+        number = 0 if self._fixed else int(self.num_begun[slot])
         sequence = np.random.SeedSequence([int(self.seeds[slot]), int(self._groups[slot]), number])
         return int(sequence.generate_state(1)[0]) & 0x7FFFFFFF
 
     def add(
         self, rewards: np.ndarray, failed: np.ndarray, success: np.ndarray | None, active: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Takes in a step of the slots `active`.
+        """Adds a step of the slots `active`.
 
         Args:
             rewards: float `[N]`, as the simulator gives them.
@@ -82,7 +82,7 @@ class EpisodeTracker:
             active: bool `[N]`.
 
         Returns:
-            What the learner gets: rewards float32, terminations and truncations bool, each `[N]`, 0 where not active.
+            Rewards float32, terminations and truncations bool for the learner, each `[N]`, 0 where not active.
         """
         rewards = np.where(active, rewards, 0).astype(np.float32)
         self.elapsed += active
@@ -102,7 +102,7 @@ class EpisodeTracker:
         return rewards * np.float32(self._scale), ends, cut
 
     def report(self, done: np.ndarray) -> dict[str, np.ndarray]:
-        """`infos["episode"]` of a step in which the slots `done` (bool `[N]`) ended."""
+        """Returns `infos["episode"]` of a step in which the slots `done` (bool `[N]`) ended."""
         episode = {"return": self.returns.copy(), "length": self.elapsed.copy(), "mask": done.copy()}
         if self._knows_success:
             episode["success_once"] = self._once.astype(np.float64)

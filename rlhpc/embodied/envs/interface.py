@@ -104,7 +104,9 @@ def to_scalar(value: Any) -> Any:
 
 
 def takes_options(env: Any, options: Mapping[str, Any]) -> bool:
-    """Says if `reset` takes these options, and if the environments within its wrappers take seed and options."""
+    """Returns whether `reset` takes these options, and whether the environments within its wrappers take seed and
+    options.
+    """
     while True:
         try:
             inspect.signature(env.reset).bind(**options)
@@ -129,7 +131,7 @@ def failed_wrapper(error: Exception) -> str:
 
 
 def describe(value: Any) -> str:
-    """Returns a value's form in words."""
+    """Describes a value's type and shape in words."""
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)} ({', '.join(type(item).__name__ for item in value[:6])})"
     if hasattr(value, "shape") and hasattr(value, "dtype"):

@@ -1,4 +1,6 @@
-"""LIBERO's tasks, in pictures and words. Run the env group with a Python of its own (docs/how-to/simulators.md)."""
+"""Vector environment of LIBERO's tasks, with images and instructions. It needs a separate Python for the env group
+(docs/how-to/simulators.md).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _DEFAULTS = {
 _LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 #: Steps in which objects come to rest after a reset, with the gripper open and nothing else moving.
 _SETTLING = 10
-_REST = np.array([0, 0, 0, 0, 0, 0, -1.0])
+_IDLE_ACTION = np.array([0, 0, 0, 0, 0, 0, -1.0])
 
 
 class LiberoVectorEnv(SlotwiseVectorEnv):
@@ -40,7 +42,7 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
     slots and episodes, the first state of every task first: with as many episodes as pairs each is played once, with fewer
     the tasks get equally many, with more the enumeration begins anew.
 
-    Each episode builds its simulator anew, as LIBERO's own hard resets do: nothing of an episode reaches the next.
+    Each episode builds a new simulator, as LIBERO's hard resets do, so that episodes are independent.
 
     Observations: `state` float32 `[8]` (gripper position 3, axis-angle 3, fingers 2), `rgb` uint8 `[H, W, 3 x cameras]`,
     `instruction`. The reward is 1 at success. `kwargs`: task_ids (all), cameras, width, height, image_orientation
@@ -102,15 +104,15 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         return env
 
     def pair_of(self, slot: int, seed: int) -> tuple[int, int]:
-        """Task and initial state of the episode that a slot begins with `seed`."""
+        """Returns task and initial state of the episode that a slot begins with `seed`."""
         index = seed
         if self._enumerates:
-            index = (int(self.episodes.begun[slot]) - 1) * self._stride + self._slot_offset + slot
+            index = (int(self.episodes.num_begun[slot]) - 1) * self._stride + self._slot_offset + slot
         return self._pairs[index % len(self._pairs)]
 
     def continue_episodes(self, counts: np.ndarray) -> None:
-        """See `VectorEnv.continue_episodes`."""
-        self.episodes.begun[:] = counts
+        """Sets the number of episodes that each slot has begun (`VectorEnv.continue_episodes`)."""
+        self.episodes.num_begun[:] = counts
 
     def begin_slot(self, slot: int, seed: int) -> dict[str, np.ndarray]:
         """Starts an episode in a slot (`SlotwiseVectorEnv.begin_slot`)."""
@@ -121,7 +123,7 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         env = self._envs[slot] = self._build(self._suite.get_task(task))
         env.set_init_state(self._states[task][state])
         for _ in range(_SETTLING):
-            obs = env.step(_REST)[0]
+            obs = env.step(_IDLE_ACTION)[0]
         return self._observe(slot, obs)
 
     def step_slot(self, slot: int, action: np.ndarray) -> SlotStep:
@@ -141,8 +143,8 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         }
 
     def picture(self, slot: int) -> np.ndarray:
-        """A picture of a slot (`SlotwiseVectorEnv.picture`): the first camera."""
-        frame: np.ndarray = self._seen[slot]["rgb"][..., :3]
+        """Renders a slot with the first camera (`SlotwiseVectorEnv.picture`)."""
+        frame: np.ndarray = self._last_obs[slot]["rgb"][..., :3]
         return frame
 
     def close(self) -> None:
@@ -159,13 +161,13 @@ def task_state_pairs(counts: Mapping[int, int]) -> list[tuple[int, int]]:
 
 
 def _limit(suite: str) -> int:
-    """Step limit of a suite; LIBERO-PRO's variants, such as `libero_goal_swap`, have that of their suite."""
+    """Returns the step limit of a suite; LIBERO-PRO's variants, such as `libero_goal_swap`, have that of their suite."""
     names = [name for name in _LIMITS if suite == name or suite.startswith(f"{name}_")]
     return _LIMITS[names[0]] if names else max(_LIMITS.values())
 
 
 def axis_angle(quaternion: np.ndarray) -> np.ndarray:
-    """Rotation vector of a quaternion `[x, y, z, w]`."""
+    """Returns the rotation vector of a quaternion `[x, y, z, w]`."""
     vector, w = np.asarray(quaternion[:3], np.float64), float(np.clip(quaternion[3], -1, 1))
     length = float(np.linalg.norm(vector))
     return np.zeros(3) if length < 1e-9 else vector / length * (2 * np.arctan2(length, w))

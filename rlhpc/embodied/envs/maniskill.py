@@ -1,4 +1,6 @@
-"""ManiSkill 3 tasks: on the CPU all slots of a process batched (see `maniskill_batch`), on a GPU by its own simulation."""
+"""Vector environment of ManiSkill 3 tasks: batched in this process on the CPU (see `maniskill_physx`), by ManiSkill's
+simulation on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
 
 
 class ActionLog:
-    """The actions of each slot since its reset, kept step by step: to append to thousands of lists takes as long as to
-    simulate.
+    """Action log: each slot's actions since its reset, stored by step, because appending to thousands of lists takes as
+    long as simulating.
 
     Args:
         num_envs: Slots.
@@ -49,30 +51,30 @@ class ActionLog:
         self._none = np.zeros((0, width), np.float32)
 
     def begin(self, slots: np.ndarray) -> None:
-        """Forgets what these slots did: their episodes begin."""
+        """Starts the episodes of these slots: drops their earlier actions."""
         self._since[slots] = self._dropped + len(self._steps)
         over = int(self._since.min()) - self._dropped
         del self._steps[:over]
         self._dropped += over
 
     def add(self, actions: np.ndarray) -> None:
-        """Takes in a step of all slots, `[N, width]`. What one does between its end and its next `begin` does not matter."""
+        """Adds a step of all slots, `[N, width]`. Actions of a slot between its end and its next `begin` do not matter."""
         self._steps.append(np.array(actions, np.float32))
 
     def of(self, slot: int) -> np.ndarray:
-        """A slot's actions since its reset, float32 `[steps, width]`."""
+        """Returns a slot's actions since its reset, float32 `[steps, width]`."""
         steps = self._steps[self._since[slot] - self._dropped :]
         return np.stack([step[slot] for step in steps]) if steps else self._none
 
 
 log = logging.getLogger(__name__)
 _OURS = ("num_envs", "max_episode_steps", "render_mode")
-#: Names of what simulates and renders without a GPU.
+#: Names of simulation and render backends without a GPU.
 _ON_CPU = ("cpu", "physx_cpu", "sapien_cpu")
 
 
 class _NoMaterial:
-    """Stands in for a render material where no renderer can be loaded; nothing looks at it without one."""
+    """Substitute for a render material where no renderer can be loaded; nothing reads it then."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         vars(self).update(kwargs)
@@ -82,7 +84,7 @@ _NEEDED = ("env_type maniskill needs ManiSkill", "embodied")
 
 
 def load_maniskill() -> bool:
-    """Imports ManiSkill, also where there is no Vulkan.
+    """Imports ManiSkill, also without Vulkan.
 
     Returns:
         Whether SAPIEN can render here.
@@ -107,7 +109,7 @@ def load_maniskill() -> bool:
 
 
 def find_task(env_id: str) -> Any:
-    """ManiSkill's entry of a task.
+    """Returns ManiSkill's registry entry of a task.
 
     Raises:
         ConfigError: Unknown, or its assets are not downloaded.
@@ -158,10 +160,10 @@ class ManiSkillVectorEnv(VectorEnv):
 
     @classmethod
     def uses_accelerator(cls, cfg: EnvSideConfig) -> bool:
-        """See `VectorEnv.uses_accelerator`: by `sim_backend` and `render_backend`."""
-        given = cfg.kwargs or {}
+        """Returns whether `sim_backend` or `render_backend` is on an accelerator (`VectorEnv.uses_accelerator`)."""
+        kwargs = cfg.kwargs or {}
         sim, render = _backends(
-            given.get("sim_backend", "auto"), given.get("render_backend", "auto"), given.get("obs_mode", "state")
+            kwargs.get("sim_backend", "auto"), kwargs.get("render_backend", "auto"), kwargs.get("obs_mode", "state")
         )
         return sim not in _ON_CPU or render not in (*_ON_CPU, "none", None)
 
@@ -218,18 +220,18 @@ class ManiSkillVectorEnv(VectorEnv):
         return self._begin(np.arange(self.num_envs)), {}
 
     def _begin(self, slots: np.ndarray) -> Any:
-        """Resets slots; the observation of all."""
+        """Resets slots; returns the observation of all."""
         seeds = dict(zip(slots.tolist(), self.episodes.begin(slots), strict=True))
         self._played.begin(slots)
         return self._reset_parts(seeds)
 
     def _reset_parts(self, seeds: dict[int, int]) -> Any:
-        found, start = [], 0
+        observations, start = [], 0
         for part in self._parts:
-            mine = {slot - start: seed for slot, seed in seeds.items() if start <= slot < start + part.num_envs}
-            found.append(convert(part.reset_slots(mine) if mine else part._last_obs, self.on_device))
+            part_seeds = {slot - start: seed for slot, seed in seeds.items() if start <= slot < start + part.num_envs}
+            observations.append(convert(part.reset_slots(part_seeds) if part_seeds else part._last_obs, self.on_device))
             start += part.num_envs
-        return join(found)
+        return join(observations)
 
     @torch.inference_mode()
     def step(self, actions: np.ndarray) -> Step:
@@ -238,7 +240,9 @@ class ManiSkillVectorEnv(VectorEnv):
 
     @torch.inference_mode()
     def chunk_step(self, actions: np.ndarray) -> Step:
-        """See `VectorEnv.chunk_step`; a slot whose episode ends within the chunk is reset after the chunk."""
+        """Executes a chunk (`VectorEnv.chunk_step`); a slot whose episode ends within the chunk is reset after the
+        chunk.
+        """
         return self._chunk(actions.reshape(self.num_envs, actions.shape[1], -1))
 
     def _chunk(self, actions: np.ndarray) -> Step:
@@ -274,24 +278,26 @@ class ManiSkillVectorEnv(VectorEnv):
         return obs, brought.sum(1), terminations, truncations, infos
 
     def _simulate(self, actions: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray | None]:
-        """One control step of all slots: obs, rewards `[N]`, failed `[N]`, success `[N]` where the task knows it."""
+        """Executes one control step of all slots; returns obs, rewards `[N]`, failed `[N]`, and success `[N]` where the
+        task knows it.
+        """
         obs, rewards, failed, success, start = [], [], [], [], 0
         for part in self._parts:
             chosen = torch.from_numpy(np.ascontiguousarray(actions[start : start + part.num_envs], np.float32))
-            given = chosen.to(part.device)
+            part_actions = chosen.to(part.device)
             observed, reward, _, _, info = part.step(
-                given
+                part_actions
                 if self._split is None
-                else dict(zip(self._split, given.split([*self._split.values()], 1), strict=True))
+                else dict(zip(self._split, part_actions.split([*self._split.values()], 1), strict=True))
             )
             obs.append(convert(observed, self.on_device))
-            told = [name for name in ("fail", "success") if name in info]
-            brought, *ends = flat([reward, *(info[name] for name in told)], part.num_envs)
-            known = dict(zip(told, ends, strict=True))
+            flag_names = [name for name in ("fail", "success") if name in info]
+            brought, *ends = flat([reward, *(info[name] for name in flag_names)], part.num_envs)
+            flags = dict(zip(flag_names, ends, strict=True))
             rewards.append(brought)
-            failed.append(known.get("fail", np.zeros(part.num_envs, bool)))
-            if "success" in known:
-                success.append(known["success"].astype(bool))
+            failed.append(flags.get("fail", np.zeros(part.num_envs, bool)))
+            if "success" in flags:
+                success.append(flags["success"].astype(bool))
             start += part.num_envs
         return (
             join(obs), np.concatenate(rewards).astype(np.float32), np.concatenate(failed).astype(bool),
@@ -301,45 +307,47 @@ class ManiSkillVectorEnv(VectorEnv):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Per slot the number of its episode and the actions since its reset."""
+        """Returns for each slot the number of its episode and the actions since its reset."""
         slots = range(self.num_envs)
         return {"slots": [{**self.episodes.place(slot), "actions": self._played.of(slot)} for slot in slots]}
 
     @torch.inference_mode()
     def load_state_dict(self, state: Any) -> None:
-        """Plays the episodes under way again; the slots start one after the other, so that all end together."""
+        """Replays the current episodes; the slots start one after the other, so that all end in the same step."""
         slots = self.slots_of(state)
         if self._gpu:
             log.warning(
                 "%s: PhysX on a GPU is not deterministic: the resumed episodes are close, not equal", self._env_id
             )
         played = [np.asarray(slot["actions"], np.float32) for slot in slots]
-        left = np.array([len(actions) for actions in played])
+        lengths = np.array([len(actions) for actions in played])
         for i, slot in enumerate(slots):
             self.episodes.replay(i, slot)
         actions = np.zeros((self.num_envs, int(np.prod(self.action_space.shape))), np.float32)
-        for remaining in range(int(left.max()), -1, -1):
-            starting = np.flatnonzero(left == remaining)
+        for remaining in range(int(lengths.max()), -1, -1):
+            starting = np.flatnonzero(lengths == remaining)
             if starting.size:
                 self._begin(starting)
             if not remaining:
                 return
-            active = left >= remaining
+            active = lengths >= remaining
             for slot in np.flatnonzero(active).tolist():
-                actions[slot] = played[slot][left[slot] - remaining]
+                actions[slot] = played[slot][lengths[slot] - remaining]
             self._played.add(actions)
             _, rewards, failed, success = self._simulate(actions)
             self.episodes.add(rewards, failed, success, active)
 
     def env_states(self) -> dict[str, Any]:
-        """ManiSkill's `get_state_dict` of all slots: nested dicts of arrays `[N, ...]`."""
+        """Returns ManiSkill's `get_state_dict` of all slots: nested dicts of arrays `[N, ...]`."""
         return join_states([part.get_state_dict() for part in self._parts])
 
     # -- pictures ---------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def render(self, slots: Any = None) -> np.ndarray | None:
-        """See `VectorEnv.render`. Slots that are simulated without a renderer are shown by one environment with one."""
+        """Renders slots (`VectorEnv.render`). A separate environment with a renderer shows slots that are simulated
+        without one.
+        """
         chosen = list(range(self.num_envs)) if slots is None else [int(slot) for slot in slots]
         if self._alone and self._kwargs["render_backend"] != "none":
             return np.concatenate([picture(self._parts[slot]) for slot in chosen])
@@ -360,10 +368,10 @@ class ManiSkillVectorEnv(VectorEnv):
         from rlhpc.embodied.envs.maniskill_tasks import rendering_task
 
         backend = "gpu" if accelerator() == "cuda" else "cpu"
-        wanted = {**self._kwargs, "obs_mode": "none", "sim_backend": "physx_cpu", "render_backend": backend}
+        kwargs = {**self._kwargs, "obs_mode": "none", "sim_backend": "physx_cpu", "render_backend": backend}
         try:
             with torch.inference_mode():
-                self._camera = rendering_task(self._spec.cls)(num_envs=1, render_mode="rgb_array", **wanted)
+                self._camera = rendering_task(self._spec.cls)(num_envs=1, render_mode="rgb_array", **kwargs)
         except RuntimeError as error:
             log.warning("%s: no pictures, SAPIEN cannot render here: %s", self._env_id, error)
             self._camera = False
@@ -378,7 +386,7 @@ class ManiSkillVectorEnv(VectorEnv):
 
 
 def build_seed(seed: int, group: int) -> int:
-    """Seed of what a slot's task draws when it is built; separate from the seeds of its episodes."""
+    """Returns the seed of what a slot's task draws when it is built; separate from the seeds of its episodes."""
     return int(np.random.SeedSequence([seed, group, 0, 1]).generate_state(1)[0]) & 0x7FFFFFFF
 
 
@@ -387,7 +395,7 @@ def _visual(obs_mode: str) -> bool:
 
 
 def _backends(sim: str | None, render: str | None, obs_mode: str) -> tuple[str | None, str | None]:
-    """What simulates and what renders, where `auto` was asked for by what this process has."""
+    """Returns simulation and render backend; `auto` becomes what this process has."""
     gpu = "auto" in (sim, render) and accelerator() == "cuda"
     if sim == "auto":
         sim = "physx_cuda" if gpu else "physx_cpu"
@@ -397,10 +405,10 @@ def _backends(sim: str | None, render: str | None, obs_mode: str) -> tuple[str |
 
 
 def _arguments(cfg: EnvSideConfig, spec: Any) -> dict[str, Any]:
-    """`kwargs` with this adapter's defaults, checked as far as possible without building anything."""
+    """Returns `kwargs` with this adapter's defaults, checked as far as possible without building anything."""
     # ManiSkill changes what is nested in them.
-    given: Any = OmegaConf.to_container(cfg.kwargs) if OmegaConf.is_config(cfg.kwargs) else cfg.kwargs
-    kwargs: dict[str, Any] = dict(given or {})
+    user_kwargs: Any = OmegaConf.to_container(cfg.kwargs) if OmegaConf.is_config(cfg.kwargs) else cfg.kwargs
+    kwargs: dict[str, Any] = dict(user_kwargs or {})
     for name in _OURS:
         if name in kwargs:
             raise ConfigError(f"env.train.kwargs.{name} is {kwargs[name]!r}; this one rlhpc sets itself")

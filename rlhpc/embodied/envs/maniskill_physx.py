@@ -1,4 +1,5 @@
-"""Many slots of a ManiSkill task in one process, stepped by PhysX on the CPU and batched everywhere else.
+"""Batched simulation of a ManiSkill task's slots in one process: PhysX steps them on the CPU, everything else is
+batched.
 
 ManiSkill batches on a GPU only: on a CPU each environment evaluates its observations, rewards and controllers alone, and
 four fifths of a step are small tensor operations. Here every slot has a CPU scene of its own, but ManiSkill sees them
@@ -26,29 +27,29 @@ from sapien import physx
 
 
 class _PhysxBuffer:
-    """A tensor behind the accessor that PhysX's GPU buffers have."""
+    """Tensor behind the accessor that PhysX's GPU buffers have."""
 
     def __init__(self, *shape: int) -> None:
         self.tensor = torch.zeros(*shape)
         self.array = self.tensor.numpy()
-        self.seen = self.array.copy()
+        self.synced = self.array.copy()
 
     def torch(self) -> torch.Tensor:
         return self.tensor
 
     def changed(self, columns: slice = slice(None)) -> list[int]:
-        """Rows that were written since they were last read or applied."""
-        rows = np.flatnonzero((self.array[:, columns] != self.seen[:, columns]).any(1))
-        self.seen[:, columns] = self.array[:, columns]
-        found: list[int] = rows.tolist()
-        return found
+        """Returns the rows that were written since they were last read or applied."""
+        rows = np.flatnonzero((self.array[:, columns] != self.synced[:, columns]).any(1))
+        self.synced[:, columns] = self.array[:, columns]
+        changed_rows: list[int] = rows.tolist()
+        return changed_rows
 
     def agree(self) -> None:
-        self.seen[...] = self.array
+        self.synced[...] = self.array
 
 
 class _ContactQuery:
-    """Impulses of pairs of bodies, or of single bodies, `[n, 3]`."""
+    """Query of the impulses of pairs of bodies, or of single bodies, `[n, 3]`."""
 
     def __init__(self, bodies: list[Any]) -> None:
         self.bodies = bodies
@@ -56,12 +57,12 @@ class _ContactQuery:
 
 
 class BatchedPhysx:
-    """What ManiSkill asks of `PhysxGpuSystem`, for scenes on the CPU. Applying touches changed rows only."""
+    """CPU implementation of the interface of `PhysxGpuSystem` that ManiSkill uses. Applying writes only changed rows."""
 
     def __init__(self, scenes: list[sapien.Scene]) -> None:
         self.systems = [scene.physx_system for scene in scenes]
         self.cuda_rigid_body_data = _PhysxBuffer(0, 13)
-        self._asked: set[int] = set()
+        self._queried: set[int] = set()
         self._impulses: dict[int, list[tuple[int, int, np.ndarray]]] = {}
 
     @property  # type: ignore[misc]
@@ -80,7 +81,7 @@ class BatchedPhysx:
             system.timestep = value
 
     def gpu_init(self) -> None:
-        """Numbers all bodies and articulations and makes the buffers."""
+        """Assigns rows to all bodies and articulations, and allocates the buffers."""
         self._rows: dict[int, int] = {}
         self._slots: dict[int, int] = {}
         self._bodies: list[Any] = []
@@ -124,15 +125,15 @@ class BatchedPhysx:
         return row
 
     def row(self, body: Any) -> int:
-        """Row of a body in `cuda_rigid_body_data`."""
+        """Returns the row of a body in `cuda_rigid_body_data`."""
         return self._rows[body._physx_pointer]
 
     def number(self, articulation: Any) -> int:
-        """Row of an articulation in the `cuda_articulation_…` buffers."""
+        """Returns the row of an articulation in the `cuda_articulation_…` buffers."""
         return self._numbers[articulation.links[0]._physx_pointer]
 
     def step(self) -> None:
-        """One step of all scenes, towards the drive targets as they stand."""
+        """Steps all scenes, towards the current drive targets."""
         self.gpu_apply_articulation_target_position()
         self.gpu_apply_articulation_target_velocity()
         for system in self.systems:
@@ -142,13 +143,13 @@ class BatchedPhysx:
     # -- from the simulators ----------------------------------------------------------------------------------------
 
     def _fetch_bodies(self, bodies: list[tuple[int, Any]]) -> None:
-        data, seen = self.cuda_rigid_body_data.array, self.cuda_rigid_body_data.seen
+        data, synced = self.cuda_rigid_body_data.array, self.cuda_rigid_body_data.synced
         for row, body in bodies:
             pose, into = body.entity_pose, data[row]
             into[:3], into[3:7] = pose.p, pose.q
             into[7:10], into[10:] = body.linear_velocity, body.angular_velocity
         rows = [row for row, _ in bodies]
-        seen[rows] = data[rows]
+        synced[rows] = data[rows]
 
     def gpu_fetch_rigid_dynamic_data(self) -> None:
         self._fetch_bodies(self._dynamics)
@@ -157,7 +158,7 @@ class BatchedPhysx:
         self._fetch_bodies(self._links)
 
     def gpu_fetch_articulation_link_velocity(self) -> None:
-        """Nothing to do: velocities are fetched together with the poses."""
+        """Does nothing: velocities are fetched with the poses."""
 
     def _fetch(self, name: str) -> None:
         buffer = self._q[name]
@@ -175,23 +176,23 @@ class BatchedPhysx:
         self._fetch("qacc")
 
     def gpu_fetch_articulation_target_qpos(self) -> None:
-        """The simulators do not change targets."""
+        """Does nothing: simulators do not change targets."""
 
     def gpu_fetch_articulation_target_qvel(self) -> None:
-        """The simulators do not change targets."""
+        """Does nothing: simulators do not change targets."""
 
     def gpu_update_articulation_kinematics(self) -> None:
-        """Nothing to do: a CPU scene does this by itself."""
+        """Does nothing: a CPU scene updates its kinematics itself."""
 
     def sync_poses_gpu_to_cpu(self) -> None:
-        """Nothing to do: the poses are on the CPU already."""
+        """Does nothing: the poses are on the CPU already."""
 
     # -- to the simulators ------------------------------------------------------------------------------------------
 
     def gpu_apply_rigid_dynamic_data(self) -> None:
         data, bodies = self.cuda_rigid_body_data, self._bodies
-        for row in np.flatnonzero((data.array != data.seen).any(1) & self._free).tolist():
-            new, old, body = data.array[row], data.seen[row], bodies[row]
+        for row in np.flatnonzero((data.array != data.synced).any(1) & self._free).tolist():
+            new, old, body = data.array[row], data.synced[row], bodies[row]
             if (new[:7] != old[:7]).any():
                 body.entity.pose = sapien.Pose(new[:3], new[3:7])
             if not body.kinematic and (new[7:] != old[7:]).any():
@@ -201,7 +202,7 @@ class BatchedPhysx:
     def gpu_apply_articulation_root_pose(self) -> None:
         data = self.cuda_rigid_body_data
         for row, articulation in self._roots:
-            new, old = data.array[row, :7], data.seen[row, :7]
+            new, old = data.array[row, :7], data.synced[row, :7]
             if (new != old).any():
                 articulation.root_pose = sapien.Pose(new[:3], new[3:])
                 old[:] = new
@@ -209,7 +210,7 @@ class BatchedPhysx:
     def gpu_apply_articulation_root_velocity(self) -> None:
         data = self.cuda_rigid_body_data
         for row, articulation in self._roots:
-            new, old = data.array[row, 7:], data.seen[row, 7:]
+            new, old = data.array[row, 7:], data.synced[row, 7:]
             if (new != old).any():
                 articulation.set_root_linear_velocity(new[:3])
                 articulation.set_root_angular_velocity(new[3:])
@@ -244,26 +245,26 @@ class BatchedPhysx:
     # -- contacts ---------------------------------------------------------------------------------------------------
 
     def clear_contacts(self, slots: Iterable[int]) -> None:
-        """See the function of that name."""
+        """Drops the caches of contacts of these slots (`clear_contacts` of this module)."""
         for slot in slots:
             clear_contacts(self.systems[slot])
         self._impulses = {}
 
     def _impulses_of(self, body: Any) -> list[tuple[int, int, np.ndarray]]:
-        """Bodies and impulse of the contacts in a body's scene that some query asks for."""
+        """Returns bodies and impulse of each queried contact in a body's scene."""
         slot = self._slots[body._physx_pointer]
         if slot not in self._impulses:
-            found = []
+            impulses = []
             for contact in self.systems[slot].get_contacts():
                 one, other = (part._physx_pointer for part in contact.bodies)
-                if one in self._asked or other in self._asked:
-                    found.append((one, other, np.sum([point.impulse for point in contact.points], axis=0)))
+                if one in self._queried or other in self._queried:
+                    impulses.append((one, other, np.sum([point.impulse for point in contact.points], axis=0)))
             # Numbers, not contacts: those end with the next step.
-            self._impulses[slot] = found
+            self._impulses[slot] = impulses
         return self._impulses[slot]
 
-    def _query(self, bodies: list[Any], asked: Iterable[Any]) -> _ContactQuery:
-        self._asked.update(body._physx_pointer for body in asked)
+    def _query(self, bodies: list[Any], queried_bodies: Iterable[Any]) -> _ContactQuery:
+        self._queried.update(body._physx_pointer for body in queried_bodies)
         self._impulses = {}
         return _ContactQuery(bodies)
 
@@ -275,26 +276,26 @@ class BatchedPhysx:
 
     def gpu_query_contact_pair_impulses(self, query: _ContactQuery) -> None:
         for row, (one, other) in enumerate(query.bodies):
-            mine, its = one._physx_pointer, other._physx_pointer
+            first, second = one._physx_pointer, other._physx_pointer
             total = np.zeros(3)
             for a, b, impulse in self._impulses_of(one):
-                if (a, b) == (mine, its):
+                if (a, b) == (first, second):
                     total += impulse
-                elif (b, a) == (mine, its):
+                elif (b, a) == (first, second):
                     total -= impulse
             query.cuda_impulses.array[row] = total
 
     def gpu_query_contact_body_impulses(self, query: _ContactQuery) -> None:
         for row, body in enumerate(query.bodies):
-            mine, total = body._physx_pointer, np.zeros(3)
+            pointer, total = body._physx_pointer, np.zeros(3)
             for a, b, impulse in self._impulses_of(body):
-                if mine in (a, b):
-                    total += impulse if a == mine else -impulse
+                if pointer in (a, b):
+                    total += impulse if a == pointer else -impulse
             query.cuda_impulses.array[row] = total
 
 
 class BatchedScene(ManiSkillScene):
-    """ManiSkill's view of the scenes, over `BatchedPhysx`."""
+    """Scene of ManiSkill over the CPU scenes of `BatchedPhysx`."""
 
     def __init__(self, sub_scenes: list[sapien.Scene], **kwargs: Any) -> None:
         super().__init__(sub_scenes, **kwargs)
@@ -302,19 +303,19 @@ class BatchedScene(ManiSkillScene):
         self.gpu_sim_enabled = True
 
     def step(self) -> None:
-        """One simulation step."""
+        """Executes one simulation step."""
         self.px.step()
 
 
-def _indices(cls: Any, name: str, mine: Any) -> None:
-    """Lets a cached index of a ManiSkill struct come from `BatchedPhysx` where the struct's scene is ours."""
+def _indices(cls: Any, name: str, index_of: Any) -> None:
+    """Makes a cached index of a ManiSkill struct come from `BatchedPhysx` where the struct is in a `BatchedScene`."""
     original = vars(cls)[name].func
 
     def look_up(self: Any) -> torch.Tensor:
         if isinstance(self.scene, BatchedScene):
-            return torch.tensor(mine(self, self.scene.px), dtype=torch.int32)
-        found: torch.Tensor = original(self)
-        return found
+            return torch.tensor(index_of(self, self.scene.px), dtype=torch.int32)
+        index: torch.Tensor = original(self)
+        return index
 
     prop = cached_property(look_up)
     prop.__set_name__(cls, name)
@@ -327,9 +328,9 @@ _compute_ik = Kinematics.compute_ik
 def _inverse_kinematics(
     self: Any, pose: Any, q0: torch.Tensor, is_delta_pose: bool = False, current_pose: Any = None, **options: Any
 ) -> Any:
-    """`Kinematics.compute_ik` for end-effector controllers: slot by slot as ManiSkill's CPU simulation does it.
+    """Computes `Kinematics.compute_ik` for end-effector controllers slot by slot, as ManiSkill's CPU simulation does.
 
-    Its GPU variant, which takes all slots at once, needs one and stops after one step of the solver.
+    ManiSkill's variant for all slots at once needs a GPU and stops after one step of the solver.
     """
     if not isinstance(self.articulation.scene, BatchedScene):
         return _compute_ik(self, pose, q0, is_delta_pose=is_delta_pose, current_pose=current_pose, **options)
@@ -343,14 +344,14 @@ def _inverse_kinematics(
     else:
         positions, rotations = pose.p.numpy(), pose.q.numpy()
     start = q0[:, self.pmodel_active_joint_indices].numpy()
-    found = np.empty((len(start), len(self.pmodel_controlled_joint_indices)), np.float32)
+    joint_positions = np.empty((len(start), len(self.pmodel_controlled_joint_indices)), np.float32)
     for slot, initial in enumerate(start):
         target = sapien.Pose(positions[slot], rotations[slot])
         result, success, _ = self.pmodel.compute_inverse_kinematics(
             self.end_link_idx, target, initial_qpos=initial, active_qmask=self.qmask, max_iterations=100
         )
-        found[slot] = (result if success else initial)[self.pmodel_controlled_joint_indices]
-    return torch.from_numpy(found)
+        joint_positions[slot] = (result if success else initial)[self.pmodel_controlled_joint_indices]
+    return torch.from_numpy(joint_positions)
 
 
 Kinematics.compute_ik = _inverse_kinematics

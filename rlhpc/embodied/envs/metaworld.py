@@ -1,4 +1,6 @@
-"""MetaWorld v3 tasks. Its mujoco is not rlhpc's: run the env group with a Python of its own (docs/how-to/simulators.md)."""
+"""Vector environment of MetaWorld v3 tasks. Their mujoco version needs a separate Python for the env group
+(docs/how-to/simulators.md).
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
         return SlotStep(np.asarray(obs, np.float32), float(success) if self._sparse else float(reward), success)
 
     def picture(self, slot: int) -> np.ndarray:
-        """A picture of a slot (`SlotwiseVectorEnv.picture`)."""
+        """Renders a slot (`SlotwiseVectorEnv.picture`)."""
         frame: np.ndarray = self._envs[slot].render()
         return oriented(frame, self._orientation)
 
@@ -97,7 +99,7 @@ def _tasks() -> Any:
 
 
 def _build(task: Any, kwargs: dict[str, Any]) -> Any:
-    """A task with its goal visible, which draws each episode's objects and goal from its own generator."""
+    """Builds a task with its goal visible, which draws each episode's objects and goal from its own generator."""
     env = task(render_mode="rgb_array", **kwargs)
     env._partially_observable = False
     env._freeze_rand_vec, env.seeded_rand_vec, env._set_task_called = False, True, True

@@ -1,4 +1,4 @@
-"""Slots in simulator processes of their own, so that all cores are used and a crash or hang costs an episode only."""
+"""Vector environment of simulator processes, which uses all cores and loses only an episode in a crash or hang."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _FAILURES = 3
 
 
 class SimulatorFailed(Exception):
-    """A simulator process died, hung or raised; says which."""
+    """Failure of a simulator process that died, hung or raised; the message says which."""
 
 
 class _Simulator:
-    """One process and the slots that it has."""
+    """Simulator process and its slots."""
 
     def __init__(self, share: range, on_wait: Callable[[str], None]) -> None:
         self.share, self._on_wait = share, on_wait
@@ -50,29 +50,29 @@ class _Simulator:
         self._timeout_s = _START_S
 
     def start(self, python: str | None, factory: EnvFactory, cfg: EnvSideConfig, kwargs: dict[str, Any]) -> None:
-        """Starts the process, by default with this Python; `answer` then has what the environment is like."""
-        mine, its = socket.socketpair()
+        """Starts the process, by default with this Python; `answer` then returns the environment's properties."""
+        sock, child_sock = socket.socketpair()
         life, self._lifeline = os.pipe()
         try:
             self.process = subprocess.Popen(
-                run_module("rlhpc.embodied.envs.subprocess_main", str(its.fileno()), str(life), python=python),
-                pass_fds=(its.fileno(), life),
+                run_module("rlhpc.embodied.envs.subprocess_main", str(child_sock.fileno()), str(life), python=python),
+                pass_fds=(child_sock.fileno(), life),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": python_path(foreign=python is not None), "OMP_NUM_THREADS": "1"},
             )
         except OSError as error:
-            mine.close()
+            sock.close()
             os.close(self._lifeline)
             raise _no_start(python, error.strerror) from None
         finally:
-            its.close()
+            child_sock.close()
             os.close(life)
-        self._sock = mine
+        self._sock = sock
         self._deadline = time.monotonic() + _START_S
-        self._exchange(send, mine, cloudpickle.dumps((factory, cfg, kwargs)), self._deadline)
+        self._exchange(send, sock, cloudpickle.dumps((factory, cfg, kwargs)), self._deadline)
 
     def call(self, name: str, *args: Any, timeout_s: float) -> None:
-        """Asks for something; `answer` waits for it."""
+        """Sends a call to the process; `answer` waits for its result."""
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
         self._exchange(send, self._sock, (name, args), self._deadline)
 
@@ -125,16 +125,16 @@ class _Simulator:
 
 
 class ProcessVectorEnv(VectorEnv):
-    """A vector environment whose slots live in several processes, neighbours together.
+    """Vector environment whose slots live in several processes, neighbours in the same one.
 
     A process that dies, hangs or raises is started again: its slots' episodes end as truncated at the last observation
     seen, with no reward and without an entry in the episode statistics; `infos["lost"]` marks them, `restarts` counts.
 
     Args:
-        factory: What builds a process's share: `(cfg, num_envs, slot_offset, seed) -> VectorEnv`.
+        factory: Builds a process's share: `(cfg, num_envs, slot_offset, seed) -> VectorEnv`.
         cfg: Section `env.train` or `env.eval`.
         num_envs, slot_offset, seed: As for any environment.
-        processes: How many.
+        processes: Number of processes.
         stage: For factories that take it (`VectorEnv.takes_stage`).
     """
 
@@ -153,7 +153,7 @@ class ProcessVectorEnv(VectorEnv):
         self._timeout_s, self._waits_because = cfg.simulator_timeout_s, ""
         bounds = np.linspace(0, num_envs, min(processes, num_envs) + 1).astype(int).tolist()
         self._simulators = [_Simulator(range(a, b), self._wait) for a, b in pairwise(bounds)]
-        self._lost: dict[int, Any] = {}  # simulators that were lost between steps, with the observation they begin at
+        self._restarted_obs: dict[int, Any] = {}  # first observation of simulators that were restarted between steps
         try:
             for simulator in self._simulators:
                 self._start(simulator)
@@ -185,7 +185,7 @@ class ProcessVectorEnv(VectorEnv):
             raise RlhpcError(f"a simulator of env_id {self._cfg.env_id!r} {failure} while it started") from None
 
     def _wait(self, reason: str) -> None:
-        """Is told again and again that a robot waits for a person."""
+        """Writes to the log that a robot waits for a person, and checks the run; called repeatedly."""
         if reason != self._waits_because:
             self._waits_because = reason
             log.warning("%s is stopped (%s), and waits for a person: rlhpc robot resume", self._cfg.env_id, reason)
@@ -197,10 +197,10 @@ class ProcessVectorEnv(VectorEnv):
         """Starts an episode in every slot (`VectorEnv.reset`)."""
         if seed is not None:
             self._seed = seed
-        self._lost.clear()
+        self._restarted_obs.clear()
         answers = self._ask("reset", lambda share: (seed,), recover=lambda obs: (obs, {}))
-        self._seen = [obs for obs, _ in answers]
-        return join(self._seen), {}
+        self._last_obs = [obs for obs, _ in answers]
+        return join(self._last_obs), {}
 
     def step(self, actions: np.ndarray) -> Step:
         """Steps every slot by one action (`VectorEnv.step`)."""
@@ -214,26 +214,26 @@ class ProcessVectorEnv(VectorEnv):
         answers: list[Any] = self._ask(
             name, lambda share: (actions[share.start : share.stop],), recover=lambda obs: obs
         )
-        lost = np.zeros(self.num_envs, bool)
+        failed = np.zeros(self.num_envs, bool)
         for i, simulator in enumerate(self._simulators):
             if isinstance(answers[i], tuple):
                 simulator.failures = 0
                 self._count_reported(simulator.share, answers[i][4])
                 continue
             n, share = len(simulator.share), simulator.share
-            lost[share.start : share.stop] = True
-            infos: dict[str, Any] = {"final_obs": self._seen[i]}
+            failed[share.start : share.stop] = True
+            infos: dict[str, Any] = {"final_obs": self._last_obs[i]}
             if actions.shape[1:2] != (1,) and name == "chunk_step":
                 infos["chunk"] = {"rewards": np.zeros((n, actions.shape[1]), np.float32)}
                 infos["chunk"]["mask"] = np.zeros((n, actions.shape[1]), bool)
             answers[i] = (answers[i], np.zeros(n, np.float32), np.zeros(n, bool), np.ones(n, bool), infos)
-        self._seen = [answer[0] for answer in answers]
+        self._last_obs = [answer[0] for answer in answers]
         for answer in answers:
             if (news := answer[4].pop("timing", None)) is not None and self.timing is not None:
                 self.timing.add(news)
         infos = _merge([answer[4] for answer in answers], [len(s.share) for s in self._simulators])
-        if lost.any():
-            infos["lost"] = lost
+        if failed.any():
+            infos["lost"] = failed
             infos.setdefault("episode", {name: np.zeros(self.num_envs) for name in ("return", "length")})
             infos["episode"].setdefault("mask", np.zeros(self.num_envs, bool))
         obs, rewards, terminations, truncations = (join([answer[k] for answer in answers]) for k in range(4))
@@ -243,16 +243,18 @@ class ProcessVectorEnv(VectorEnv):
         """Returns observations as of now (`VectorEnv.refresh`)."""
         if not self.holds_hardware:
             return None
-        self._seen = self._ask("refresh", lambda share: (), recover=lambda obs: obs)
-        return join(self._seen)
+        self._last_obs = self._ask("refresh", lambda share: (), recover=lambda obs: obs)
+        return join(self._last_obs)
 
     @property
     def _repeats_episodes(self) -> bool:
-        """True where a restarted simulator begins with the lost episodes: an evaluation that enumerates plays every one."""
+        """Whether a restarted simulator begins with the episodes that failed: an evaluation that enumerates plays every
+        one.
+        """
         return self._stage.get("stage") == "eval"
 
     def _count_reported(self, share: range, infos: dict[str, Any]) -> None:
-        """Counts the episodes that a step reported of a share of the slots."""
+        """Counts the episodes that a step reported for a share of the slots."""
         if "mask" in infos.get("episode", {}):
             self._reported[share.start : share.stop] += np.asarray(infos["episode"]["mask"], bool)
 
@@ -266,7 +268,7 @@ class ProcessVectorEnv(VectorEnv):
         """
         failed: dict[int, SimulatorFailed] = {}
         for i, simulator in enumerate(self._simulators):
-            if i not in self._lost:
+            if i not in self._restarted_obs:
                 try:
                     simulator.call(name, *args(simulator.share), timeout_s=self._timeout_s)
                 except SimulatorFailed as failure:
@@ -274,8 +276,8 @@ class ProcessVectorEnv(VectorEnv):
         answers: list[Any] = []
         for i, simulator in enumerate(self._simulators):
             try:
-                if i in self._lost:
-                    answers.append(recover(self._lost.pop(i)))
+                if i in self._restarted_obs:
+                    answers.append(recover(self._restarted_obs.pop(i)))
                 elif i in failed:
                     raise failed[i]
                 else:
@@ -285,7 +287,7 @@ class ProcessVectorEnv(VectorEnv):
         return answers
 
     def _restart(self, simulator: _Simulator, failure: SimulatorFailed) -> Any:
-        """Starts a simulator again; its first observations."""
+        """Restarts a simulator; returns its first observations."""
         while True:
             simulator.failures += 1
             share = simulator.share
@@ -310,22 +312,24 @@ class ProcessVectorEnv(VectorEnv):
     # -- state and pictures -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The slots' state, for a checkpoint (`VectorEnv.state_dict`); does not depend on the number of processes."""
+        """Returns the slots' state, for a checkpoint (`VectorEnv.state_dict`); it does not depend on the number of
+        processes.
+        """
         while True:
-            lost = set(self._lost)
+            restarted_before = set(self._restarted_obs)
             states = self._ask_between("save")
-            if set(self._lost) == lost:
+            if set(self._restarted_obs) == restarted_before:
                 return {"slots": [slot for part in states for slot in part]}
 
     def _ask_between(self, name: str) -> list[Any]:
-        """As `_ask`, between steps: whoever fails loses its episodes at the next step."""
+        """Calls all simulators between steps, as `_ask` does; the episodes of a failed simulator end at the next step."""
         answers: list[Any] = []
         for i, simulator in enumerate(self._simulators):
             try:
                 simulator.call(name, timeout_s=self._timeout_s)
                 answers.append(simulator.answer())
             except SimulatorFailed as failure:
-                self._lost[i] = self._restart(simulator, failure)
+                self._restarted_obs[i] = self._restart(simulator, failure)
                 answers.append(None)
         return answers
 
@@ -343,11 +347,11 @@ class ProcessVectorEnv(VectorEnv):
                 raise ValueError(f"a simulator {failure} while it took over its state") from None
 
     def slot_state(self, state: Any, index: int) -> Any:
-        """One slot's part of a `state_dict` (`VectorEnv.slot_state`)."""
+        """Returns one slot's part of a `state_dict` (`VectorEnv.slot_state`)."""
         return state["slots"][index]
 
     def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
-        """Pictures of slots (`VectorEnv.render`)."""
+        """Renders slots (`VectorEnv.render`)."""
         frames = []
         for slot in range(self.num_envs) if slots is None else slots:
             simulator = next(s for s in self._simulators if slot in s.share)
@@ -355,7 +359,7 @@ class ProcessVectorEnv(VectorEnv):
                 simulator.call("render", [slot - simulator.share.start], timeout_s=self._timeout_s)
                 frames.append(simulator.answer())
             except SimulatorFailed as failure:
-                self._lost[self._simulators.index(simulator)] = self._restart(simulator, failure)
+                self._restarted_obs[self._simulators.index(simulator)] = self._restart(simulator, failure)
                 frames.append(None)
         return np.concatenate(frames) if all(frame is not None for frame in frames) else None
 
@@ -370,10 +374,10 @@ def _no_start(python: str | None, reason: str | None) -> ConfigError:
 
 
 def require_python(python: str) -> None:
-    """Refuses an interpreter of simulators that is not there; starts nothing.
+    """Refuses a missing interpreter of simulators; starts nothing.
 
     Raises:
-        ConfigError: There is no such file, or it may not be run.
+        ConfigError: The file does not exist or may not be executed.
     """
     if shutil.which(python) is None:
         is_file = Path(python).exists()
@@ -386,31 +390,31 @@ def moves_hardware(factory: Any) -> bool:
 
 
 def process_count(cfg: EnvSideConfig, factory: Any, num_envs: int) -> int:
-    """Processes for an environment's slots; 0 keeps them in this one. See `env.train.simulators`."""
-    wanted = cfg.simulators
+    """Returns the number of processes for an environment's slots; 0 keeps them in this one. See `env.train.simulators`."""
+    processes = cfg.simulators
     # A robot is stopped by its own process, however this one ends.
-    if wanted is None and (cfg.simulator_python is not None or moves_hardware(factory)):
+    if processes is None and (cfg.simulator_python is not None or moves_hardware(factory)):
         return 1
-    if wanted is None:
+    if processes is None:
         if not (isinstance(factory, type) and issubclass(factory, VectorEnv) and factory.gains_by_processes):
             return 0
         if factory.uses_accelerator(cfg):
             return 0
-        # What the launcher granted this rank, which the affinity of a shared machine does not say.
+        # The launcher's limit for this rank; the affinity of a shared machine does not have it.
         cores = min(int(os.environ.get("OMP_NUM_THREADS") or 1 << 16), len(os.sched_getaffinity(0)))
-        wanted = cores if cores > 1 else 0
-    return min(wanted, num_envs)
+        processes = cores if cores > 1 else 0
+    return min(processes, num_envs)
 
 
 def _merge(parts: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
-    """Infos of neighbouring slots as one; where a part says nothing its rows are 0."""
+    """Merges infos of neighbouring slots; rows of parts without an entry are 0."""
     merged: dict[str, Any] = {}
     for name in {name: None for part in parts for name in part}:
-        found = [part.get(name) for part in parts]
-        known = next(value for value in found if value is not None)
-        if isinstance(known, dict):
-            merged[name] = _merge([value or {} for value in found], sizes)
+        values = [part.get(name) for part in parts]
+        example = next(value for value in values if value is not None)
+        if isinstance(example, dict):
+            merged[name] = _merge([value or {} for value in values], sizes)
         else:
-            empty = [np.zeros((n, *np.shape(known)[1:]), np.asarray(known).dtype) for n in sizes]
-            merged[name] = np.concatenate([e if v is None else v for v, e in zip(found, empty, strict=True)])
+            empty = [np.zeros((n, *np.shape(example)[1:]), np.asarray(example).dtype) for n in sizes]
+            merged[name] = np.concatenate([e if v is None else v for v, e in zip(values, empty, strict=True)])
     return merged

@@ -1,4 +1,5 @@
-"""A simulator process: builds a vector environment for its parent (`processes`) and answers calls until the parent is gone.
+"""Simulator process: builds a vector environment for its parent (`subprocess_env`) and answers calls until the parent
+is gone.
 
 Started as `python -m rlhpc.embodied.envs.subprocess_main SOCKET LIFELINE`, two inherited descriptors.
 """
@@ -56,12 +57,12 @@ def _limit(sock: socket.socket, deadline: float | None) -> None:
     if deadline is None:
         sock.settimeout(None)
         return
-    # What is there already is taken, however late: the time may have gone into waiting for another simulator.
+    # Data that has arrived is read even after the deadline: the time may have gone into waiting for another simulator.
     sock.settimeout(max(deadline - time.monotonic(), 0.05))
 
 
 def die_with(lifeline: int) -> None:
-    """Has the kernel kill this process once the other end of a pipe is closed: also while it hangs or is stopped."""
+    """Has the kernel kill this process once the other end of a pipe is closed, even while it hangs or is stopped."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
@@ -70,10 +71,10 @@ def die_with(lifeline: int) -> None:
 
 
 def _end_of(lifeline: int) -> select.poll:
-    """Returns what waits for the other end of a pipe to close; `select.select` refuses descriptors beyond 1023."""
-    ended = select.poll()
-    ended.register(lifeline, select.POLLIN)
-    return ended
+    """Returns a poll object for the closing of a pipe's other end; `select.select` refuses descriptors beyond 1023."""
+    closing = select.poll()
+    closing.register(lifeline, select.POLLIN)
+    return closing
 
 
 #: Seconds in which hardware must have been stopped and closed, once the parent is gone or says so.
@@ -81,8 +82,9 @@ CLOSE_S = 5.0
 
 
 def close_with(lifeline: int, env: Any) -> None:
-    """Has hardware stopped and closed, and this process ended, once the other end of a pipe is closed: also while a call
-    hangs, since it is done by a thread of its own. Takes the place of `die_with`, which leaves no time for it."""
+    """Stops and closes hardware and ends this process once the other end of a pipe is closed. A thread does it, so that
+    it works while a call hangs. It replaces `die_with`, which leaves no time for it.
+    """
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) & ~os.O_ASYNC)
 
     def watch() -> None:
@@ -96,11 +98,11 @@ def close_with(lifeline: int, env: Any) -> None:
 
 
 class _Slots:
-    """The slots, with the calls that a parent makes.
+    """Slots of the process, with the calls that a parent makes.
 
     Args:
         env: The environment.
-        sock: Where the parent is.
+        sock: Connection to the parent.
     """
 
     def __init__(self, env: Any, sock: socket.socket) -> None:
@@ -109,11 +111,11 @@ class _Slots:
             env.on_wait = lambda reason: send(sock, ("waits", reason))
 
     def step(self, actions: Any) -> Any:
-        """Steps the slots, and says how well a robot keeps its time."""
+        """Steps the slots, and reports a robot's timing."""
         return self._timed(self.env.step(actions))
 
     def chunk_step(self, actions: Any) -> Any:
-        """Executes a chunk, and says how well a robot keeps its time."""
+        """Executes a chunk, and reports a robot's timing."""
         return self._timed(self.env.chunk_step(actions))
 
     def _timed(self, step: Any) -> Any:
@@ -122,7 +124,7 @@ class _Slots:
         return step
 
     def save(self) -> list[Any]:
-        """The state of each slot."""
+        """Returns the state of each slot."""
         state = self.env.state_dict()
         return [self.env.slot_state(state, i) for i in range(self.env.num_envs)]
 
@@ -183,7 +185,7 @@ def _answer(sock: socket.socket, env: Any) -> None:
 
 
 def main() -> None:
-    """Entry point of the process."""
+    """Runs the simulator process."""
     sock, lifeline = (int(arg) for arg in sys.argv[1:3])
     die_with(lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means

@@ -1,4 +1,4 @@
-"""Vector environments of simulators that know one robot at a time: a subclass says how one slot begins and moves."""
+"""Vector environment of simulators with one robot at a time: a subclass implements the start and step of one slot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SlotStep(NamedTuple):
-    """What one slot's simulator answers to an action."""
+    """Result of a simulator's step in one slot."""
 
     obs: Any
     reward: float
@@ -27,10 +27,10 @@ class SlotStep(NamedTuple):
 
 
 class SlotwiseVectorEnv(VectorEnv):
-    """N slots, stepped one after the other.
+    """Vector environment of N slots, stepped one after the other.
 
-    A saved slot is its episode's number and actions, which loading plays again: a subclass whose resets leave something of
-    the episode before behind sets `supports_state` to False.
+    A saved slot is its episode's number and actions, which loading replays. A subclass whose resets keep something of the
+    previous episode sets `supports_state` to False.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
@@ -47,34 +47,34 @@ class SlotwiseVectorEnv(VectorEnv):
         self.num_envs = num_envs
         self.episodes = EpisodeTracker(cfg, num_envs, slot_offset, seed, limit)
         self._history: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
-        self._seen: list[Any] = [None] * num_envs
+        self._last_obs: list[Any] = [None] * num_envs
 
     @abstractmethod
     def begin_slot(self, slot: int, seed: int) -> Any:
-        """Starts an episode that follows from `seed`; its first observation."""
+        """Starts an episode that follows from `seed`; returns its first observation."""
 
     @abstractmethod
     def step_slot(self, slot: int, action: np.ndarray) -> SlotStep:
-        """One step of one slot; `action` lies within the space's bounds."""
+        """Steps one slot; `action` lies within the space's bounds."""
 
     def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Starts an episode in every slot (`VectorEnv.reset`)."""
         if seed is not None:
             self.episodes.reseed(seed)
         self._begin(np.arange(self.num_envs))
-        return _stack(self._seen), {}
+        return _stack(self._last_obs), {}
 
     def _begin(self, slots: np.ndarray) -> None:
         for slot, seed in zip(slots.tolist(), self.episodes.begin(slots), strict=True):
             self._history[slot] = []
-            self._seen[slot] = self.begin_slot(slot, seed)
+            self._last_obs[slot] = self.begin_slot(slot, seed)
 
     def step(self, actions: np.ndarray) -> Step:
         """Steps every slot by one action (`VectorEnv.step`). Actions are clipped to the space's bounds."""
         return self.chunk_step(actions.reshape(self.num_envs, 1, -1))
 
     def chunk_step(self, actions: np.ndarray) -> Step:
-        """See `VectorEnv.chunk_step`. A slot whose episode ended waits for the chunk's end."""
+        """Executes a chunk (`VectorEnv.chunk_step`). A slot whose episode ended waits for the chunk's end."""
         n, chunk = actions.shape[:2]
         space = self.action_space
         chosen = np.clip(actions.reshape(n, chunk, *space.shape), space.low, space.high).astype(space.dtype)
@@ -89,26 +89,26 @@ class SlotwiseVectorEnv(VectorEnv):
         done = terminations | truncations
         infos: dict[str, Any] = {"success": success} if chunk == 1 else {}
         if done.any():
-            infos |= {"final_obs": _stack(self._seen), "episode": self.episodes.report(done)}
+            infos |= {"final_obs": _stack(self._last_obs), "episode": self.episodes.report(done)}
             self._begin(np.flatnonzero(done))
         if chunk > 1:
             infos["chunk"] = {"rewards": brought, "mask": executed}
-        return _stack(self._seen), brought.sum(1), terminations, truncations, infos
+        return _stack(self._last_obs), brought.sum(1), terminations, truncations, infos
 
     def _move(
         self, actions: np.ndarray, active: np.ndarray
     ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
-        """What the learner gets of a step (`EpisodeTracker.add`), and successes."""
+        """Steps the active slots; returns rewards and ends for the learner (`EpisodeTracker.add`), and successes."""
         n = self.num_envs
         rewards, failed, success = np.zeros(n, np.float32), np.zeros(n, bool), np.zeros(n, bool)
         for slot in np.flatnonzero(active).tolist():
             self._history[slot].append(actions[slot].copy())
             moved = self.step_slot(slot, actions[slot])
-            self._seen[slot], rewards[slot], success[slot], failed[slot] = moved
+            self._last_obs[slot], rewards[slot], success[slot], failed[slot] = moved
         return self.episodes.add(rewards, failed, success, active), success
 
     def state_dict(self) -> dict[str, Any]:
-        """The slots' state, for a checkpoint (`VectorEnv.state_dict`)."""
+        """Returns the slots' state, for a checkpoint (`VectorEnv.state_dict`)."""
         empty = np.zeros((0, *self.action_space.shape), self.action_space.dtype)
         return {
             "slots": [
@@ -128,13 +128,13 @@ class SlotwiseVectorEnv(VectorEnv):
 
     @abstractmethod
     def picture(self, slot: int) -> np.ndarray | None:
-        """A picture of a slot, uint8 `[H, W, 3]`; None where there is no renderer."""
+        """Renders a slot, uint8 `[H, W, 3]`; returns None without a renderer."""
 
     def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
-        """Pictures of slots (`VectorEnv.render`)."""
+        """Renders slots (`VectorEnv.render`)."""
         frames = [self.picture(slot) for slot in (range(self.num_envs) if slots is None else slots)]
-        shown = [frame for frame in frames if frame is not None]
-        return np.stack(shown) if len(shown) == len(frames) else None
+        rendered = [frame for frame in frames if frame is not None]
+        return np.stack(rendered) if len(rendered) == len(frames) else None
 
 
 def _stack(rows: list[Any]) -> Any:
@@ -143,15 +143,17 @@ def _stack(rows: list[Any]) -> Any:
     return np.stack(rows)
 
 
-def only_known(given: Any, known: dict[str, Any], env_type: str) -> dict[str, Any]:
-    """`env.train.kwargs` over an adapter's defaults.
+def only_known(kwargs: Any, defaults: dict[str, Any], env_type: str) -> dict[str, Any]:
+    """Returns `env.train.kwargs` over an adapter's defaults.
 
     Raises:
-        ConfigError: One that the adapter does not have.
+        ConfigError: The adapter does not have an argument of that name.
     """
-    if OmegaConf.is_config(given):
-        given = OmegaConf.to_container(given, resolve=True)
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"env.train.kwargs.{name}: env_type {env_type} has no such argument: {', '.join(known)}")
-    return {**known, **given}
+    if OmegaConf.is_config(kwargs):
+        kwargs = OmegaConf.to_container(kwargs, resolve=True)
+    for name in kwargs:
+        if name not in defaults:
+            raise ConfigError(
+                f"env.train.kwargs.{name}: env_type {env_type} has no such argument: {', '.join(defaults)}"
+            )
+    return {**defaults, **kwargs}

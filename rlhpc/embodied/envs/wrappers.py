@@ -1,4 +1,4 @@
-"""Wrappers of gymnasium environments, by name and with settings: `env.train.wrappers`.
+"""Gymnasium wrappers by name and with settings: `env.train.wrappers`.
 
 An entry is a name, a class's path (`module:Class`), or a mapping of one of these to its settings:
 
@@ -38,39 +38,39 @@ BUILT_IN = {
 WRAPPERS: Registry[Any] = Registry("wrapper", "env.wrappers", "rlhpc.wrappers", BUILT_IN)
 
 
-def entry(given: Any, key: str) -> tuple[str, dict[str, Any]]:
-    """Name and settings of an entry.
+def entry(item: Any, key: str) -> tuple[str, dict[str, Any]]:
+    """Returns name and settings of an entry.
 
     Raises:
         ConfigError: It has another form.
     """
-    if isinstance(given, str):
-        return given, {}
-    if isinstance(given, Mapping) and len(given) == 1:
-        ((name, settings),) = given.items()
+    if isinstance(item, str):
+        return item, {}
+    if isinstance(item, Mapping) and len(item) == 1:
+        ((name, settings),) = item.items()
         if isinstance(name, str) and (settings is None or isinstance(settings, Mapping)):
             return name, {str(setting): _value(value) for setting, value in (settings or {}).items()}
-    raise ConfigError(f"{key} is {plain(given)!r}; allowed: a name, module:Class, or one of them with its settings: "
+    raise ConfigError(f"{key} is {plain(item)!r}; allowed: a name, module:Class, or one of them with its settings: "
                       "{frame_stack: {stack_size: 4}}")  # fmt: skip
 
 
 def _value(value: Any) -> Any:
-    """Lists as tuples, which wrappers want for shapes."""
+    """Returns plain values, with lists as tuples, which wrappers need for shapes."""
     value = plain(value)
     return tuple(value) if isinstance(value, list) else value
 
 
 def wrap(env: Any, wrappers: Sequence[Any] | None, key: str = "env.wrappers") -> Any:
-    """An environment in its wrappers, the first innermost.
+    """Wraps an environment, the first wrapper innermost.
 
     Raises:
         ConfigError: One is unknown, cannot be imported, lacks a package, or refuses its settings or the environment.
     """
     from gymnasium.error import DependencyNotInstalled
 
-    for i, given in enumerate(wrappers or []):
+    for i, item in enumerate(wrappers or []):
         at = f"{key}[{i}]"
-        name, settings = entry(given, at)
+        name, settings = entry(item, at)
         wrapper = WRAPPERS.find(name, at)
         try:
             env = wrapper(env, **settings)
@@ -83,7 +83,7 @@ def wrap(env: Any, wrappers: Sequence[Any] | None, key: str = "env.wrappers") ->
 
 
 class LifeLoss(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """The loss of a life ends an episode, and the next goes on with the game. Put it over `atari`.
+    """Wrapper that ends an episode at the loss of a life; the next episode continues the game. Put it over `atari`.
 
     Its `info["life_lost"]` tells the vector environment that the game goes on: returns and lengths are those of whole games.
     """
@@ -93,7 +93,7 @@ class LifeLoss(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._lives, self._goes_on = 0, False
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """One step."""
+        """Steps the game; a lost life ends the episode."""
         obs, reward, terminated, truncated, info = self.env.step(action)
         lives = info["lives"]
         self._goes_on = 0 < lives < self._lives and not (terminated or truncated)
@@ -103,19 +103,19 @@ class LifeLoss(gymnasium.Wrapper[Any, Any, Any, Any]):
         return obs, reward, terminated or self._goes_on, truncated, info
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Goes on with the game, or starts one."""
-        ended = not self._goes_on or seed is not None
-        if not ended:
+        """Continues the game, or starts one."""
+        game_over = not self._goes_on or seed is not None
+        if not game_over:
             obs, _, terminated, truncated, info = self.env.step(0)
-            ended = terminated or truncated
-        if ended:
+            game_over = terminated or truncated
+        if game_over:
             obs, info = self.env.reset(seed=seed, options=options)
         self._lives, self._goes_on = info["lives"], False
         return obs, info
 
 
 class FireReset(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Presses FIRE when an episode begins, in games that wait for it. Put it over `life_loss`."""
+    """Wrapper that presses FIRE when an episode begins, in games that wait for it. Put it over `life_loss`."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -142,8 +142,8 @@ _STEP = 0.025
 
 
 class PandaState(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Numbers of like size in place of gym-hil's: how far the gripper is closed, its place, the cube's, and the way from it to
-    the cube, float32 `[10]`.
+    """Wrapper that replaces gym-hil's observation by numbers of like size: how far the gripper is closed, its position,
+    the cube's, and the vector from it to the cube, float32 `[10]`.
 
     Cubes are drawn from the environment's own generator rather than NumPy's, and success is called what others call it.
     """
@@ -161,12 +161,12 @@ class PandaState(gymnasium.Wrapper[Any, Any, Any, Any]):
         return _numbers(obs), info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """One step."""
+        """Steps the simulator."""
         obs, reward, terminated, truncated, info = self.env.step(action)
         return _numbers(obs), reward, terminated, truncated, {**info, "success": bool(info["succeed"])}
 
     def render(self) -> Any:
-        """Both cameras, side by side."""
+        """Renders both cameras, side by side."""
         cameras: Any = self.env.render()
         return np.concatenate(cameras, axis=1)
 
@@ -179,7 +179,9 @@ def _numbers(obs: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def pick(obs: np.ndarray) -> np.ndarray:
-    """Over the cube, down, grasp, up: actions `[N, 4]` within -1 to 1 for `PandaState`'s observations `[N, 10]`."""
+    """Returns a pick expert's actions (over the cube, down, grasp, up) `[N, 4]` within -1 to 1 for `PandaState`'s
+    observations `[N, 10]`.
+    """
     closed, way = obs[:, 0], obs[:, 7:10] / _APART
     aside, height = np.linalg.norm(way[:, :2], axis=1), np.abs(way[:, 2])
     over = aside < 0.015

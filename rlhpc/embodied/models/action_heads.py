@@ -1,4 +1,4 @@
-"""Action distributions written out: no torch.distributions in the hot path, noise given from outside."""
+"""Action distributions, without torch.distributions in the hot path; callers pass the noise."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlhpc.runtime.errors import ConfigError
 _LOG_2PI = math.log(2 * math.pi)
 #: Range of the log-std of squashed Gaussians (CleanRL).
 _LOG_STD = (-5.0, 2.0)
-#: How finely log-probabilities are told apart: one for each component of each action of a chunk `[B, chunk, d]`, one for
-#: each action `[B, chunk]`, or one for the chunk `[B]`.
+#: Levels of log-probabilities: one for each component of each action of a chunk `[B, chunk, d]`, one for each action
+#: `[B, chunk]`, or one for the chunk `[B]`.
 LEVELS = ("token_level", "action_level", "chunk_level")
 
 
 def at_level(parts: Tensor, level: str, chunk: int) -> Tensor:
-    """Sums what belongs to single components, `[B, chunk · d]` or `[B, chunk, d]`, to one of `LEVELS`."""
+    """Sums values of single components, `[B, chunk · d]` or `[B, chunk, d]`, to one of `LEVELS`."""
     if level == "chunk_level":
         return parts.flatten(1).sum(-1)
     each = parts.reshape(parts.shape[0], chunk, -1)
@@ -29,7 +29,7 @@ def at_level(parts: Tensor, level: str, chunk: int) -> Tensor:
 
 
 class CategoricalHead(nn.Module):
-    """Discrete and MultiDiscrete actions: independent categoricals over slices of the logits.
+    """Distribution of Discrete and MultiDiscrete actions: independent categoricals over slices of the logits.
 
     Actions are `[B, chunk, d]` int64, d the number of components; `sizes` has those of the whole chunk.
     """
@@ -39,12 +39,12 @@ class CategoricalHead(nn.Module):
         self.sizes, self.inputs, self.chunk = sizes, sum(sizes), chunk
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Gumbel noise `[*shape, sum(sizes)]`: argmax(logits + noise) is a sample (Gumbel-max)."""
+        """Draws Gumbel noise `[*shape, sum(sizes)]`: argmax(logits + noise) is a sample (Gumbel-max)."""
         uniform = torch.rand((*shape, self.inputs), generator=generator).clamp_(min=1e-20)
         return -torch.log((-torch.log(uniform)).clamp_(min=1e-20))
 
     def act(self, logits: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Actions `[B, chunk, d]` and their log-probabilities at a level; without noise the most likely ones."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise the most likely ones."""
         actions, logprobs, at = [], [], 0
         for size in self.sizes:
             part = logits[:, at : at + size]
@@ -58,7 +58,7 @@ class CategoricalHead(nn.Module):
     def evaluate(
         self, logits: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and entropy of given actions, at a level."""
+        """Returns log-probabilities and entropy of given actions, at a level."""
         flat, at = actions.reshape(actions.shape[0], -1), 0
         logprobs, totals = [], []
         for i, size in enumerate(self.sizes):
@@ -79,7 +79,8 @@ class CategoricalHead(nn.Module):
 
 
 class GaussianHead(nn.Module):
-    """Box actions: a diagonal Gaussian with a state-independent log-std (as CleanRL). Actions are `[B, chunk, d]` float32.
+    """Distribution of Box actions: a diagonal Gaussian with a state-independent log-std (as CleanRL). Actions are `[B,
+    chunk, d]` float32.
 
     The environment clips them to its bounds; the log-probability is that of the unclipped action.
     """
@@ -90,11 +91,11 @@ class GaussianHead(nn.Module):
         self.log_std = nn.Parameter(torch.full((self.inputs,), float(log_std_init)))
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Standard normal `[*shape, chunk · d]`."""
+        """Draws standard normal noise `[*shape, chunk · d]`."""
         return torch.randn((*shape, self.inputs), generator=generator)
 
     def act(self, mean: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Actions `[B, chunk, d]` and their log-probabilities at a level; without noise the mean."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise the mean."""
         noise = torch.zeros_like(mean) if noise is None else noise
         actions = mean + self.log_std.exp() * noise
         logprobs = at_level(-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI, level, self.chunk)
@@ -103,7 +104,7 @@ class GaussianHead(nn.Module):
     def evaluate(
         self, mean: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and entropy of given actions, at a level."""
+        """Returns log-probabilities and entropy of given actions, at a level."""
         noise = (actions.reshape(mean.shape) - mean) * (-self.log_std).exp()
         logprobs = at_level(-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI, level, self.chunk)
         if not entropy:
@@ -113,14 +114,14 @@ class GaussianHead(nn.Module):
 
 
 class BoundedHead(nn.Module):
-    """Box actions within their bounds, `[B, chunk, d]` float32.
+    """Distribution of Box actions within their bounds, `[B, chunk, d]` float32.
 
     Args:
         space: Bounded Box of one slot's actions.
         chunk: Actions that are chosen at once.
 
     Attributes:
-        inputs: Numbers that the network gives.
+        inputs: Number of outputs of the network.
         dim: Numbers of a chunk.
 
     Raises:
@@ -150,42 +151,43 @@ class BoundedHead(nn.Module):
         return (self.high + self.low) / 2
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Standard normal `[*shape, chunk · d]`."""
+        """Draws standard normal noise `[*shape, chunk · d]`."""
         return torch.randn((*shape, self.dim), generator=generator)
 
     def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Actions `[B, chunk, d]` and their log-probabilities at a level; without noise the best ones."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise the best ones."""
         raise NotImplementedError
 
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and entropy of given actions, at a level."""
+        """Returns log-probabilities and entropy of given actions, at a level."""
         raise NotImplementedError
 
     def uniform(self, noise: Tensor) -> Tensor:
-        """Actions `[B, chunk, d]` spread evenly over the bounds, from normal noise."""
+        """Returns actions `[B, chunk, d]` spread evenly over the bounds, from normal noise."""
         return self.within(torch.erf(noise / math.sqrt(2)))
 
     def within(self, unit: Tensor) -> Tensor:
-        """Actions `[B, chunk, d]` for numbers `[B, chunk · d]` between -1 and 1."""
+        """Returns actions `[B, chunk, d]` for numbers `[B, chunk · d]` between -1 and 1."""
         return (unit * self.scale + self.middle).unflatten(-1, (self.chunk, -1))
 
     def unit(self, actions: Tensor) -> Tensor:
-        """Inverse of `within`."""
+        """Returns numbers between -1 and 1 for actions, the inverse of `within`."""
         return (actions.flatten(1) - self.middle) / self.scale
 
 
 class SquashedGaussianHead(BoundedHead):
-    """Tanh of a diagonal Gaussian, scaled (Haarnoja et al. 2018, as CleanRL's SAC). The network gives mean and log-std, the
-    latter squashed into [-5, 2]. Arguments as `BoundedHead`'s."""
+    """Distribution of tanh of a diagonal Gaussian, scaled (Haarnoja et al. 2018, as CleanRL's SAC). The network outputs
+    mean and log-std, the latter squashed into [-5, 2]. Arguments as `BoundedHead`'s.
+    """
 
     def __init__(self, space: Any, chunk: int = 1) -> None:
         super().__init__(space, chunk)
         self.inputs = 2 * self.dim
 
     def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Actions `[B, chunk, d]` and their log-probabilities at a level; without noise tanh of the mean."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise tanh of the mean."""
         mean, log_std = self._split(inputs)
         noise = torch.zeros_like(mean) if noise is None else noise
         squashed = torch.tanh(mean + log_std.exp() * noise)
@@ -194,7 +196,7 @@ class SquashedGaussianHead(BoundedHead):
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of given actions at a level, and the entropy of the Gaussian before the tanh."""
+        """Returns log-probabilities of given actions at a level, and the entropy of the Gaussian before the tanh."""
         mean, log_std = self._split(inputs)
         # Half a float's precision off the bounds, where atanh is infinite.
         squashed = self.unit(actions).clamp(-1 + 1e-6, 1 - 1e-6)
@@ -212,7 +214,7 @@ class SquashedGaussianHead(BoundedHead):
 
 
 class DeterministicHead(BoundedHead):
-    """Tanh of what the network gives, scaled, and normal noise to explore with (Fujimoto et al. 2018, as CleanRL's TD3).
+    """Scaled tanh of the network's output, with normal exploration noise (Fujimoto et al. 2018, as CleanRL's TD3).
 
     Log-probabilities are those of the noise, before actions are clipped to the bounds.
 
@@ -226,11 +228,13 @@ class DeterministicHead(BoundedHead):
         self.inputs, self.std = self.dim, std
 
     def near(self, inputs: Tensor, offset: Tensor) -> Tensor:
-        """Actions `[B, chunk, d]` off the best ones by `offset` `[B, chunk · d]`, in halves of the bounds' width; clipped."""
+        """Returns actions `[B, chunk, d]` off the best ones by `offset` `[B, chunk · d]`, in halves of the bounds'
+        width; clipped.
+        """
         return self.within((torch.tanh(inputs) + offset).clamp(-1, 1))
 
     def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Actions `[B, chunk, d]` and their log-probabilities at a level; without noise the actor's own."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise the actor's own."""
         if noise is None:
             return self.within(torch.tanh(inputs)), at_level(
                 self._logprobs(torch.zeros_like(inputs)), level, self.chunk
@@ -240,7 +244,7 @@ class DeterministicHead(BoundedHead):
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and entropy of given actions, at a level."""
+        """Returns log-probabilities and entropy of given actions, at a level."""
         logprobs = at_level(self._logprobs((self.unit(actions) - torch.tanh(inputs)) / self.std), level, self.chunk)
         if not entropy:
             return logprobs, None
@@ -252,8 +256,9 @@ class DeterministicHead(BoundedHead):
 
 
 class BoundedGaussianHead(BoundedHead):
-    """A diagonal Gaussian around tanh of what the network gives, scaled (Kostrikov et al. 2022, as CORL's IQL). The network
-    gives that and the log-std, in halves of the bounds' width, clamped to [-20, 2]. Arguments as `BoundedHead`'s.
+    """Diagonal Gaussian around the scaled tanh of the network's output (Kostrikov et al. 2022, as CORL's IQL). The
+    network outputs the mean before tanh and the log-std, in halves of the bounds' width, clamped to [-20, 2]. Arguments
+    as `BoundedHead`'s.
 
     Log-probabilities are those of the Gaussian, before actions are clipped to the bounds.
     """
@@ -263,7 +268,9 @@ class BoundedGaussianHead(BoundedHead):
         self.inputs = 2 * self.dim
 
     def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Actions `[B, chunk, d]` and their log-probabilities at a level; without noise the middle of the Gaussian."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise the middle of the
+        Gaussian.
+        """
         mean, log_std = self._split(inputs)
         noise = torch.zeros_like(mean) if noise is None else noise
         actions = self.within((mean + log_std.exp() * noise).clamp(-1, 1))
@@ -272,7 +279,7 @@ class BoundedGaussianHead(BoundedHead):
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and entropy of given actions, at a level."""
+        """Returns log-probabilities and entropy of given actions, at a level."""
         mean, log_std = self._split(inputs)
         noise = (self.unit(actions) - mean) * (-log_std).exp()
         logprobs = at_level(self._logprobs(noise, log_std), level, self.chunk)
@@ -290,7 +297,7 @@ class BoundedGaussianHead(BoundedHead):
 
 
 def make_head(space: Any, log_std_init: float, chunk: int = 1) -> CategoricalHead | GaussianHead:
-    """The head for an action space and chunks of `chunk` actions.
+    """Builds the head for an action space and chunks of `chunk` actions.
 
     Raises:
         ConfigError: The space is not supported.

@@ -1,5 +1,4 @@
-"""A vision-language-action policy that expresses its actions in tokens, as RT-2 (Brohan et al. 2023) and OpenVLA (Kim
-et al. 2024).
+"""Vision-language-action policy with actions as tokens, as RT-2 (Brohan et al. 2023) and OpenVLA (Kim et al. 2024).
 
 Each component of an action falls into one of 256 bins between −1 and 1, which are the last tokens of the vocabulary, the
 first bin the very last one. A chunk is written action by action; probabilities are those among the bins. Values come
@@ -40,7 +39,8 @@ BINS = 256
 
 
 class ActionTokens:
-    """Actions between −1 and 1 as token ids and back, as OpenVLA has it: 256 edges, so the middles of 255 bins.
+    """Conversion of actions between −1 and 1 to token ids and back, as in OpenVLA: 256 edges, so the middles of 255
+    bins.
 
     Args:
         end: One past the last token of the vocabulary.
@@ -52,16 +52,16 @@ class ActionTokens:
         self.middles = (self.edges[:-1] + self.edges[1:]) / 2
 
     def ids(self, actions: Tensor) -> Tensor:
-        """The token ids of actions."""
+        """Returns the token ids of actions."""
         return self.end - torch.bucketize(actions.clamp(-1, 1), self.edges.to(actions.device), right=True)
 
     def actions(self, ids: Tensor) -> Tensor:
-        """The actions of token ids."""
+        """Returns the actions of token ids."""
         return self.middles.to(ids.device)[(self.end - ids - 1).clamp(0, BINS - 2)]
 
 
 class TokenPolicy(Policy):
-    """A policy whose actions are tokens of a language model. A subclass gives `load`, `_read` and `_go_on`."""
+    """Policy whose actions are tokens of a language model. A subclass implements `load`, `_read` and `_go_on`."""
 
     has_head = False
     mixed_precision = True
@@ -93,29 +93,31 @@ class TokenPolicy(Policy):
 
     @abstractmethod
     def load(self, cfg: ModelConfig) -> None:
-        """Sets `vlm`, `inputs`, `tokens`, and what else there is."""
+        """Sets `vlm`, `inputs`, `tokens` and the other attributes of the subclass."""
 
     @abstractmethod
-    def _read(self, obs: Obs, said: Tensor | None = None, cache: bool = False) -> Any:
-        """The model's body over pictures, prompt, and the tokens written so far `[B, n]`, and the mask."""
+    def _read(self, obs: PolicyObs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
+        """Runs the model's body over pictures, prompt, and the tokens written so far `[B, n]`; returns its outputs and
+        the mask.
+        """
 
     @abstractmethod
-    def _go_on(self, **given: Any) -> Any:
-        """The model's body over a token more."""
+    def _go_on(self, **inputs: Any) -> Any:
+        """Runs the model's body over one more token."""
 
     @abstractmethod
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Of the whole vocabulary."""
+        """Returns the logits of the complete vocabulary."""
 
     def recompute_activations(self) -> bool:
-        """See `Policy.recompute_activations`."""
+        """Enables gradient checkpointing (`Policy.recompute_activations`)."""
         self.vlm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return True
 
     # -- the passes -----------------------------------------------------------------------------------------------
 
     def _logp(self, hidden: Tensor) -> Tensor:
-        """Log-probabilities among the bins, by token id from the first bin's."""
+        """Returns log-probabilities among the bins, by token id from the first bin's."""
         logits = self._logits(hidden)[..., self.tokens.first : self.tokens.end]
         return torch.log_softmax(logits.float(), -1)
 
@@ -123,15 +125,15 @@ class TokenPolicy(Policy):
         return values_of(self.value_head, hidden, self.value_width)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """The head's input and the values (`Policy.features`); tokens have no head of `rlhpc.embodied.models.action_heads`."""
+        """Returns the head's input, None for tokens, and the values (`Policy.features`)."""
         if self.value_head is None and value:
             return None, self._values(self.inputs(obs)[0])
         return None, self._values(self._states(obs, None)[:, 0]) if value else None
 
-    def _states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
-        """The hidden states from which given tokens `[B, n]` are predicted, `[B, n, width]`; without them the first."""
-        said, count = (None, 1) if tokens is None else (tokens[:, :-1], tokens.shape[1])
-        hidden: Tensor = self._read(obs, said)[0].last_hidden_state[:, -count:]
+    def _states(self, obs: PolicyObs, tokens: Tensor | None) -> Tensor:
+        """Returns the hidden states that predict the tokens `[B, n]`, `[B, n, width]`; without tokens the first."""
+        previous_tokens, count = (None, 1) if tokens is None else (tokens[:, :-1], tokens.shape[1])
+        hidden: Tensor = self._read(obs, previous_tokens)[0].last_hidden_state[:, -count:]
         return hidden
 
     def default_forward(
@@ -141,7 +143,9 @@ class TokenPolicy(Policy):
         compute_entropy: bool = False,
         compute_values: bool = False,
     ) -> dict[str, Tensor]:
-        """See `Policy.default_forward`; `inputs` may have the `tokens [B, chunk · dim]` that the actions were said in."""
+        """Runs the training pass (`Policy.default_forward`); `inputs` may have the sampled `tokens [B, chunk · dim]` of
+        the actions.
+        """
         tokens = inputs["tokens"] if "tokens" in inputs else self.tokens.ids(self._scaled(inputs["actions"])).flatten(1)
         hidden = self._states(inputs["obs"], tokens)
         out: dict[str, Tensor] = {}
@@ -158,41 +162,46 @@ class TokenPolicy(Policy):
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Actions for a batch of observations (`Policy.predict_action_batch`)."""
+        """Chooses actions for a batch of observations (`Policy.predict_action_batch`)."""
         noise = None if mode == "eval" else self.noise_for(obs, noise, self.scaling.low.device)
         bins, logprobs, first = self._say(obs, noise)
         tokens = bins + self.tokens.first
         actions = self.scaling.unscaled(self.tokens.actions(tokens).unflatten(1, (self.chunk, self.dim)))
-        found = at_level(logprobs, self.logprob_type, self.chunk)
-        return actions, {"prev_logprobs": found, "prev_values": self._values(first), "inputs": {"tokens": tokens}}
+        leveled = at_level(logprobs, self.logprob_type, self.chunk)
+        return actions, {"prev_logprobs": leveled, "prev_values": self._values(first), "inputs": {"tokens": tokens}}
 
-    def _say(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The bins of the tokens, one after the other, and their log-probs `[B, chunk · dim]`; the first hidden state."""
+    def _say(self, obs: PolicyObs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Samples the tokens one after the other; returns their bins and log-probs `[B, chunk · dim]`, and the first
+        hidden state.
+        """
         out, mask = self._read(obs, cache=True)
         first = hidden = out.last_hidden_state[:, -1]
-        said: list[Tensor] = []
+        sampled_bins: list[Tensor] = []
         logprobs: list[Tensor] = []
         for i in range(self.chunk * self.dim):
             if i:
                 mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
                 out = self._go_on(
-                    input_ids=said[-1] + self.tokens.first, attention_mask=mask, position_ids=positions(mask)[:, -1:],
+                    input_ids=sampled_bins[-1] + self.tokens.first, attention_mask=mask,
+                    position_ids=positions(mask)[:, -1:],
                     past_key_values=out.past_key_values, use_cache=True,
                 )  # fmt: skip
                 hidden = out.last_hidden_state[:, -1]
             bins, chosen = self._choose(hidden[:, None], None if noise is None else noise[:, i : i + 1])
             logprobs.append(chosen)
-            said.append(bins)
-        return torch.cat(said, 1), torch.cat(logprobs, 1), first
+            sampled_bins.append(bins)
+        return torch.cat(sampled_bins, 1), torch.cat(logprobs, 1), first
 
     def _choose(self, hidden: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Bins and their log-probs `[B, n]`, from hidden states `[B, n, width]`; without noise the most likely ones."""
+        """Chooses bins from hidden states `[B, n, width]`; returns them and their log-probs `[B, n]`. Without noise it
+        takes the most likely ones.
+        """
         logp = self._logp(hidden)
         bins = logp.argmax(-1, keepdim=True) if noise is None else _drawn(logp, noise[..., None])
         return bins.squeeze(-1), logp.gather(-1, bins).squeeze(-1)
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Uniform `[*shape, chunk · dim]`: where in the cumulative distribution each token lies."""
+        """Draws uniform noise `[*shape, chunk · dim]`: each token's position in the cumulative distribution."""
         return torch.rand((*shape, self.chunk * self.dim), generator=generator)
 
     def _scaled(self, actions: Tensor) -> Tensor:
@@ -200,14 +209,14 @@ class TokenPolicy(Policy):
 
 
 class VLAPolicy(TokenPolicy):
-    """Pictures and an instruction to action tokens, by a Llava model.
+    """Policy from pictures and an instruction to action tokens, by a Llava model.
 
     `actor.model`: `model_path` (a Hugging Face folder, or `builtin:tiny`), `dtype`, `add_value_head`; `actor.lora`;
     `kwargs`: `prompt`, with `{instruction}`.
     """
 
     def load(self, cfg: ModelConfig) -> None:
-        """See `TokenPolicy.load`."""
+        """Loads the Llava model and its tokenizer (`TokenPolicy.load`)."""
         space = self.observation_space
         self.vlm, tokenizer, settings = load_vlm(cfg, "vla", self.chunk, self.dim, numbers_in(space))
         config, image = self.vlm.config, int(self.vlm.config.image_token_id)
@@ -222,25 +231,25 @@ class VLAPolicy(TokenPolicy):
                 "stand for actions"
             )
 
-    def _read(self, obs: Obs, said: Tensor | None = None, cache: bool = False) -> Any:
+    def _read(self, obs: PolicyObs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
         ids, mask, pixels = self.inputs(obs)
-        if said is not None:
-            ids, mask = torch.cat([ids, said], 1), torch.cat([mask, torch.ones_like(said)], 1)
+        if token_ids is not None:
+            ids, mask = torch.cat([ids, token_ids], 1), torch.cat([mask, torch.ones_like(token_ids)], 1)
         out = self.vlm.model(
             input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=cache,
             pixel_values=pixels.flatten(0, 1).to(self.vlm.dtype),
         )  # fmt: skip
         return out, mask
 
-    def _go_on(self, **given: Any) -> Any:
-        return self.vlm.model(**given)
+    def _go_on(self, **inputs: Any) -> Any:
+        return self.vlm.model(**inputs)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        found: Tensor = self.vlm.lm_head(hidden)
-        return found
+        logits: Tensor = self.vlm.lm_head(hidden)
+        return logits
 
 
 def _drawn(logp: Tensor, uniform: Tensor) -> Tensor:
-    """Samples `[..., 1]` by inversion of the cumulative distribution."""
+    """Samples bins `[..., 1]` by inversion of the cumulative distribution."""
     summed = logp.exp().cumsum(-1)
     return torch.searchsorted(summed, uniform * summed[..., -1:]).clamp(max=logp.shape[-1] - 1)

@@ -1,5 +1,5 @@
-"""A policy that is told whether an action was an improvement (RECAP: Physical Intelligence 2025, "π*0.6: a VLA That
-Learns From Experience"). It learns from all episodes, good and bad; when it acts, it is asked for an improvement.
+"""Advantage-conditioned policy: an extra input marks improvements (RECAP: Physical Intelligence 2025, "π*0.6: a VLA
+That Learns From Experience"). It learns from all episodes, good and bad; acting asks for an improvement.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.trust import Trust
 
-#: What it is told, beside the observation: 1 an improvement, −1 none, 0 not said.
+#: Added observation: 1 for an improvement, −1 for none, 0 for unknown.
 IMPROVEMENT = "improvement"
-#: What may be conditioned: networks that take numbers beside whatever they see.
+#: Model types that can be conditioned: networks that take numbers with their other inputs.
 INNER = ("mlp", "cnn", "resnet", "flow")
 _OF, _UNSAID = "of", "unconditioned"
 
 
 class ConditionedPolicy(Policy):
-    """Another policy, with one more number in its observations.
+    """Policy with one more number in the observations of an inner policy.
 
     `actor.model.kwargs`: `of` (the other policy's model type: mlp, cnn, resnet or flow), `unconditioned` (the share of
-    training in which it is not told, default 0.3), and the options of the other policy.
+    training with the number unknown, default 0.3), and the options of the other policy.
 
     Attributes:
         inner: The other policy.
@@ -58,32 +58,32 @@ class ConditionedPolicy(Policy):
 
     @property
     def imitated(self) -> range:
-        """The actions that behaviour cloning shows it (`Policy.imitated`)."""
+        """Actions that behaviour cloning learns at an observation (`Policy.imitated`)."""
         return self.inner.imitated
 
     def recompute_activations(self) -> bool:
-        """See `Policy.recompute_activations`."""
+        """Enables gradient checkpointing (`Policy.recompute_activations`)."""
         return self.inner.recompute_activations()
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """See `Policy.features`."""
-        return self.inner.features(_told(obs), policy, value)
+        """Returns the inner policy's features with an improvement (`Policy.features`)."""
+        return self.inner.features(_add_improvement(obs), policy, value)
 
-    def default_forward(self, inputs: dict[str, Any], *asked: bool, **wanted: bool) -> dict[str, Tensor]:
-        """See `Policy.default_forward`: of improvements, as it acts."""
+    def default_forward(self, inputs: dict[str, Any], *args: bool, **kwargs: bool) -> dict[str, Tensor]:
+        """Runs the training pass with improvements, as in acting (`Policy.default_forward`)."""
         self.inner.logprob_type = self.logprob_type
-        told = {**inputs, "obs": _told(inputs["obs"])}
-        return self.inner.default_forward(told, *asked, **wanted)
+        conditioned = {**inputs, "obs": _add_improvement(inputs["obs"])}
+        return self.inner.default_forward(conditioned, *args, **kwargs)
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """See `Policy.predict_action_batch`: asks for an improvement."""
+        """Chooses actions for an improvement (`Policy.predict_action_batch`)."""
         self.inner.logprob_type = self.logprob_type
-        return self.inner.predict_action_batch(_told(obs), mode, noise)
+        return self.inner.predict_action_batch(_add_improvement(obs), mode, noise)
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """See `Policy.sample_noise`."""
+        """Draws the inner policy's noise (`Policy.sample_noise`)."""
         return self.inner.sample_noise(shape, generator)
 
     @property
@@ -92,11 +92,13 @@ class ConditionedPolicy(Policy):
         return self.inner.start_shape
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """See `Policy.bc_loss`; `improvement [B, 1]` says what the actions were. Draws from torch's generator."""
+        """Returns the loss of behaviour cloning (`Policy.bc_loss`); `improvement [B, 1]` labels the actions. Draws from
+        torch's generator.
+        """
         improvement: Tensor = inputs[IMPROVEMENT]
-        said = torch.rand(improvement.shape).to(improvement.device) >= self.unconditioned
+        is_labeled = torch.rand(improvement.shape).to(improvement.device) >= self.unconditioned
         self.inner.logprob_type = self.logprob_type
-        return self.inner.bc_loss({**inputs, "obs": _told(inputs["obs"], improvement * said)})
+        return self.inner.bc_loss({**inputs, "obs": _add_improvement(inputs["obs"], improvement * is_labeled)})
 
 
 def _with_improvement(space: Any) -> spaces.Dict:
@@ -108,7 +110,7 @@ def _with_improvement(space: Any) -> spaces.Dict:
     return spaces.Dict({**boxes, IMPROVEMENT: spaces.Box(-1, 1, (1,), np.float32)})
 
 
-def _told(obs: Obs, improvement: Tensor | None = None) -> dict[str, Tensor]:
+def _add_improvement(obs: PolicyObs, improvement: Tensor | None = None) -> dict[str, Tensor]:
     named = dict(obs) if isinstance(obs, dict) else {"state": obs}
     if improvement is None:
         first = next(iter(named.values()))
@@ -122,7 +124,7 @@ _ROWS = 1024
 
 
 def value_model(cfg: BcConfig, observation_space: object) -> Policy:
-    """The policy whose critic says what was expected.
+    """Loads the policy whose critic estimates the expected return.
 
     Raises:
         ConfigError: There is none, it has no critic, or it sees something else.
@@ -136,32 +138,32 @@ def value_model(cfg: BcConfig, observation_space: object) -> Policy:
 
 
 def advantages(rewards: np.ndarray, values: np.ndarray, gamma: float, steps: int) -> np.ndarray:
-    """How much better each step of an episode turned out than was expected, `[T]`; nothing follows the last.
+    """Returns the advantage of each step of an episode over its expected value, `[T]`; nothing follows the last.
 
     Args:
         rewards: `[T]`.
         values: Of the observations before the steps, `[T]`.
         gamma: Discount of a step.
-        steps: How many rewards count before what follows is taken from `values`.
+        steps: Number of rewards before the bootstrap value from `values`.
     """
     T = len(rewards)
     following = np.concatenate([values, np.zeros(steps)])
-    found = gamma**steps * following[steps : steps + T] - values
+    advantage = gamma**steps * following[steps : steps + T] - values
     padded = np.concatenate([rewards, np.zeros(steps)])
     for k in range(min(steps, T)):
-        found += gamma**k * padded[k : k + T]
-    return found
+        advantage += gamma**k * padded[k : k + T]
+    return advantage
 
 
-def improvements(found: Sequence[np.ndarray], fraction: float) -> list[np.ndarray]:
-    """1 where an advantage is among the largest `fraction` of all, else −1, `[T, 1]` float32 for each episode."""
-    least = np.quantile(np.concatenate(list(found)), 1 - fraction)
-    return [np.where(each > least, 1, -1).astype(np.float32)[:, None] for each in found]
+def improvements(episode_advantages: Sequence[np.ndarray], fraction: float) -> list[np.ndarray]:
+    """Returns 1 where an advantage is among the largest `fraction` of all, else −1, `[T, 1]` float32 for each episode."""
+    threshold = np.quantile(np.concatenate(list(episode_advantages)), 1 - fraction)
+    return [np.where(each > threshold, 1, -1).astype(np.float32)[:, None] for each in episode_advantages]
 
 
 @torch.no_grad()
 def label(cfg: BcConfig, trajectories: Sequence[Trajectory], model: Policy, device: torch.device) -> list[np.ndarray]:
-    """Which steps of some episodes count as improvements, see `improvements`."""
+    """Labels the steps of episodes that count as improvements, see `improvements`."""
     algorithm, scale = cfg.algorithm, cfg.env.train.reward_scale
     model.to(device)
 
@@ -171,8 +173,8 @@ def label(cfg: BcConfig, trajectories: Sequence[Trajectory], model: Policy, devi
         rows = [model.value(to_tensors(part, device)) for part in parts]
         return torch.cat([row.reshape(len(row), -1)[:, 0] for row in rows]).double().cpu().numpy()
 
-    found = [
+    episode_advantages = [
         advantages(scale * each["rewards"].astype(np.float64), valued(each), algorithm.gamma, algorithm.advantage_steps)
         for each in trajectories
     ]
-    return improvements(found, algorithm.improved_fraction)
+    return improvements(episode_advantages, algorithm.improved_fraction)

@@ -1,4 +1,4 @@
-"""Policy: what the rollout acts with and the actor trains."""
+"""Policy interface: the network that rollout workers act with and the actor trains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 
 def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear:
-    """A linear layer with zero bias and, as PPO's implementations have it, orthogonal weights."""
+    """Builds a linear layer with zero bias and, as in implementations of PPO, orthogonal weights."""
     linear = nn.Linear(inputs, outputs)
     if orthogonal:
         nn.init.orthogonal_(linear.weight, gain)
@@ -40,8 +40,9 @@ Obs = Tensor | dict[str, Tensor]
 
 
 def _without_gradient(method: Method) -> Method:
-    """Returns a policy's method that computes no gradient, except for `Policy.mean_action`. It leaves the mode alone where
-    gradients are off already, so that a traced program has no change of it."""
+    """Wraps a policy's method so that it computes no gradient, except in `Policy.mean_action`. The wrapper leaves the
+    grad mode alone where gradients are off already, so that a traced program does not change it.
+    """
 
     @functools.wraps(method)
     def call(self: Policy, *args: Any, **kwargs: Any) -> Any:
@@ -54,15 +55,15 @@ def _without_gradient(method: Method) -> Method:
 
 
 class Policy(nn.Module):
-    """An actor-critic. A subclass builds its networks and implements `features`.
+    """Actor-critic. A subclass builds its networks and implements `features`.
 
     Args:
         cfg: Section `actor.model`.
         observation_space, action_space: Of one environment slot.
 
     Attributes:
-        logprob_type: How finely log-probabilities and entropies are told apart, one of `LEVELS`: token_level
-            `[B, chunk, dim]`, action_level `[B, chunk]`, chunk_level `[B]`. Who trains the policy sets it.
+        logprob_type: Level of log-probabilities and entropies, one of `LEVELS`: token_level
+            `[B, chunk, dim]`, action_level `[B, chunk]`, chunk_level `[B]`. The trainer sets it.
         chunk: Actions that are chosen at once.
         value_width: Values of one observation: 1, or one for each action of the chunk.
     """
@@ -79,7 +80,9 @@ class Policy(nn.Module):
     _differentiates = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Has each subclass act without gradients: training differentiates `default_forward`, `bc_loss`, `mean_action`."""
+        """Makes each subclass act without gradients: training differentiates `default_forward`, `bc_loss`,
+        `mean_action`.
+        """
         super().__init_subclass__(**options)
         if "predict_action_batch" in vars(cls):
             cls.predict_action_batch = _without_gradient(cls.predict_action_batch)  # type: ignore[method-assign]
@@ -99,7 +102,7 @@ class Policy(nn.Module):
         self._cfg = cfg
 
     def forward(self, work: Callable[[Any], Found]) -> Found:
-        """Runs `work(self)`: what shards a policy's weights sees a pass begin and end where the policy is called.
+        """Runs `work(self)`. A wrapper that shards the weights can hook this call as the begin and end of a pass.
 
         Args:
             work: Calls any of the methods below; returns tensors, or lists, tuples or dicts of them.
@@ -107,7 +110,7 @@ class Policy(nn.Module):
         return work(self)
 
     def recompute_activations(self) -> bool:
-        """Turns gradient checkpointing on; False where there is nothing to recompute."""
+        """Enables gradient checkpointing; returns False if the policy has nothing to recompute."""
         return False
 
     @property
@@ -117,8 +120,9 @@ class Policy(nn.Module):
 
     @abstractmethod
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """What the head needs `[B, head.inputs]` and values `[B]` (`[B, value_width]` if that is above 1), each only if asked
-        for."""
+        """Returns the head's input `[B, head.inputs]` and values `[B]` (`[B, value_width]` if that is above 1), each
+        only if requested.
+        """
 
     def default_forward(
         self,
@@ -127,7 +131,7 @@ class Policy(nn.Module):
         compute_entropy: bool = False,
         compute_values: bool = False,
     ) -> dict[str, Tensor]:
-        """The training pass.
+        """Runs the training pass.
 
         Args:
             inputs: `obs` (`[B, ...]`, or a dict of such tensors), `actions [B, chunk, dim]`, and what
@@ -152,7 +156,7 @@ class Policy(nn.Module):
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Acts; nothing that it returns needs a gradient.
+        """Chooses actions, without gradients.
 
         Args:
             obs: `[B, ...]`, or a dict of such tensors where the environment shows several things.
@@ -190,22 +194,22 @@ class Policy(nn.Module):
         """Actions that it predicts at once by a flow, which can be made to agree with others (`plan`); 0 where it has none."""
         return 0
 
-    def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
-        """All that it predicts, the way evaluations act, as the flow has it: `[B, ...]` like its states.
+    def plan(self, obs: PolicyObs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
+        """Returns the flow's complete prediction, computed as in evaluations: `[B, ...]` like its states.
 
         Args:
             obs: As `predict_action_batch` takes them.
-            guide: What it should agree with.
+            guide: Correction towards the previous chunk.
             noise: Rows of `sample_start`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not act by a flow")
 
     def played(self, plan: Tensor, part: slice) -> Tensor:
-        """Actions `[B, n, dim]` of a part of what `plan` gave, as the environment takes them."""
+        """Returns the actions `[B, n, dim]` of a part of the result of `plan`, as the environment takes them."""
         raise NotImplementedError(f"{type(self).__name__} does not act by a flow")
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Noise for `predict_action_batch`, `[*shape, ...]`; a row belongs to one slot and step."""
+        """Draws noise for `predict_action_batch`, `[*shape, ...]`; a row belongs to one slot and step."""
         return self.head.sample_noise(shape, generator)
 
     @property
@@ -214,36 +218,38 @@ class Policy(nn.Module):
         return ()
 
     def sample_start(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Noise that evaluations act from, standard normal `[*shape, *start_shape]`. Networks have learned to begin there:
-        from zero, which is never seen in training, they end between the modes of what they learned."""
+        """Draws the noise that evaluations act from, standard normal `[*shape, *start_shape]`. Networks have learned to
+        begin there: from zero, which training never shows, they end between the modes of the learned distribution.
+        """
         return torch.randn((*shape, *self.start_shape), generator=generator)
 
-    def start_for(self, obs: Obs, noise: Tensor | None, device: torch.device) -> Tensor:
-        """Returns the noise from which an evaluation begins, `[B, *start_shape]`: what was given, or that of a fixed seed."""
+    def start_for(self, obs: PolicyObs, noise: Tensor | None, device: torch.device) -> Tensor:
+        """Returns the noise from which an evaluation begins, `[B, *start_shape]`: `noise`, or that of a fixed seed."""
         if noise is None:
             noise = noise_of_slots(self.sample_start, (0,), range(count_rows(obs)))
         return noise.to(device)
 
-    def noise_for(self, obs: Obs, noise: Tensor | None, device: torch.device) -> Tensor:
-        """What a sample of `predict_action_batch` is made of: noise that was given, or is drawn here."""
+    def noise_for(self, obs: PolicyObs, noise: Tensor | None, device: torch.device) -> Tensor:
+        """Returns the noise of a sample of `predict_action_batch`: `noise`, or newly drawn noise."""
         return self.sample_noise((count_rows(obs),), torch.default_generator).to(device) if noise is None else noise
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """What behaviour cloning minimises, `[B]`: here the negative log-likelihood of `actions [B, chunk, dim]` at `obs`.
+        """Returns the loss of behaviour cloning, `[B]`: here the negative log-likelihood of `actions [B, chunk, dim]`
+        at `obs`.
 
-        `is_pad [B, chunk]` says which of them lie beyond the episode's end, where its last one is repeated.
+        `is_pad [B, chunk]` marks the actions beyond the episode's end, where its last one is repeated.
         """
         logprobs = self.default_forward(inputs)["logprobs"]
         return -logprobs.reshape(len(logprobs), -1).sum(1)
 
-    def value(self, obs: Obs) -> Tensor:
-        """Values `[B]`, or `[B, chunk]`."""
+    def value(self, obs: PolicyObs) -> Tensor:
+        """Returns values `[B]`, or `[B, chunk]`."""
         values = self.features(obs, False, True)[1]
         assert values is not None
         return values
 
     def spec(self) -> dict[str, Any]:
-        """JSON from which `policy_from_spec` builds the same network."""
+        """Returns JSON from which `policy_from_spec` builds the same network."""
         from omegaconf import OmegaConf
 
         return {
@@ -258,7 +264,7 @@ Velocity = Callable[[Tensor, Tensor], Tensor]
 
 
 def overlap_weights(horizon: int, executed: int, delay: int) -> Tensor:
-    """How much each action of the chunk before counts, `[horizon]` (equation 5 of the paper).
+    """Returns the weight of each action of the previous chunk, `[horizon]` (equation 5 of the paper).
 
     Args:
         horizon: H, actions of a chunk.
@@ -275,31 +281,31 @@ def overlap_weights(horizon: int, executed: int, delay: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Guide:
-    """What a chunk should agree with.
+    """Guidance that makes a chunk agree with target actions (real-time chunking).
 
     Attributes:
-        wanted: Actions as the flow has them, `[B, ...]` like its states.
-        weights: How much each counts, of a form that broadcasts with `wanted`.
-        most: β, the largest weight of the correction.
+        target: Actions in the flow's scale, `[B, ...]` like its states.
+        weights: Weight of each action, of a shape that broadcasts with `target`.
+        max_weight: β, the largest weight of the correction.
     """
 
-    wanted: Tensor
+    target: Tensor
     weights: Tensor
-    most: float
+    max_weight: float
 
     def __call__(self, velocity: Velocity) -> Velocity:
-        """The corrected velocity."""
+        """Returns the corrected velocity."""
 
         def corrected(x: Tensor, t: Tensor) -> Tensor:
             with torch.enable_grad():
-                given = x.detach().requires_grad_()
-                v = velocity(given, t)
-                end = given - t[:, None, None] * v
-                error = ((self.wanted - end) * self.weights).detach()
-                (pull,) = torch.autograd.grad(end, given, error)
+                x_t = x.detach().requires_grad_()
+                v = velocity(x_t, t)
+                end = x_t - t[:, None, None] * v
+                error = ((self.target - end) * self.weights).detach()
+                (pull,) = torch.autograd.grad(end, x_t, error)
             return v.detach() - self._weight(t)[:, None, None] * pull
 
         return corrected
 
     def _weight(self, t: Tensor) -> Tensor:
-        return (((1 - t) ** 2 + t**2) / (t * (1 - t))).clamp(max=self.most)  # infinite at t = 1
+        return (((1 - t) ** 2 + t**2) / (t * (1 - t))).clamp(max=self.max_weight)  # infinite at t = 1

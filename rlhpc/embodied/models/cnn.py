@@ -1,4 +1,6 @@
-"""Actor-critics that see: a convolutional trunk for policy and value, with numbers beside the images where there are some."""
+"""Actor-critics over images: a convolutional trunk for policy and value, joined with numbers if the observation has
+some.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,19 @@ from rlhpc.embodied.models.mlp import flat_numbers
 from rlhpc.embodied.models.registry import MODELS
 from rlhpc.runtime.errors import ConfigError
 
-#: Smallest image, in pixels: below this, nothing is left after the convolutions.
+#: Smallest image, in pixels: the convolutions reduce smaller ones to nothing.
 _SMALLEST = 5
 
 
 class ImagePolicy(Policy):
-    """Images `[B, H, W, C]` or `[B, C, H, W]`, integers (scaled to 0..1 by their range) or float.
+    """Actor-critic over images `[B, H, W, C]` or `[B, C, H, W]`, integers (scaled to 0..1 by their range) or float.
 
-    Of several observations each image has an encoder of its own, everything else but texts is taken as numbers, and one
-    layer joins what they found.
+    In a dict of observations each image has a separate encoder, everything else except texts is taken as numbers, and one
+    layer joins their features.
 
     Args:
         cfg, observation_space, action_space: See `Policy`.
-        heads: Without, it is an encoder for another policy, with `see` only.
+        heads: Build actor and critic heads; False builds an encoder for another policy, with `see` only.
 
     Attributes:
         hidden: Width of what `see` returns.
@@ -54,10 +56,10 @@ class ImagePolicy(Policy):
 
     @abstractmethod
     def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:
-        """Images `[B, channels, height, width]` to features `[B, ...]`."""
+        """Builds the network from images `[B, channels, height, width]` to features `[B, ...]`."""
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """The head's input and the values (`Policy.features`)."""
+        """Returns the head's input and the values (`Policy.features`)."""
         hidden = self.see(obs)
         return self.actor(hidden) if policy else None, self.critic(hidden).squeeze(-1) if value else None
 
@@ -74,8 +76,8 @@ class ImagePolicy(Policy):
             )
         encoder = self.encoder(channels, height, width)
         with torch.no_grad():
-            found = encoder(torch.zeros(1, channels, height, width)).shape[1]
-        return nn.Sequential(encoder, layer(found, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
+            num_features = encoder(torch.zeros(1, channels, height, width)).shape[1]
+        return nn.Sequential(encoder, layer(num_features, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
 
     def _several(self, boxes: dict[str, Any], hidden: int) -> None:
         images = {key: box for key, box in boxes.items() if len(box.shape) == 3}
@@ -92,22 +94,22 @@ class ImagePolicy(Policy):
         self.join = nn.Sequential(layer(width, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
 
     def see(self, obs: Any) -> Tensor:
-        """Features `[B, hidden]` of observations."""
+        """Returns features `[B, hidden]` of observations."""
         if not isinstance(obs, dict):
             alone: Tensor = self.trunk(_prepared(obs, self.observation_space))
             return alone
-        found = [eye(_prepared(obs[key], self.observation_space[key])) for key, eye in self.eyes.items()]
+        features = [eye(_prepared(obs[key], self.observation_space[key])) for key, eye in self.eyes.items()]
         if self._numbers:
-            found.append(self.numbers(torch.cat([obs[key].flatten(1).float() for key in self._numbers], 1)))
-        hidden: Tensor = self.join(torch.cat(found, 1))
+            features.append(self.numbers(torch.cat([obs[key].flatten(1).float() for key in self._numbers], 1)))
+        hidden: Tensor = self.join(torch.cat(features, 1))
         return hidden
 
 
 class CNNPolicy(ImagePolicy):
-    """Mnih et al. 2015's convolutions; two smaller ones for images under 36 pixels."""
+    """Actor-critic with Mnih et al. 2015's convolutions; two smaller ones for images under 36 pixels."""
 
     def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:
-        """The network from an image to features (`ImagePolicy.encoder`)."""
+        """Builds the network from an image to features (`ImagePolicy.encoder`)."""
         if min(height, width) >= 36:
             convolutions = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
         else:
@@ -123,7 +125,7 @@ class CNNPolicy(ImagePolicy):
 
 
 class Residual(nn.Module):
-    """x + conv(relu(conv(relu(x))))."""
+    """Residual block x + conv(relu(conv(relu(x))))."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -136,14 +138,15 @@ class Residual(nn.Module):
 
 
 class ResNetPolicy(ImagePolicy):
-    """IMPALA's residual network (Espeholt et al. 2018, fig. 3): for each of `channels` a convolution, a pooling that halves
-    the image, and two residual blocks. No batch statistics, so that acting and training agree.
+    """Actor-critic with IMPALA's residual network (Espeholt et al. 2018, fig. 3): for each of `channels` a convolution,
+    a pooling that halves the image, and two residual blocks. It has no batch statistics, so that acting and training
+    agree.
 
     `actor.model.kwargs`: `channels`, by default [16, 32, 32].
     """
 
     def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:
-        """The network from an image to features (`ImagePolicy.encoder`)."""
+        """Builds the network from an image to features (`ImagePolicy.encoder`)."""
         unknown = set(self.options) - {"channels"}
         if unknown and self.has_head:
             raise ConfigError(f"actor.model.kwargs of the resnet has {', '.join(sorted(unknown))}; allowed: channels")
@@ -156,21 +159,22 @@ class ResNetPolicy(ImagePolicy):
 
 
 def _prepared(images: Tensor, box: Any) -> Tensor:
-    """Float images `[B, C, H, W]`. A permuted view is one in channels-last format, which convolutions take as it is."""
+    """Returns float images `[B, C, H, W]`. A permuted view is in channels-last format, which convolutions take directly."""
     view = images.permute(0, 3, 1, 2) if is_channel_last(box.shape) else images
     dtype = np.dtype(box.dtype)
     return view.float() / np.iinfo(dtype).max if dtype.kind in "ui" else view.float()
 
 
 def encoder_of(cfg: PolicyConfig, observation_space: Any, action_space: Any, options: Mapping[str, Any]) -> Any:
-    """The encoder of observations with images, of the kind that `options` names (`encoder`: cnn or resnet); None where there
-    are numbers alone."""
+    """Builds the encoder of observations with images, of the kind that `options` names (`encoder`: cnn or resnet);
+    returns None for observations of numbers only.
+    """
     if not any(len(box.shape) == 3 for box in boxes_of(observation_space).values()):
         return None
     return MODELS.find(str(options.get("encoder", "cnn")))(cfg, observation_space, action_space, heads=False)
 
 
-def seen_by(encoder: Any, obs: Obs) -> Tensor:
-    """What is seen of observations, `[B, width]`: their numbers, where there is no encoder."""
-    found: Tensor = flat_numbers(obs) if encoder is None else encoder.see(obs)
-    return found
+def seen_by(encoder: Any, obs: PolicyObs) -> Tensor:
+    """Returns the encoded observations, `[B, width]`; without an encoder their numbers."""
+    encoded: Tensor = flat_numbers(obs) if encoder is None else encoder.see(obs)
+    return encoded

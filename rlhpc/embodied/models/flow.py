@@ -1,4 +1,4 @@
-"""Flow matching for chunks of actions, and log-probabilities of how a chunk came to be.
+"""Flow matching for action chunks, with the log-probabilities of the steps that produce a chunk.
 
 An action chunk x_0 and noise x_1 ~ N(0, 1) are joined by x_t = (1 − t)·x_0 + t·x_1; a network learns the velocity
 v = x_1 − x_0 (Lipman et al. 2023; π0, Black et al. 2024, has this direction of time, too). Acting goes from t = 1 to 0 in K
@@ -34,7 +34,7 @@ _TIME_FEATURES = 32
 
 
 class Flow:
-    """The K steps from noise to actions.
+    """Integrator of the K steps from noise to actions.
 
     Args:
         steps: K.
@@ -50,14 +50,14 @@ class Flow:
         self.times = [1 - k / steps for k in range(steps)]
 
     def moments(self, x: Tensor, v: Tensor, t: float) -> tuple[Tensor, float]:
-        """Mean `[B, chunk, dim]` and standard deviation of the step from `t`."""
+        """Returns mean `[B, chunk, dim]` and standard deviation of the step from `t`."""
         dt = 1 / self.steps
         variance = self.noise_level**2 * t / max(1 - t, dt)
         drift = v + variance / (2 * t) * (x + (1 - t) * v)
         return x - drift * dt, math.sqrt(variance * dt)
 
     def act(self, velocity: Velocity, noise: Tensor | None, start: Tensor) -> Tensor:
-        """All states on the way, `[B, K + 1, chunk, dim]`, the last one the actions.
+        """Returns all states of the K steps, `[B, K + 1, chunk, dim]`; the last one is the actions.
 
         Args:
             velocity: Of the policy.
@@ -76,7 +76,7 @@ class Flow:
         return torch.stack(states, 1)
 
     def logprobs(self, velocity: Velocity, states: Tensor) -> Tensor:
-        """Log-probabilities of the steps, summed over them, `[B, chunk, dim]`."""
+        """Returns log-probabilities of the steps, summed over them, `[B, chunk, dim]`."""
         total = torch.zeros_like(states[:, 0])
         for k, t in enumerate(self.times):
             x = states[:, k]
@@ -85,14 +85,15 @@ class Flow:
         return total
 
     def entropy(self) -> float:
-        """Entropy of one component over all steps; it depends on `noise_level` alone."""
+        """Returns the entropy of one component over all steps; it depends on `noise_level` alone."""
         still = torch.zeros(1, 1, 1)
         stds = [self.moments(still, still, t)[1] for t in self.times]
         return sum(math.log(std) + 0.5 + 0.5 * _LOG_2PI for std in stds)
 
 
 class FlowActing(Policy):
-    """A policy that acts by a flow. A subclass gives `prepare`, which does once for an observation what all steps need.
+    """Policy that acts by a flow. A subclass implements `prepare`, which computes once for an observation what all
+    steps need.
 
     Its networks work with actions scaled to −1 … 1 by the bounds of the action space, if it has bounds.
     """
@@ -117,12 +118,12 @@ class FlowActing(Policy):
         """Chunk and dim of the flow's states, of which the first `chunk` and `dim` are the policy's actions."""
         return self.chunk, self.dim
 
-    def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
-        """The velocity for an observation, and values, each only if asked for."""
+    def prepare(self, obs: PolicyObs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
+        """Returns the velocity for an observation, and values, each only if requested."""
         raise NotImplementedError
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """The head's input and the values (`Policy.features`); a flow has no input of a head."""
+        """Returns the head's input, None for a flow, and the values (`Policy.features`)."""
         return None, self.prepare(obs, False, value)[1]
 
     def default_forward(
@@ -132,7 +133,9 @@ class FlowActing(Policy):
         compute_entropy: bool = False,
         compute_values: bool = False,
     ) -> dict[str, Tensor]:
-        """See `Policy.default_forward`; `inputs` has the `chain` of states of `predict_action_batch`."""
+        """Runs the training pass (`Policy.default_forward`); `inputs` has the `chain` of states of
+        `predict_action_batch`.
+        """
         velocity, values = self.prepare(inputs["obs"], compute_logprobs, compute_values)
         out: dict[str, Tensor] = {}
         if velocity is not None:
@@ -148,7 +151,7 @@ class FlowActing(Policy):
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """See `Policy.predict_action_batch`. "eval" goes the deterministic way from x_1."""
+        """Chooses actions (`Policy.predict_action_batch`). "eval" integrates deterministically from x_1."""
         velocity, values = self.prepare(obs, True, True)
         assert velocity is not None and values is not None
         if mode == "eval":
@@ -165,14 +168,14 @@ class FlowActing(Policy):
         """See `Policy.horizon`: the chunk."""
         return self.chunk
 
-    def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
-        """See `Policy.plan`."""
+    def plan(self, obs: PolicyObs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
+        """Predicts a chunk as evaluations do (`Policy.plan`)."""
         velocity, _ = self.prepare(obs, True, False)
         assert velocity is not None  # it was asked for
         return self._eval_chain(velocity if guide is None else guide(velocity), obs, noise)[:, -1]
 
-    def _eval_chain(self, velocity: Velocity, obs: Obs, noise: Tensor | None) -> Tensor:
-        """All states of the way that evaluations go."""
+    def _eval_chain(self, velocity: Velocity, obs: PolicyObs, noise: Tensor | None) -> Tensor:
+        """Returns all states of the deterministic steps of evaluations."""
         return self.flow.act(velocity, None, self.start_for(obs, noise, self.low.device))
 
     @property
@@ -181,15 +184,17 @@ class FlowActing(Policy):
         return self.state_shape
 
     def played(self, plan: Tensor, part: slice) -> Tensor:
-        """See `Policy.played`."""
+        """Returns actions of a part of a plan (`Policy.played`)."""
         return self.unscaled(plan[:, part, : self.dim])
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Standard normal `[*shape, K + 1, *state_shape]`: x_1, then that of the steps."""
+        """Draws standard normal noise `[*shape, K + 1, *state_shape]`: x_1, then that of the steps."""
         return torch.randn((*shape, self.flow.steps + 1, *self.state_shape), generator=generator)
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """Squared error of the velocity at a random time, `[B]`: conditional flow matching. Draws from torch's generator."""
+        """Returns the squared error of the velocity at a random time, `[B]`: conditional flow matching. Draws from
+        torch's generator.
+        """
         actions = self.scaled(inputs["actions"].reshape(-1, self.chunk, self.dim))
         velocity, _ = self.prepare(inputs["obs"], True, False)
         assert velocity is not None  # the velocity was asked for
@@ -201,8 +206,8 @@ class FlowActing(Policy):
         target[:, : self.chunk, : self.dim] = actions
         times = self.draw_times(rows).to(device)
         t = times[:, None, None]
-        found = velocity((1 - t) * target + t * noise, times)
-        error = (found - (noise - target))[:, : self.chunk, : self.dim]
+        predicted = velocity((1 - t) * target + t * noise, times)
+        error = (predicted - (noise - target))[:, : self.chunk, : self.dim]
         return error.square().mean((1, 2))
 
     def draw_times(self, rows: int) -> Tensor:
@@ -210,11 +215,11 @@ class FlowActing(Policy):
         return torch.rand(rows)
 
     def scaled(self, actions: Tensor) -> Tensor:
-        """Actions as the flow uses them: scaled."""
+        """Scales actions for the flow."""
         return 2 * (actions - self.low) / (self.high - self.low) - 1
 
     def unscaled(self, actions: Tensor) -> Tensor:
-        """Actions within the space's bounds, from scaled ones."""
+        """Returns actions within the space's bounds, from scaled ones."""
         return self.low + (actions + 1) / 2 * (self.high - self.low)
 
     def _leveled(self, logprobs: Tensor) -> Tensor:
@@ -222,14 +227,14 @@ class FlowActing(Policy):
 
 
 def scale_of(box: spaces.Box) -> tuple[Tensor, Tensor]:
-    """Bounds `[dim]` of actions; −1 and 1 where there are none."""
+    """Returns the bounds `[dim]` of actions; −1 and 1 for unbounded ones."""
     bounded = np.isfinite(box.low) & np.isfinite(box.high)
     low, high = np.where(bounded, box.low, -1), np.where(bounded, box.high, 1)
     return torch.from_numpy(low.reshape(-1).astype(np.float32)), torch.from_numpy(high.reshape(-1).astype(np.float32))
 
 
 class FlowPolicy(FlowActing):
-    """A flow over numbers, or over images by a convolutional encoder.
+    """Flow policy over numbers, or over images by a convolutional encoder.
 
     `actor.model.kwargs`: `num_steps` (K, default 4), `noise_level` (default 0.5), `encoder` (of images: cnn or resnet).
     """

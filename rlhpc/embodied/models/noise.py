@@ -24,7 +24,7 @@ def noise_of_slots(sample: Sample, words: Sequence[int], slots: range) -> Tensor
 
     Args:
         sample: `Policy.sample_noise`.
-        words: Seed, step, decision: whatever tells this decision from others.
+        words: Seed, step, decision: numbers that identify this decision.
         slots: Global numbers of the slots.
     """
     blocks = range(slots.start // BLOCK, -(-slots.stop // BLOCK))
@@ -34,7 +34,7 @@ def noise_of_slots(sample: Sample, words: Sequence[int], slots: range) -> Tensor
 
 
 def noise_of_episodes(sample: Sample, seed: int, episodes: Sequence[int], decisions: Sequence[int]) -> Tensor:
-    """Draws what an evaluation's slots act from, `[N, ...]`.
+    """Draws the start noise of an evaluation's slots, `[N, ...]`.
 
     Args:
         sample: `Policy.sample_start`.

@@ -1,4 +1,4 @@
-"""Statistics of a dataset by which actions and states are scaled to −1 … 1: OpenVLA's `norm_stats`, LeRobot's `stats.json`.
+"""Dataset statistics that scale actions and states to −1 … 1: OpenVLA's `norm_stats`, LeRobot's `stats.json`.
 
 {"<dataset>": {"action": {"q01": […], "q99": […], "min": […], "max": […], "mask": […]}, "proprio": {…}}, …}
 {"action": {"min": […], "max": […], "q01": […], …}, "observation.state": {…}, …}
@@ -21,12 +21,12 @@ from rlhpc.config.typed import plain
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, read_json
 
-#: What becomes −1 and 1, by the name of a normalisation.
+#: Statistics that become −1 and 1, by the name of a normalisation.
 RANGES = {"q99": ("q01", "q99"), "bounds": ("min", "max")}
 
 
 class Scaling(nn.Module):
-    """Maps `low … high` to −1 … 1 and back; components that `mask` leaves out stay as they are.
+    """Affine map of `low … high` to −1 … 1 and back; components that `mask` leaves out stay unchanged.
 
     Args:
         low, high, mask: Of each component.
@@ -50,45 +50,45 @@ class Scaling(nn.Module):
             self.register_buffer(name, value, persistent=False)
 
     def scaled(self, values: Tensor) -> Tensor:
-        """`[..., dim]` to −1 … 1, where what lies outside ends; components that never change become 0."""
+        """Converts `[..., dim]` to −1 … 1 and clamps it; components that never change become 0."""
         width = self.high - self.low
-        found = (2 * (values - self.low) / torch.where(width == 0, 1, width) - 1).clamp(-1, 1)
-        found = torch.where(self.mask, torch.where(width == 0, 0, found), values)
+        values_scaled = (2 * (values - self.low) / torch.where(width == 0, 1, width) - 1).clamp(-1, 1)
+        values_scaled = torch.where(self.mask, torch.where(width == 0, 0, values_scaled), values)
         if self.gripper:
-            found[..., -1] = ((1 - values[..., -1]) / 2).clamp(0, 1)
-        return found
+            values_scaled[..., -1] = ((1 - values[..., -1]) / 2).clamp(0, 1)
+        return values_scaled
 
     def unscaled(self, values: Tensor) -> Tensor:
-        """The inverse, without an end."""
-        found = torch.where(self.mask, self.low + (values + 1) / 2 * (self.high - self.low), values)
+        """Inverts `scaled`, without clamping."""
+        values_unscaled = torch.where(self.mask, self.low + (values + 1) / 2 * (self.high - self.low), values)
         if self.gripper:
-            found[..., -1] = torch.where(values[..., -1] < 0.5, 1.0, -1.0)
-        return found
+            values_unscaled[..., -1] = torch.where(values[..., -1] < 0.5, 1.0, -1.0)
+        return values_unscaled
 
 
 def read_statistics(path: Path) -> dict[str, Any]:
-    """Statistics by dataset, from a file of either kind, or a LeRobot dataset's folder.
+    """Reads statistics by dataset, from a file of either kind, or a LeRobot dataset's folder.
 
     Raises:
         ConfigError: There is no such file, or it has none.
     """
     file = path / "meta" / "stats.json" if path.is_dir() else path
     try:
-        found = read_json(file.read_bytes())
+        content = read_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"statistics of actions: {file} cannot be read: {error}") from error
-    if not isinstance(found, dict) or not found:
+    if not isinstance(content, dict) or not content:
         raise ConfigError(f"statistics of actions: {file} has none")
-    if "action" not in found:
-        return found
-    state = {"proprio": found["observation.state"]} if "observation.state" in found else {}
-    return {file.resolve().parents[1].name: {"action": found["action"], **state}}
+    if "action" not in content:
+        return content
+    state = {"proprio": content["observation.state"]} if "observation.state" in content else {}
+    return {file.resolve().parents[1].name: {"action": content["action"], **state}}
 
 
 def scaling(
     statistics: dict[str, Any], dataset: str | None, part: str, dim: int, normalisation: str, where: str
 ) -> Scaling | None:
-    """The scaling of "action" or "proprio"; None if the dataset says nothing of states.
+    """Builds the scaling of "action" or "proprio"; returns None if the dataset has no statistics of states.
 
     Args:
         statistics: By dataset.
@@ -110,29 +110,29 @@ def scaling(
         raise ConfigError(
             f"actor.model.kwargs.unnorm_key {named}; {where} has statistics of: {', '.join(sorted(statistics))}"
         )
-    found = statistics[dataset].get(part)
-    if found is None and part != "action":
+    stats = statistics[dataset].get(part)
+    if stats is None and part != "action":
         return None
-    names = next((names for names in (RANGES[normalisation], RANGES["bounds"]) if set(names) <= set(found or {})), None)
-    if found is None or names is None:
+    names = next((names for names in (RANGES[normalisation], RANGES["bounds"]) if set(names) <= set(stats or {})), None)
+    if stats is None or names is None:
         raise ConfigError(f"{where}: {dataset} lacks {' and '.join(RANGES[normalisation])} of its actions")
-    made = Scaling(found[names[0]], found[names[1]], found.get("mask"))
-    if len(made.low) != dim:
-        raise ConfigError(f"{where}: {dataset} has {len(made.low)} components of {part}, the environment {dim}")
-    return made
+    result = Scaling(stats[names[0]], stats[names[1]], stats.get("mask"))
+    if len(result.low) != dim:
+        raise ConfigError(f"{where}: {dataset} has {len(result.low)} components of {part}, the environment {dim}")
+    return result
 
 
 #: In place of a file of statistics: actions and state are scaled by the bounds of their spaces, as by rlhpc without data.
 BOUNDS = "bounds"
 #: openpi's file of statistics, in a released folder or its `assets/<name>`.
 NORM_STATS = "norm_stats.json"
-#: What a normalisation of openpi's needs.
+#: Statistics that each normalisation of openpi needs.
 _NORM_STATS = {"mean_std": ("mean", "std"), "quantiles": ("q01", "q99")}
 
 
 class NormStats(nn.Module):
-    """openpi's normalisation of a state or of actions: (x − mean) / (std + 1e-6) for π0, or for π0.5
-    2·(x − q01) / (q99 − q01 + 1e-6) − 1. Networks pad what is normalised with zeros.
+    """Normalisation of a state or of actions as in openpi: (x − mean) / (std + 1e-6) for π0, or for π0.5 2·(x − q01) /
+    (q99 − q01 + 1e-6) − 1. Networks pad the result with zeros.
 
     Args:
         statistics: Of "state" or "actions": `mean` and `std`, or `q01` and `q99`, each a list of numbers.
@@ -168,11 +168,11 @@ class NormStats(nn.Module):
         self.register_buffer("scale", high, persistent=False)
 
     def normalised(self, values: Tensor) -> Tensor:
-        """`[..., dim]` as the network takes them."""
+        """Normalises `[..., dim]` for the network."""
         return (values - self.shift) / self.scale
 
     def unnormalised(self, values: Tensor) -> Tensor:
-        """The inverse."""
+        """Inverts `normalised`."""
         return values * self.scale + self.shift
 
 
@@ -212,12 +212,12 @@ def read_norm_stats(source: Any, model_path: str) -> dict[str, Any] | None:
     return dict(content)
 
 
-#: What normalised numbers are clipped to, and what keeps a constant one finite.
+#: Clip range of normalised numbers, and the term that keeps constant ones finite.
 _CLIP, _EPS = 10.0, 1e-8
 
 
 class ObservationNormaliser(nn.Module):
-    """(x − mean) / √(var + 1e-8), within ±10. Before the first update x stays as it is.
+    """Observation normaliser: (x − mean) / √(var + 1e-8), within ±10. Before the first update x stays unchanged.
 
     Args:
         width: Numbers of an observation.
@@ -234,12 +234,12 @@ class ObservationNormaliser(nn.Module):
         self.register_buffer("var", torch.ones(width, dtype=torch.float64))
 
     def forward(self, flat: Tensor) -> Tensor:
-        """Observations `[B, width]`, normalised."""
+        """Returns normalised observations `[B, width]`."""
         return ((flat - self.mean.float()) * (self.var.float() + _EPS).rsqrt()).clamp(-_CLIP, _CLIP)
 
     def moments(self, flat: Tensor, mask: Tensor) -> Tensor:
-        """Returns sums over each slot, `[n, 1 + 2 · width]`: how many observations count, their offsets from the mean, and the
-        squares of these.
+        """Returns sums over each slot, `[n, 1 + 2 · width]`: the number of observations that count, their offsets from
+        the mean, and the squares of these.
 
         Args:
             flat: `[n, T, width]`.
@@ -250,7 +250,7 @@ class ObservationNormaliser(nn.Module):
 
     @torch.no_grad()
     def update(self, moments: Tensor) -> None:
-        """Takes in observations (Chan et al. 1979).
+        """Updates the statistics with observations (Chan et al. 1979).
 
         Args:
             moments: Of all slots of the run, in their order, so that the result does not depend on their division over ranks.

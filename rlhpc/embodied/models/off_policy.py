@@ -1,4 +1,4 @@
-"""Networks of off-policy learning from numbers: an actor, and twin critics of actions."""
+"""Networks of off-policy learning from state observations: an actor, and twin critics of actions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOMENTUM, EPS, WARM_UP, R_MAX, D_MAX = 0.01, 1e-3, 100_000, 3.0, 5.0
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks, which each rank's loss depends on."""
+    """Sum over the ranks, which each rank's loss depends on."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, reduce: Reduce) -> Tensor:
@@ -37,11 +37,11 @@ class _Sum(torch.autograd.Function):
 
 
 class BatchRenorm(nn.Module):
-    """Normalises rows `[B, width]`: while training by the batch's mean and variance, which after `WARM_UP` batches are
-    corrected towards the running ones; otherwise by these.
+    """Batch renormalisation of rows `[B, width]`: in training by the batch's mean and variance, which after `WARM_UP`
+    batches are corrected towards the running ones; otherwise by the running ones.
 
     Attributes:
-        reduce: Sums a tensor over the ranks, in place; None where there is one.
+        reduce: Sums a tensor over the ranks, in place; None for a single rank.
     """
 
     mean: Tensor
@@ -57,7 +57,7 @@ class BatchRenorm(nn.Module):
         self.reduce: Reduce | None = None
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Normalised rows."""
+        """Returns normalised rows."""
         if not self.training:
             return (rows - self.mean) * (self.variance + EPS).rsqrt() * self.weight + self.bias
         mean, variance = self._statistics(rows)
@@ -71,13 +71,13 @@ class BatchRenorm(nn.Module):
         return normal * self.weight + self.bias
 
     def _corrected(self, normal: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """Rows normalised by a batch's statistics, towards what the running ones would have made of them."""
+        """Corrects rows normalised by a batch's statistics towards the result of the running ones."""
         running = (self.variance + EPS).sqrt()
         stretch = ((variance + EPS).sqrt() / running).clamp(1 / R_MAX, R_MAX)
         return normal * stretch + ((mean - self.mean) / running).clamp(-D_MAX, D_MAX)
 
     def _statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance over the rows of all ranks."""
+        """Returns mean and variance over the rows of all ranks."""
         if self.reduce is None:
             variance, mean = torch.var_mean(rows, 0, correction=0)
             return mean, variance
@@ -89,7 +89,7 @@ class BatchRenorm(nn.Module):
 
 
 def renormed(sizes: list[int], outputs: int, activation: str) -> nn.Sequential:
-    """A perceptron that normalises what each of its layers is given."""
+    """Builds a perceptron that normalises each layer's input."""
     layers: list[nn.Module] = []
     for inputs, hidden in itertools.pairwise(sizes):
         layers += [BatchRenorm(inputs), nn.Linear(inputs, hidden), ACTIVATIONS[activation]()]
@@ -97,7 +97,7 @@ def renormed(sizes: list[int], outputs: int, activation: str) -> nn.Sequential:
 
 
 class NormedTwinCritic(nn.Module):
-    """Two Q-networks that normalise.
+    """Pair of Q-networks with batch renormalisation.
 
     Args:
         inputs: Width of observation and action.
@@ -110,13 +110,13 @@ class NormedTwinCritic(nn.Module):
         self.one, self.two = renormed([inputs, *hidden], 1, activation), renormed([inputs, *hidden], 1, activation)
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
-        """Values `[2, B]` of flat observations `[B, D]` and actions `[B, d]`."""
+        """Returns values `[2, B]` of flat observations `[B, D]` and actions `[B, d]`."""
         rows = torch.cat((obs, actions), -1)
         return torch.stack((self.one(rows).squeeze(-1), self.two(rows).squeeze(-1)))
 
 
 def flat_width(space: Any, model_type: str) -> int:
-    """Numbers in an observation.
+    """Returns the number of values in an observation.
 
     Raises:
         ConfigError: It has images.
@@ -131,14 +131,14 @@ def flat_width(space: Any, model_type: str) -> int:
 
 
 def flatten(obs: Any) -> Tensor:
-    """Observations as float rows `[B, D]`; several, by name, one after the other."""
+    """Returns observations as float rows `[B, D]`; several, by name, one after the other."""
     parts = [obs[name] for name in sorted(obs)] if isinstance(obs, dict) else [obs]
     rows = [part.flatten(1) if part.is_floating_point() else part.flatten(1).float() for part in parts]
     return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
 
 
 class TwinCritic(nn.Module):
-    """Two Q-networks. Their first layers are one wide layer, the others two products: on a CPU that is faster than
+    """Pair of Q-networks. Their first layers are one wide layer, the others two products: on a CPU that is faster than
     batched products, forward and backward.
 
     Args:
@@ -154,7 +154,7 @@ class TwinCritic(nn.Module):
         self.first = nn.Linear(inputs, 2 * hidden[0])
         self.width = hidden[0]
 
-        def rest() -> nn.Sequential:
+        def hidden_layers() -> nn.Sequential:
             layers: list[nn.Module] = [nn.LayerNorm(hidden[0])] if layer_norm else []
             layers.append(kind())
             for wide, narrow in itertools.pairwise(hidden):
@@ -162,21 +162,22 @@ class TwinCritic(nn.Module):
                 layers += [nn.LayerNorm(narrow), kind()] if layer_norm else [kind()]
             return nn.Sequential(*layers, nn.Linear(hidden[-1], 1))
 
-        self.one, self.two = rest(), rest()
+        self.one, self.two = hidden_layers(), hidden_layers()
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
-        """Values `[2, B]` of flat observations `[B, D]` and actions `[B, d]`."""
+        """Returns values `[2, B]` of flat observations `[B, D]` and actions `[B, d]`."""
         first, second = self.first(torch.cat((obs, actions), -1)).split(self.width, -1)
         return torch.stack((self.one(first).squeeze(-1), self.two(second).squeeze(-1)))
 
 
 class ActorCritic(Policy):
-    """An actor and twin critics of actions. The value that it gives an observation is the smaller of the critics' values of
-    the actor's action without noise."""
+    """Actor with twin critics of actions. The value of an observation is the smaller of the critics' values of the
+    actor's action without noise.
+    """
 
     head: BoundedHead  # type: ignore[assignment]
     has_head = False  # none of those that `Policy` builds
-    #: How the names of the weights begin that acting needs.
+    #: Prefixes of the names of the weights that acting needs.
     acts_with: tuple[str, ...] = ("actor.",)
 
     def __init__(self, cfg: SacModelConfig | BcModelConfig, observation_space: Any, action_space: Any) -> None:
@@ -193,7 +194,7 @@ class ActorCritic(Policy):
     def build_networks(
         self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
     ) -> None:
-        """Makes `actor` and `critics`, for observations of `inputs` numbers."""
+        """Builds `actor` and `critics`, for observations of `inputs` numbers."""
         self.actor: nn.Module = mlp([inputs, *hidden], self.head.inputs, cfg.activation, cfg.ortho_init, 0.01)
         self.critics: nn.Module = TwinCritic(
             inputs + self.head.dim, critic_hidden, cfg.activation, cfg.critic_layer_norm
@@ -201,10 +202,10 @@ class ActorCritic(Policy):
 
     @abstractmethod
     def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> BoundedHead:
-        """How the actor's numbers become actions within their bounds."""
+        """Builds the head that turns the actor's outputs into actions within their bounds."""
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """The head's input and the values (`Policy.features`)."""
+        """Returns the head's input and the values (`Policy.features`)."""
         flat = flatten(obs)
         inputs = self.actor(flat)
         if not value:
@@ -213,12 +214,12 @@ class ActorCritic(Policy):
         return inputs if policy else None, self.critics(flat, actions).amin(0)
 
     def executed(self, obs: Any, actions: Tensor) -> Tensor:
-        """What is executed in the environment `[B, chunk, dim]` where the actor has chosen `actions`: the same."""
+        """Returns the executed actions `[B, chunk, dim]` for the actor's `actions`: here the same."""
         del obs
         return actions
 
     def acting(self) -> list[tuple[str, Tensor]]:
-        """The weights that acting needs."""
+        """Returns the weights that acting needs."""
         return [(name, tensor) for name, tensor in self.state_dict().items() if name.startswith(self.acts_with)]
 
 
@@ -228,17 +229,17 @@ class SACPolicy(ActorCritic):
     head: SquashedGaussianHead
 
     def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> SquashedGaussianHead:
-        """A distribution."""
+        """Builds a squashed Gaussian."""
         return SquashedGaussianHead(action_space, self.chunk)
 
 
 class CrossQPolicy(SACPolicy):
-    """Actor and critics of CrossQ (Bhatt et al. 2024): those of SAC, each of whose layers normalises what it is given."""
+    """Actor and critics of CrossQ (Bhatt et al. 2024): those of SAC, with normalised inputs of each layer."""
 
     def build_networks(
         self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
     ) -> None:
-        """See `ActorCritic.build_networks`."""
+        """Builds renormalised networks (`ActorCritic.build_networks`)."""
         self.actor = renormed([inputs, *hidden], self.head.inputs, cfg.activation)
         self.critics = NormedTwinCritic(inputs + self.head.dim, critic_hidden, cfg.activation)
 
@@ -249,12 +250,12 @@ class TD3Policy(ActorCritic):
     head: DeterministicHead
 
     def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> DeterministicHead:
-        """One action, and noise around it to explore with."""
+        """Builds a deterministic head with exploration noise."""
         return DeterministicHead(action_space, cfg.exploration_noise, self.chunk)
 
 
 class SpreadActor(nn.Module):
-    """An actor whose log-std does not depend on the observation; gives both, side by side.
+    """Actor whose log-std does not depend on the observation; outputs mean and log-std, concatenated.
 
     Args:
         mean: The network.
@@ -266,13 +267,13 @@ class SpreadActor(nn.Module):
         self.mean, self.log_std = mean, nn.Parameter(torch.zeros(outputs))
 
     def forward(self, obs: Tensor) -> Tensor:
-        """`[B, 2 · outputs]` for flat observations `[B, D]`."""
+        """Returns `[B, 2 · outputs]` for flat observations `[B, D]`."""
         mean = self.mean(obs)
         return torch.cat((mean, self.log_std.expand_as(mean)), -1)
 
 
 class ValuedTwinCritic(TwinCritic):
-    """Twin critics, and a network that values observations without an action.
+    """Twin critics with a network that values observations without an action.
 
     Args:
         obs: Width of the observation.
@@ -292,13 +293,13 @@ class IQLPolicy(ActorCritic):
     critics: ValuedTwinCritic
 
     def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> BoundedGaussianHead:
-        """A distribution."""
+        """Builds a bounded Gaussian."""
         return BoundedGaussianHead(action_space, self.chunk)
 
     def build_networks(
         self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
     ) -> None:
-        """See `ActorCritic.build_networks`."""
+        """Builds actor, critics and value network (`ActorCritic.build_networks`)."""
         mean = mlp([inputs, *hidden], self.head.dim, cfg.activation, cfg.ortho_init, 0.01)
         self.actor = SpreadActor(mean, self.head.dim)
         self.critics = ValuedTwinCritic(inputs, self.head.dim, critic_hidden, cfg.activation, cfg.critic_layer_norm)

@@ -1,8 +1,9 @@
-"""OpenVLA (Kim et al. 2024) and OpenVLA-OFT (Kim et al. 2025), over the network of `rlhpc.embodied.models.prismatic`.
+"""Policies of OpenVLA (Kim et al. 2024) and OpenVLA-OFT (Kim et al. 2025), over the network of
+`rlhpc.embodied.models.prismatic`.
 
-OpenVLA writes its actions token by token. OFT's attention goes both ways, and all components of a chunk are predicted at once:
-their places, empty, stand between prompt and end of the text. They are tokens again, or numbers, by a head of its own; it was
-made to minimise their distance, and gets a Gaussian around them for reinforcement learning.
+OpenVLA writes its actions token by token. OFT's attention is bidirectional, and it predicts all components of a chunk at
+once, at empty positions between the prompt and the end of the text. They are tokens, or numbers from an action head. That
+head was made to minimise their distance, and gets a Gaussian around them for reinforcement learning.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ HEADS = ("tokens", "parallel", "l1")
 
 
 class OpenVLAPolicy(TokenPolicy):
-    """Pictures, an instruction, and the robot's state if the model takes it, to chunks of actions.
+    """Policy from pictures, an instruction, and the robot's state if the model takes it, to chunks of actions.
 
     `actor.model`: `model_path` (a folder as it was released, or `builtin:tiny`), `dtype`, `add_value_head`, `log_std_init`
     (`l1`); `actor.lora`; `kwargs`:
         head: tokens (OpenVLA), parallel (OFT with tokens) or l1 (OFT); by default l1 if the folder has such a head, else
             tokens.
         proprio: Whether the model takes `state`; by default if the folder has a projector for it.
-        unnorm_key: Whose statistics scale actions and state; needless if there are those of one dataset.
+        unnorm_key: Dataset whose statistics scale actions and state; optional if there is only one.
         statistics: A file of statistics, or a LeRobot dataset's folder, in place of the model's own; or `bounds`, those of the
             action space.
-        normalisation: What becomes −1 and 1: q99 (the quantiles, the default) or bounds.
+        normalisation: Statistics that become −1 and 1: q99 (the quantiles, the default) or bounds.
         center_crop: Shows the middle 90 % of the pictures, as OpenVLA's evaluations do.
         gripper: rlds, if the last component is a gripper as datasets of RLDS have it (`Scaling.gripper`).
         prompt: With `{instruction}`.
@@ -73,16 +74,16 @@ class OpenVLAPolicy(TokenPolicy):
         for part in self.vlm.modules():
             if isinstance(part, ViT):
                 part.freeze_unused()
-        if self.action_head is not None:  # no word is said
+        if self.action_head is not None:  # it writes no tokens
             self.vlm.language_model.lm_head.requires_grad_(False)
         load_ours(self, self.source)
 
     def load(self, cfg: ModelConfig) -> None:
-        """See `TokenPolicy.load`."""
+        """Loads the network, its heads, and the statistics (`TokenPolicy.load`)."""
         space, options = self.observation_space, self.options
         self.vlm, self.tokenizer, settings = load_vlm(cfg, "openvla", self.chunk, self.dim, 0)
         config, self.source = self.vlm.config, folder_of(cfg)
-        width, parts = int(config.text_config.hidden_size), beside(self.source)
+        width, parts = int(config.text_config.hidden_size), find_components(self.source)
         self.kind = str(options.get("head") or ("l1" if HEAD in parts else "tokens"))
         if self.kind not in HEADS:
             raise ConfigError(f"actor.model.kwargs.head is {self.kind!r}; allowed: {', '.join(HEADS)}")
@@ -99,7 +100,7 @@ class OpenVLAPolicy(TokenPolicy):
             )
         self.state_scaling = None
         self._scale(options)
-        self.action_head, self.proprio_projector = load_beside(
+        self.action_head, self.proprio_projector = load_components(
             parts, width, self.dim if self.kind == "l1" else 0, self.numbers
         )
         if self.kind == "l1":
@@ -116,8 +117,8 @@ class OpenVLAPolicy(TokenPolicy):
         )  # fmt: skip
 
     def _scale(self, options: dict[str, Any]) -> None:
-        """Takes the statistics of `kwargs`, or those of the model; the bounds of the action space stay for `bounds`, and for a
-        model that comes from no folder.
+        """Sets the scaling from the statistics of `kwargs`, or from those of the model. The bounds of the action space
+        stay for `bounds`, and for a model without a folder.
 
         Raises:
             ConfigError: A folder has none: its actions would be scaled otherwise than in its demonstrations.
@@ -133,43 +134,43 @@ class OpenVLAPolicy(TokenPolicy):
                 raise ConfigError(f"actor.model.kwargs.unnorm_key: {where} has no statistics")
             return
         key, normalisation = options.get("unnorm_key"), str(options.get("normalisation") or "q99")
-        found = scaling(self.statistics, key, "action", self.dim, normalisation, where)
-        assert found is not None  # or it would have said so
-        found.gripper, self.scaling = self.scaling.gripper, found
+        action_scaling = scaling(self.statistics, key, "action", self.dim, normalisation, where)
+        assert action_scaling is not None  # `scaling` raises otherwise
+        action_scaling.gripper, self.scaling = self.scaling.gripper, action_scaling
         if self.numbers:
             self.state_scaling = scaling(self.statistics, key, "proprio", self.numbers, normalisation, where)
 
     def recompute_activations(self) -> bool:
-        """See `Policy.recompute_activations`: of the language model."""
+        """Enables gradient checkpointing of the language model (`Policy.recompute_activations`)."""
         self.vlm.language_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return True
 
     # -- the passes -----------------------------------------------------------------------------------------------
 
     def _embedded(self, obs: Any) -> tuple[Tensor, Tensor]:
-        """Pictures, state and prompt as embeddings `[B, L, width]`, and their mask."""
+        """Returns pictures, state and prompt as embeddings `[B, L, width]`, and their mask."""
         ids, mask, pixels = self.inputs(obs)
-        seen = self.vlm.see(pixels)
+        features = self.vlm.see(pixels)
         if self.proprio_projector is not None:
             state = obs["state"].reshape(len(ids), -1).float()
             state = state if self.state_scaling is None else self.state_scaling.scaled(state)
-            seen = torch.cat([seen, self.proprio_projector(state)[:, None].to(seen.dtype)], 1)
-        return self.vlm.embed(ids, seen), mask
+            features = torch.cat([features, self.proprio_projector(state)[:, None].to(features.dtype)], 1)
+        return self.vlm.embed(ids, features), mask
 
-    def _read(self, obs: Obs, said: Tensor | None = None, cache: bool = False) -> Any:
+    def _read(self, obs: PolicyObs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
         embedded, mask = self._embedded(obs)
-        if said is not None:
-            embedded = torch.cat([embedded, self.vlm.get_input_embeddings()(said)], 1)
-            mask = torch.cat([mask, torch.ones_like(said)], 1)
+        if token_ids is not None:
+            embedded = torch.cat([embedded, self.vlm.get_input_embeddings()(token_ids)], 1)
+            mask = torch.cat([mask, torch.ones_like(token_ids)], 1)
         out = self._go_on(inputs_embeds=embedded, attention_mask=mask, position_ids=positions(mask), use_cache=cache)
         return out, mask
 
-    def _go_on(self, **given: Any) -> Any:
-        return self.vlm.language_model.model(**given)
+    def _go_on(self, **inputs: Any) -> Any:
+        return self.vlm.language_model.model(**inputs)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        found: Tensor = self.vlm.language_model.lm_head(hidden)
-        return found
+        logits: Tensor = self.vlm.language_model.lm_head(hidden)
+        return logits
 
     def _states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
         if self.kind == "tokens":
@@ -185,7 +186,7 @@ class OpenVLAPolicy(TokenPolicy):
         out = self._go_on(
             inputs_embeds=embedded, attention_mask=both_ways, position_ids=positions(mask), use_cache=False
         )
-        # As in a text that is written, what stands before a place predicts it.
+        # As in generated text, the hidden state before a position predicts it.
         hidden: Tensor = out.last_hidden_state[:, -places - 2 : -2]
         return hidden
 
@@ -196,31 +197,33 @@ class OpenVLAPolicy(TokenPolicy):
         return *self._choose(hidden, noise), hidden[:, 0]
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """See `Policy.features`: of `l1`, the actions between −1 and 1."""
+        """Returns the head's input, for `l1` the actions between −1 and 1, and the values (`Policy.features`)."""
         if self.action_head is None or not policy:
             return super().features(obs, policy, value)
         hidden = self._states(obs, None)
         return self.action_head(hidden).flatten(1), self._values(hidden[:, 0]) if value else None
 
-    def default_forward(self, inputs: dict[str, Any], *asked: bool, **wanted: bool) -> dict[str, Tensor]:
-        """See `Policy.default_forward`; of `l1`, `inputs` may have the actions between −1 and 1, `scaled`."""
+    def default_forward(self, inputs: dict[str, Any], *args: bool, **kwargs: bool) -> dict[str, Tensor]:
+        """Runs the training pass (`Policy.default_forward`); for `l1`, `inputs` may have the actions between −1 and 1,
+        `scaled`.
+        """
         if self.action_head is None:
-            return super().default_forward(inputs, *asked, **wanted)
+            return super().default_forward(inputs, *args, **kwargs)
         actions = inputs["scaled"] if "scaled" in inputs else self._scaled(inputs["actions"])
-        given = {"obs": inputs["obs"], "actions": actions}
-        return Policy.default_forward(self, given, *asked, **wanted)
+        scaled_inputs = {"obs": inputs["obs"], "actions": actions}
+        return Policy.default_forward(self, scaled_inputs, *args, **kwargs)
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Actions for a batch of observations (`Policy.predict_action_batch`)."""
+        """Chooses actions for a batch of observations (`Policy.predict_action_batch`)."""
         if self.action_head is None:
             return super().predict_action_batch(obs, mode, noise)
         actions, extras = Policy.predict_action_batch(self, obs, mode, noise)
         return self.scaling.unscaled(actions), {**extras, "inputs": {"scaled": actions}}
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """See `Policy.sample_noise`."""
+        """Draws noise of the tokens or of the Gaussian (`Policy.sample_noise`)."""
         return (
             super().sample_noise(shape, generator)
             if self.action_head is None
@@ -228,14 +231,14 @@ class OpenVLAPolicy(TokenPolicy):
         )
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """See `Policy.bc_loss`; of `l1`, the mean distance of the actions."""
+        """Returns the loss of behaviour cloning (`Policy.bc_loss`); for `l1`, the mean distance of the actions."""
         if self.action_head is None:
             return super().bc_loss(inputs)
-        found = self.action_head(self._states(inputs["obs"], None))
-        return (found - self._scaled(inputs["actions"])).abs().mean((1, 2))
+        predicted = self.action_head(self._states(inputs["obs"], None))
+        return (predicted - self._scaled(inputs["actions"])).abs().mean((1, 2))
 
     def release(self, folder: Any, step: int) -> None:
-        """Writes the policy as its family is released (`release`)."""
+        """Writes the policy in the format of its family's releases (`release`)."""
         release(self, folder, step)
 
 
@@ -244,24 +247,24 @@ STATISTICS, OURS = "dataset_statistics.json", "rlhpc.safetensors"
 _PARTS = ("value_head.", "head.")
 
 
-def path_of(given: Any) -> Path:
-    """A path as users write it."""
-    return expand_home(str(given))
+def path_of(path: Any) -> Path:
+    """Returns a path from a user's text."""
+    return expand_home(str(path))
 
 
 def folder_of(cfg: ModelConfig) -> Path | None:
-    """The model's folder; None for a hub name or a built-in one."""
+    """Returns the model's folder; None for a hub name or a built-in one."""
     folder = path_of(cfg.model_path or "")
     return folder if cfg.model_path and folder.is_dir() else None
 
 
-def beside(folder: Path | None) -> dict[str, Path]:
-    """The files of what stands beside the network, by what it is.
+def find_components(folder: Path | None) -> dict[str, Path]:
+    """Returns the files of components outside the network, by component name.
 
     Raises:
-        ConfigError: There are several of one.
+        ConfigError: A component has several files.
     """
-    found: dict[str, Path] = {}
+    files_by_component: dict[str, Path] = {}
     for name in (HEAD, PROJECTOR) if folder else ():
         assert folder is not None
         files = sorted(folder.glob(f"{name}--*checkpoint.pt"))
@@ -270,18 +273,18 @@ def beside(folder: Path | None) -> dict[str, Path]:
                 f"actor.model.model_path: {folder} has {len(files)} files {name}--*: {', '.join(p.name for p in files)}; "
                 "leave one"
             )
-        found.update((name, file) for file in files)
-    return found
+        files_by_component.update((name, file) for file in files)
+    return files_by_component
 
 
 def find_statistics(options: Mapping[str, Any], folder: Path | None, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the statistics by which actions are scaled: those of `kwargs`, or those of the model; none for the bounds of the
-    action space, and for a model that comes from no folder.
+    """Returns the statistics that scale actions: those of `kwargs`, or those of the model. They are empty for the
+    bounds of the action space, and for a model without a folder.
 
     Args:
         options: `actor.model.kwargs`.
-        folder: The model's.
-        config: Its config.json.
+        folder: Folder of the model.
+        config: Content of its config.json.
 
     Raises:
         ConfigError: A folder has none: its actions would be scaled otherwise than in its demonstrations.
@@ -310,14 +313,16 @@ def check_folder(cfg: ModelConfig) -> None:
     """
     require_weights(cfg.model_path)
     if (folder := folder_of(cfg)) is not None:
-        beside(folder)
+        find_components(folder)
         find_statistics(cfg.kwargs, folder, read_config(folder))
 
 
-def load_beside(
+def load_components(
     files: dict[str, Path], width: int, dim: int, state: int
 ) -> tuple[ActionHead | None, ProprioProjector | None]:
-    """Head and projector, with weights where there is a file of them; None without components (`dim`) or numbers (`state`)."""
+    """Builds head and projector, with the weights of their files, if any; None without components (`dim`) or numbers
+    (`state`).
+    """
     from rlhpc.embodied.models.prismatic import ActionHead, ProprioProjector
 
     head = _loaded(ActionHead(width, dim), files.get(HEAD)) if dim else None
@@ -337,22 +342,22 @@ def _loaded(module: Any, file: Path | None) -> Any:
 
 
 def load_ours(policy: nn.Module, folder: Path | None) -> None:
-    """Gives a policy the value head and the log-std that its folder has, if they fit it."""
+    """Loads the value head and the log-std of a policy's folder, if they fit the policy."""
     if folder is not None and (folder / OURS).is_file():
-        own = policy.state_dict()
-        found = load_tensors(folder / OURS).items()
-        fitting = {name: value for name, value in found if name in own and own[name].shape == value.shape}
+        state = policy.state_dict()
+        weights = load_tensors(folder / OURS).items()
+        fitting = {name: value for name, value in weights if name in state and state[name].shape == value.shape}
         policy.load_state_dict(fitting, strict=False)
 
 
 def eye_of(config: OpenVLAConfig, settings: dict[str, Any], space: Any, crop: bool) -> Eye:
-    """How it takes pictures.
+    """Returns the model's image preprocessing.
 
     Args:
-        config: Of the model.
-        settings: Of its image processor.
+        config: Configuration of the model.
+        settings: Settings of its image processor.
         space: The observations, whose pictures must be square unless they are stretched.
-        crop: The middle 90 % are shown, as to models whose training pictures were cropped at random.
+        crop: Crop to the middle 90 %, for models whose training pictures were cropped at random.
 
     Raises:
         ConfigError: Its vision transformers want pictures of different sizes, or the pictures would have to be cut.
@@ -374,13 +379,13 @@ def eye_of(config: OpenVLAConfig, settings: dict[str, Any], space: Any, crop: bo
 
 
 class Released(Protocol):
-    """What of a policy is written.
+    """Parts of a policy that `release` writes.
 
     Attributes:
         vlm: The network, with adapters or without.
-        source: The folder that it was read from; None for a built-in one.
+        source: Folder that the network was read from; None for a built-in one.
         tokenizer, eye: Written where there was no such folder.
-        statistics: That scale actions and state, by dataset.
+        statistics: Statistics that scale actions and state, by dataset.
         action_head, proprio_projector: OFT's.
     """
 
@@ -393,16 +398,16 @@ class Released(Protocol):
     proprio_projector: ProprioProjector | None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All its tensors, ours among them."""
+        """Returns all tensors of the policy, with rlhpc's value head and log-std."""
 
 
 def release(policy: Released, folder: Path, step: int) -> None:
-    """Writes a policy as OpenVLA's folders are, with adapters merged, and beside.
+    """Writes a policy in the layout of OpenVLA's folders: with merged adapters, and also the adapters alone.
 
     Args:
-        policy: With its weights.
-        folder: That is there.
-        step: For the names of files.
+        policy: Policy with its weights.
+        folder: Existing folder.
+        step: Step for the names of files.
     """
     if policy.source is not None:  # the tokenizer, the image processor, and the code that its configuration names
         for file in policy.source.iterdir():
@@ -436,7 +441,7 @@ def release(policy: Released, folder: Path, step: int) -> None:
 
 
 def _processor(eye: Eye, config: OpenVLAConfig) -> dict[str, Any]:
-    """preprocessor_config.json."""
+    """Returns the content of preprocessor_config.json."""
     count = len(eye.means)
     return {
         "image_processor_type": "PrismaticImageProcessor", "image_resize_strategy": "resize-naive",

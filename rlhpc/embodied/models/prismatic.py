@@ -1,4 +1,5 @@
-"""OpenVLA's network (Kim et al. 2024) and what OpenVLA-OFT (Kim et al. 2025) puts beside it, by the names of released files.
+"""Network of OpenVLA (Kim et al. 2024) with the additions of OpenVLA-OFT (Kim et al. 2025), by the names of released
+files.
 
 `vision_backbone.featurizer` (and `fused_featurizer`, whose features stand beside the first one's), `projector`,
 `language_model`: a Llama. The names of the classes are those that the released configurations name.
@@ -21,13 +22,13 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class ViTShape:
-    """What tells one from another.
+    """Architecture parameters of a vision transformer.
 
     Attributes:
         embed_dim, depth, num_heads, mlp_ratio, patch_size: As timm has them.
         reg_tokens: Registers; with them there is a class token, too, and neither has a position.
         scaled: Layers have a scale.
-        pooled: There is an attention pool at the end, which nothing here uses, and files contain.
+        pooled: It ends with an attention pool, which files contain and nothing here uses.
         mean, std: Of the pictures it was trained on.
     """
 
@@ -55,10 +56,10 @@ SHAPES = {
 
 
 def vit_shape(name: str, changes: dict[str, Any]) -> ViTShape:
-    """The shape that timm's name stands for, with changes to it.
+    """Returns the shape of a timm model name, with changes to it.
 
     Raises:
-        ConfigError: It is none of `SHAPES`.
+        ConfigError: The name is none of `SHAPES`.
     """
     if name not in SHAPES:
         raise ConfigError(f"the model's config.json has {name!r} in timm_model_ids; supported: {', '.join(SHAPES)}")
@@ -66,19 +67,19 @@ def vit_shape(name: str, changes: dict[str, Any]) -> ViTShape:
 
 
 class LayerScale(nn.Module):
-    """Multiplies each component by a weight of its own."""
+    """Layer that multiplies each component by a separate weight."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.scale_factor = nn.Parameter(torch.full((dim,), 1e-5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., dim]` to the same."""
+        """Returns the scaled components `[..., dim]`."""
         return x * self.scale_factor
 
 
 class Attention(nn.Module):
-    """Self-attention."""
+    """Self-attention layer."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -86,27 +87,27 @@ class Attention(nn.Module):
         self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, L, dim]` to the same."""
+        """Returns attention outputs `[B, L, dim]` for `[B, L, dim]`."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        found: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return found
+        outputs: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return outputs
 
 
 class Mlp(nn.Module):
-    """Two layers."""
+    """Perceptron of two layers."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., dim]` to the same."""
-        found: Tensor = self.fc2(F.gelu(self.fc1(x)))
-        return found
+        """Returns outputs `[..., dim]` for `[..., dim]`."""
+        outputs: Tensor = self.fc2(F.gelu(self.fc1(x)))
+        return outputs
 
 
 class ViTBlock(nn.Module):
-    """A layer."""
+    """Layer of a vision transformer."""
 
     def __init__(self, shape: ViTShape) -> None:
         super().__init__()
@@ -117,14 +118,14 @@ class ViTBlock(nn.Module):
         self.ls2 = LayerScale(dim) if shape.scaled else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, L, dim]` to the same."""
+        """Returns outputs `[B, L, dim]` for `[B, L, dim]`."""
         x = x + self.ls1(self.attn(self.norm1(x)))
-        found: Tensor = x + self.ls2(self.mlp(self.norm2(x)))
-        return found
+        outputs: Tensor = x + self.ls2(self.mlp(self.norm2(x)))
+        return outputs
 
 
 class AttentionPool(nn.Module):
-    """The weights of SigLIP's pool: files have them, and no action depends on them."""
+    """Weights of SigLIP's pool: files have them, and no action depends on them."""
 
     def __init__(self, shape: ViTShape) -> None:
         super().__init__()
@@ -135,24 +136,24 @@ class AttentionPool(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """Pictures to patches."""
+    """Patch embedding of pictures."""
 
     def __init__(self, shape: ViTShape) -> None:
         super().__init__()
         self.proj = nn.Conv2d(3, shape.embed_dim, shape.patch_size, shape.patch_size)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """`[B, 3, size, size]` to `[B, patches, dim]`."""
-        found: Tensor = self.proj(pictures).flatten(2).transpose(1, 2)
-        return found
+        """Converts pictures `[B, 3, size, size]` to `[B, patches, dim]`."""
+        patches: Tensor = self.proj(pictures).flatten(2).transpose(1, 2)
+        return patches
 
 
 class ViT(nn.Module):
-    """A vision transformer up to its last layer but one, which is where OpenVLA takes what it sees from. What comes after that
-    is not trained.
+    """Vision transformer up to its last layer but one, from which OpenVLA takes its features. Later layers are not
+    trained.
 
     Args:
-        shape: What it is like.
+        shape: Architecture parameters.
         size: Pixels a side.
     """
 
@@ -171,21 +172,21 @@ class ViT(nn.Module):
         self.freeze_unused()
 
     def freeze_unused(self) -> None:
-        """Trains nothing of what comes after; adapters there have no gradient either, and would only decay."""
+        """Freezes the layers after the features; adapters there have no gradient either, and would only decay."""
         for part in (self.blocks[-1], self.norm, self.attn_pool):
             if part is not None:
                 part.requires_grad_(False)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """`[B, 3, size, size]` to what its patches became `[B, patches, dim]`."""
+        """Converts pictures `[B, 3, size, size]` to features of their patches `[B, patches, dim]`."""
         x = self.patch_embed(pictures) + self.pos_embed
         if self.registers:
             first = torch.cat([self.cls_token, self.reg_token], 1).expand(len(x), -1, -1)
             x = torch.cat([first, x], 1)
         for block in self.blocks[:-1]:
             x = block(x)
-        found: Tensor = x[:, -self.patches :]
-        return found
+        features: Tensor = x[:, -self.patches :]
+        return features
 
 
 #: Blocks of the head that regresses actions.
@@ -193,16 +194,16 @@ _BLOCKS = 2
 
 
 class OpenVLAConfig(PretrainedConfig):
-    """What config.json says; keys that are not used here stay in it.
+    """Configuration of OpenVLA from config.json; unused keys stay in it.
 
     Args:
-        timm_model_ids: One vision transformer, or two.
+        timm_model_ids: Names of one or two vision transformers.
         image_sizes: Pixels a side, of each.
         timm_overrides: Changes of `ViTShape`, of each; released models have none.
-        text_config: Of the Llama.
+        text_config: Configuration of the Llama.
         pad_to_multiple_of: By how much its vocabulary is larger than the tokenizer's.
         n_action_bins: The last tokens of the vocabulary that stand for parts of an action.
-        norm_stats: Of the actions of each dataset that it was trained on.
+        norm_stats: Statistics of the actions of each dataset that it was trained on.
     """
 
     model_type = "openvla"
@@ -216,7 +217,7 @@ class OpenVLAConfig(PretrainedConfig):
         pad_to_multiple_of: int = 64,
         n_action_bins: int = 256,
         norm_stats: dict[str, Any] | None = None,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
         self.timm_model_ids = list(timm_model_ids or ["vit_so400m_patch14_siglip_224"])
         self.image_sizes = list(image_sizes or [224] * len(self.timm_model_ids))
@@ -228,11 +229,11 @@ class OpenVLAConfig(PretrainedConfig):
             )
         self.text_config = LlamaConfig(**text)
         self.pad_to_multiple_of, self.n_action_bins, self.norm_stats = pad_to_multiple_of, n_action_bins, norm_stats
-        super().__init__(**others)
+        super().__init__(**kwargs)
 
     @property
     def shapes(self) -> list[Any]:
-        """Of the vision transformers."""
+        """Shapes of the vision transformers."""
         changes = self.timm_overrides or [{}] * len(self.timm_model_ids)
         return [vit_shape(name, change) for name, change in zip(self.timm_model_ids, changes, strict=True)]
 
@@ -241,7 +242,7 @@ AutoConfig.register("openvla", OpenVLAConfig, exist_ok=True)  # else AutoTokeniz
 
 
 class VisionBackbone(nn.Module):
-    """One vision transformer, or two that see the same."""
+    """Vision backbone: one vision transformer, or two that see the same pictures."""
 
     def __init__(self, config: OpenVLAConfig) -> None:
         super().__init__()
@@ -252,16 +253,20 @@ class VisionBackbone(nn.Module):
             self.width += self.fused_featurizer.embed_dim
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """`[B, 3 or 6, size, size]`, of 6 three for each, to `[B, patches, width]`."""
-        seen = self.featurizer(pictures[:, :3])
+        """Converts pictures `[B, 3 or 6, size, size]`, of 6 channels three for each transformer, to `[B, patches,
+        width]`.
+        """
+        features = self.featurizer(pictures[:, :3])
         if pictures.shape[1] > 3:
-            seen = torch.cat([seen, self.fused_featurizer(pictures[:, 3:])], -1)
-        found: Tensor = seen
-        return found
+            features = torch.cat([features, self.fused_featurizer(pictures[:, 3:])], -1)
+        result: Tensor = features
+        return result
 
 
 class Projector(nn.Module):
-    """What is seen, as embeddings of the language model: three layers behind two vision transformers, else two."""
+    """Projector of visual features to embeddings of the language model: three layers behind two vision transformers,
+    else two.
+    """
 
     def __init__(self, width: int, hidden: int, fused: bool) -> None:
         super().__init__()
@@ -269,16 +274,16 @@ class Projector(nn.Module):
         self.fc1, self.fc2 = nn.Linear(width, inner), nn.Linear(inner, hidden)
         self.fc3 = nn.Linear(hidden, hidden) if fused else None
 
-    def forward(self, seen: Tensor) -> Tensor:
-        """`[..., width]` to `[..., hidden]`."""
-        found: Tensor = self.fc2(F.gelu(self.fc1(seen)))
+    def forward(self, features: Tensor) -> Tensor:
+        """Projects features `[..., width]` to `[..., hidden]`."""
+        embeddings: Tensor = self.fc2(F.gelu(self.fc1(features)))
         if self.fc3 is not None:
-            found = self.fc3(F.gelu(found))
-        return found
+            embeddings = self.fc3(F.gelu(embeddings))
+        return embeddings
 
 
 class OpenVLAForActionPrediction(PreTrainedModel):
-    """The network, up to the language model's hidden states."""
+    """OpenVLA network up to the language model's hidden states."""
 
     config_class = OpenVLAConfig
     base_model_prefix = "model"
@@ -297,43 +302,43 @@ class OpenVLAForActionPrediction(PreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """See transformers."""
-        found: nn.Module = self.language_model.get_input_embeddings()
-        return found
+        """Returns the language model's input embeddings."""
+        embeddings: nn.Module = self.language_model.get_input_embeddings()
+        return embeddings
 
     def get_output_embeddings(self) -> nn.Module:
-        """See transformers; adapters on all linear layers leave it out."""
-        found: nn.Module = self.language_model.get_output_embeddings()
-        return found
+        """Returns the language model's output embeddings; adapters on all linear layers leave them out."""
+        embeddings: nn.Module = self.language_model.get_output_embeddings()
+        return embeddings
 
     def see(self, pictures: Tensor) -> Tensor:
-        """`[B, cameras, 3 or 6, size, size]` to embeddings `[B, cameras · patches, hidden]`."""
-        seen = self.projector(self.vision_backbone(pictures.flatten(0, 1).to(self.dtype)))
-        found: Tensor = seen.reshape(len(pictures), -1, seen.shape[-1])
-        return found
+        """Converts pictures `[B, cameras, 3 or 6, size, size]` to embeddings `[B, cameras · patches, hidden]`."""
+        features = self.projector(self.vision_backbone(pictures.flatten(0, 1).to(self.dtype)))
+        embeddings: Tensor = features.reshape(len(pictures), -1, features.shape[-1])
+        return embeddings
 
-    def embed(self, ids: Tensor, seen: Tensor) -> Tensor:
-        """Embeddings of tokens `[B, L]`, with `seen [B, n, hidden]` where they are negative."""
+    def embed(self, ids: Tensor, features: Tensor) -> Tensor:
+        """Returns embeddings of tokens `[B, L]`, with `features [B, n, hidden]` where token ids are negative."""
         words = self.get_input_embeddings()(ids.clamp(min=0))
-        found: Tensor = words.masked_scatter((ids < 0)[..., None], seen.to(words.dtype))
-        return found
+        embeddings: Tensor = words.masked_scatter((ids < 0)[..., None], features.to(words.dtype))
+        return embeddings
 
 
 class ResidualBlock(nn.Module):
-    """A layer of the head that regresses actions."""
+    """Layer of the head that regresses actions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.ffn = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., width]` to the same."""
-        found: Tensor = x + self.ffn(x)
-        return found
+        """Returns outputs `[..., width]` for `[..., width]`."""
+        outputs: Tensor = x + self.ffn(x)
+        return outputs
 
 
 class ResidualMlp(nn.Module):
-    """The head that regresses actions, without its outermost name."""
+    """Network of the head that regresses actions."""
 
     def __init__(self, inputs: int, width: int, outputs: int) -> None:
         super().__init__()
@@ -342,36 +347,40 @@ class ResidualMlp(nn.Module):
         self.layer_norm2, self.fc2 = nn.LayerNorm(width), nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., inputs]` to `[..., outputs]`."""
+        """Returns outputs `[..., outputs]` for `[..., inputs]`."""
         x = F.relu(self.fc1(self.layer_norm1(x)))
         for block in self.mlp_resnet_blocks:
             x = block(x)
-        found: Tensor = self.fc2(self.layer_norm2(x))
-        return found
+        outputs: Tensor = self.fc2(self.layer_norm2(x))
+        return outputs
 
 
 class ActionHead(nn.Module):
-    """OpenVLA-OFT's: an action from the hidden states of its components' places; computes in its weights' precision."""
+    """Action head of OpenVLA-OFT: an action from the hidden states at its components' positions, in the precision of
+    its weights.
+    """
 
     def __init__(self, width: int, dim: int) -> None:
         super().__init__()
         self.dim, self.model = dim, ResidualMlp(width * dim, width, dim)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[B, chunk · dim, width]` to `[B, chunk, dim]`."""
+        """Converts hidden states `[B, chunk · dim, width]` to actions `[B, chunk, dim]`."""
         places = hidden.to(self.model.fc1.weight.dtype).unflatten(1, (-1, self.dim)).flatten(2)
-        found: Tensor = self.model(places).float()
-        return found
+        actions: Tensor = self.model(places).float()
+        return actions
 
 
 class ProprioProjector(nn.Module):
-    """OpenVLA-OFT's: a robot's state as one embedding of the language model; computes in its weights' precision."""
+    """Proprioception projector of OpenVLA-OFT: a robot's state as one embedding of the language model, in the precision
+    of its weights.
+    """
 
     def __init__(self, state: int, hidden: int) -> None:
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(state, hidden), nn.Linear(hidden, hidden)
 
     def forward(self, state: Tensor) -> Tensor:
-        """`[B, state]` to `[B, hidden]`."""
-        found: Tensor = self.fc2(F.gelu(self.fc1(state.to(self.fc1.weight.dtype))))
-        return found
+        """Projects states `[B, state]` to embeddings `[B, hidden]`."""
+        embeddings: Tensor = self.fc2(F.gelu(self.fc1(state.to(self.fc1.weight.dtype))))
+        return embeddings

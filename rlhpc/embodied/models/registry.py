@@ -56,7 +56,7 @@ _FOLDER_CHECKS = {
 
 
 def policy_dtype(actor: EmbodiedActorConfig, bfloat16: bool) -> str:
-    """Returns what `actor.model.dtype` names, with `auto` resolved: "float32" or "bfloat16".
+    """Returns the dtype of `actor.model.dtype`, with `auto` resolved: "float32" or "bfloat16".
 
     Args:
         actor: Section `actor`.
@@ -69,13 +69,14 @@ def policy_dtype(actor: EmbodiedActorConfig, bfloat16: bool) -> str:
     if not getattr(factory, "mixed_precision", False):
         return "float32"
     if actor.training_backend.lower() == "local" and not actor.lora.rank:
-        return "float32"  # all weights are trained, by an optimizer without copies of its own
+        return "float32"  # all weights are trained, by an optimizer without float32 copies
     return "bfloat16" if bfloat16 else "float32"
 
 
 def policy_section(actor: EmbodiedActorConfig, device: str | torch.device = "cpu") -> ModelConfig:
-    """Section `actor.model` as `build_model` wants it on a device: its dtype is resolved (`policy_dtype`), and the adapters of
-    `actor.lora`, if any, are among its options."""
+    """Returns section `actor.model` for `build_model` on a device: with its dtype resolved (`policy_dtype`), and the
+    adapters of `actor.lora`, if any, among its options.
+    """
     from rlhpc.config.typed import changed, plain
     from rlhpc.runtime.devices import computes_bfloat16
 
@@ -127,12 +128,12 @@ def check_folder(cfg: PolicyConfig) -> None:
 
 
 def check_policy(actor: EmbodiedActorConfig, spaces: tuple[Any, Any], pythons: Sequence[str | None]) -> Policy | None:
-    """Builds the policy to see whether it can be; None where only ranks with a Python of their own can.
+    """Builds the policy as a check; returns None without building where only ranks with a separate Python can build it.
 
     Args:
         actor: Section `actor`.
         spaces: Of the observations and of the actions of one slot.
-        pythons: Of the groups that will build it.
+        pythons: Python interpreters of the groups that will build it.
 
     Raises:
         ConfigError: It cannot.
@@ -146,10 +147,10 @@ def check_policy(actor: EmbodiedActorConfig, spaces: tuple[Any, Any], pythons: S
 
 
 def policy_from_spec(spec: dict[str, Any], trust: Trust | None = None, origin: str = "the description") -> Policy:
-    """Inverse of `Policy.spec`: the network, with fresh weights.
+    """Builds the network of a `Policy.spec`, with fresh weights.
 
     Args:
-        spec: As read.
+        spec: Result of `Policy.spec`.
         trust: What it may name of code; nothing by default.
         origin: Where it is from, for messages.
 
@@ -164,13 +165,13 @@ def policy_from_spec(spec: dict[str, Any], trust: Trust | None = None, origin: s
 
     trust = trust or Trust()
     try:
-        given = spec["model"]
-        of: type[PolicyConfig] = SacModelConfig if "critic_layer_norm" in given else ModelConfig
+        model = spec["model"]
+        config_class: type[PolicyConfig] = SacModelConfig if "critic_layer_norm" in model else ModelConfig
         # One that an earlier version wrote may lack keys.
-        named = {"actor": {"model": {**asdict(of()), **given, "model_type": given["model_type"]}}}
-        trust.check(named, origin)
-        section = named if trust.everything else without_variables(named, trust, origin)
-        cfg = typed(of, OmegaConf.create(section).actor.model)
+        config = {"actor": {"model": {**asdict(config_class()), **model, "model_type": model["model_type"]}}}
+        trust.check(config, origin)
+        section = config if trust.everything else without_variables(config, trust, origin)
+        cfg = typed(config_class, OmegaConf.create(section).actor.model)
         return build_model(cfg, space_from_json(spec["observation_space"]), space_from_json(spec["action_space"]))
     except (
         KeyError,
@@ -183,12 +184,14 @@ def policy_from_spec(spec: dict[str, Any], trust: Trust | None = None, origin: s
     ) as error:
         if isinstance(error, RlhpcError):
             raise
-        said = str(error).strip().split("\n")[0]
-        raise ConfigError(f"{origin} describes no policy that can be built: {type(error).__name__}: {said}") from error
+        message = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"{origin} describes no policy that can be built: {type(error).__name__}: {message}"
+        ) from error
 
 
 def spec_in(folder: Path) -> tuple[dict[str, Any], Path]:
-    """What a folder says of its policy (`Policy.spec`), and the file that does.
+    """Returns a folder's description of its policy (`Policy.spec`), and the file that has it.
 
     Raises:
         CheckpointError: It does not say it.
@@ -202,7 +205,7 @@ def spec_in(folder: Path) -> tuple[dict[str, Any], Path]:
 
 
 def load_policy(folder: Path, trust: Trust) -> Policy:
-    """The policy of a folder, in eval mode, on the CPU.
+    """Loads the policy of a folder, in eval mode, on the CPU.
 
     Args:
         folder: A checkpoint, or an export.

@@ -1,8 +1,9 @@
-"""A policy's folder as LeRobot's `save_pretrained` writes it, as far as plain JSON tells: nothing of LeRobot is imported.
+"""Description of a policy's folder in the format of LeRobot's `save_pretrained`, from its JSON files: LeRobot is not
+imported.
 
 config.json                {"type": "act", "input_features": {"observation.state": {"type": "STATE", "shape": [2]}}, …}
 model.safetensors          weights
-policy_preprocessor.json   normalisation and the like, with their statistics in files beside
+policy_preprocessor.json   normalisation and other steps, with their statistics in separate files
 policy_postprocessor.json
 """
 
@@ -24,7 +25,7 @@ from rlhpc.runtime.files import expand_home, read_json
 if TYPE_CHECKING:
     from rlhpc.embodied.config import ModelConfig
 
-#: Families that are here, and the key of how many actions their networks predict at once.
+#: Supported families, and the configuration key of the number of actions that their networks predict at once.
 FAMILIES = {
     "act": "chunk_size", "diffusion": "horizon", "smolvla": "chunk_size", "pi0": "chunk_size", "pi05": "chunk_size",
 }  # fmt: skip
@@ -41,30 +42,30 @@ _KEY = "actor.model.model_path"
 
 @dataclass(frozen=True)
 class Described:
-    """What a folder's config.json says.
+    """Description of a policy's folder, from its config.json.
 
     Attributes:
         path: The folder.
         family: One of `FAMILIES`.
-        sources: The part of our observations that each of its inputs is; pictures are None.
-        cameras: The camera of the environment that each input with pictures is: part, and number within it.
-        looks: How many observations it sees, the last of which is the present one (`n_obs_steps`).
-        config: All of it.
+        sources: Part of the environment's observations for each of its inputs; None for pictures.
+        cameras: Camera of the environment for each input with pictures: part, and number within it.
+        num_obs_steps: Number of observations that it takes, the last of which is the current one (`n_obs_steps`).
+        config: Content of config.json.
     """
 
     path: Path
     family: str
     sources: dict[str, str | None]
     cameras: dict[str, tuple[str, int]]
-    looks: int
+    num_obs_steps: int
     config: dict[str, Any]
 
 
 def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Described:
-    """Reads a folder and holds it against an environment and the configuration.
+    """Reads a folder and checks it against an environment and the configuration.
 
     Raises:
-        ConfigError: It is none, of a family that is not here, or of another task; or an option is unknown.
+        ConfigError: It is no policy, of an unsupported family, or of another task; or an option is unknown.
     """
     path, config = _read(cfg.model_path)
     family = _family(path, config)
@@ -72,9 +73,11 @@ def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Des
         raise ConfigError(
             f"actor.model.kwargs of lerobot's {family} has {', '.join(unknown)}; allowed: {', '.join(OPTIONS[family])}"
         )
-    looks = int(config.get("n_obs_steps") or 1)
-    if looks != 1 and family != "diffusion":
-        raise ConfigError(f"{_KEY}: {path}/config.json has n_obs_steps {looks}; {family} sees one observation: 1")
+    num_obs_steps = int(config.get("n_obs_steps") or 1)
+    if num_obs_steps != 1 and family != "diffusion":
+        raise ConfigError(
+            f"{_KEY}: {path}/config.json has n_obs_steps {num_obs_steps}; {family} sees one observation: 1"
+        )
     if config.get("adapt_to_pi_aloha"):
         raise ConfigError(f"{_KEY}: {path}/config.json has adapt_to_pi_aloha, which is not here: set it false")
     if config.get("temporal_ensemble_coeff") is not None:
@@ -82,15 +85,17 @@ def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Des
             f"{_KEY}: {path}/config.json has temporal_ensemble_coeff {config['temporal_ensemble_coeff']}; chunks are "
             "played as they are here: set it null"
         )
-    _check_actions(cfg, path, config, action_space, FAMILIES[family], looks)
-    sources = _sources(path, config, observation_space, looks)
+    _check_actions(cfg, path, config, action_space, FAMILIES[family], num_obs_steps)
+    sources = _sources(path, config, observation_space, num_obs_steps)
     inputs = [name for name, source in sources.items() if source is None]
-    cameras = match_cameras(inputs, environment_cameras(observation_space, looks), cfg.kwargs.get("cameras"), path)
-    return Described(path, family, sources, cameras, looks, config)
+    cameras = match_cameras(
+        inputs, environment_cameras(observation_space, num_obs_steps), cfg.kwargs.get("cameras"), path
+    )
+    return Described(path, family, sources, cameras, num_obs_steps, config)
 
 
 def check_folder(cfg: ModelConfig) -> None:
-    """Refuses a folder that LeRobot's `save_pretrained` did not write, or of a family that is not here.
+    """Refuses a folder that LeRobot's `save_pretrained` did not write, or of an unsupported family.
 
     Raises:
         ConfigError: Says what is wrong.
@@ -106,10 +111,10 @@ def _family(path: Path, config: Mapping[str, Any]) -> str:
     return family
 
 
-def _read(given: str | None) -> tuple[Path, dict[str, Any]]:
-    if not given:
+def _read(model_path: str | None) -> tuple[Path, dict[str, Any]]:
+    if not model_path:
         raise ConfigError(f"{_KEY} is not set; model_type lerobot takes a folder that LeRobot's save_pretrained wrote")
-    path = expand_home(given).absolute()
+    path = expand_home(model_path).absolute()
     try:
         config = read_json((path / "config.json").read_bytes())
     except (OSError, ValueError) as error:
@@ -121,7 +126,9 @@ def _read(given: str | None) -> tuple[Path, dict[str, Any]]:
     return path, config
 
 
-def _check_actions(cfg: ModelConfig, path: Path, config: Mapping[str, Any], space: Any, most: str, looks: int) -> None:
+def _check_actions(
+    cfg: ModelConfig, path: Path, config: Mapping[str, Any], space: Any, horizon_key: str, num_obs_steps: int
+) -> None:
     if not isinstance(space, spaces.Box):
         raise ConfigError(f"model_type 'lerobot' needs continuous actions; these are {space}")
     outputs: Mapping[str, Any] = config.get("output_features") or {}
@@ -130,21 +137,26 @@ def _check_actions(cfg: ModelConfig, path: Path, config: Mapping[str, Any], spac
         raise ConfigError(
             f"{_KEY}: {path}/config.json has actions of shape {shape}, the environment {list(space.shape)}"
         )
-    if cfg.num_action_chunks > int(config[most]) - (looks - 1):
-        before = f", {looks - 1} of which are before the present one (n_obs_steps {looks})" if looks > 1 else ""
+    if cfg.num_action_chunks > int(config[horizon_key]) - (num_obs_steps - 1):
+        before = (
+            f", {num_obs_steps - 1} of which are before the present one (n_obs_steps {num_obs_steps})"
+            if num_obs_steps > 1
+            else ""
+        )
         raise ConfigError(
-            f"actor.model.num_action_chunks is {cfg.num_action_chunks}; {path}/config.json has {most} {config[most]}{before}"
+            f"actor.model.num_action_chunks is {cfg.num_action_chunks}; {path}/config.json has {horizon_key} "
+            f"{config[horizon_key]}{before}"
         )
 
 
-def pictures_of(space: Any, looks: int) -> dict[str, Any]:
-    """The boxes of pictures of an observation, `[H, W, C]`, or `[looks, H, W, C]` where it shows several."""
-    return {key: box for key, box in boxes_of(space).items() if len(box.shape) == 3 + (looks > 1)}
+def pictures_of(space: Any, num_obs_steps: int) -> dict[str, Any]:
+    """Returns the boxes of pictures of an observation, `[H, W, C]`, or `[num_obs_steps, H, W, C]` for several steps."""
+    return {key: box for key, box in boxes_of(space).items() if len(box.shape) == 3 + (num_obs_steps > 1)}
 
 
 def environment_cameras(space: Any, num_steps: int) -> dict[str, tuple[str, int]]:
     """Returns the cameras of an environment by name: part of the observation, and number within it. A part that holds several
-    pictures side by side, such as `rgb`, has cameras `rgb_0`, `rgb_1`, …; `num_steps` as `Described.looks`."""
+    pictures side by side, such as `rgb`, has cameras `rgb_0`, `rgb_1`, …; `num_steps` as `Described.num_obs_steps`."""
     cameras: dict[str, tuple[str, int]] = {}
     for key, box in pictures_of(space, num_steps).items():
         count = box.shape[-1] // 3
@@ -167,7 +179,7 @@ def match_cameras(
         path: The folder, for messages.
 
     Raises:
-        ConfigError: Which camera an input is does not follow, or a camera is left over.
+        ConfigError: An input's camera is ambiguous, or a camera is unused.
     """
     short = {name: name.removeprefix("observation.").removeprefix("images.") for name in inputs}
     lists = (
@@ -197,30 +209,32 @@ def match_cameras(
     return dict(zip(inputs, cameras.values(), strict=True))
 
 
-def _sources(path: Path, config: Mapping[str, Any], space: Any, looks: int) -> dict[str, str | None]:
+def _sources(path: Path, config: Mapping[str, Any], space: Any, num_obs_steps: int) -> dict[str, str | None]:
     boxes = boxes_of(space)
-    if looks > 1 and any(len(box.shape) < 2 or box.shape[0] != looks for box in boxes.values()):
-        shown = ", ".join(f"{key or 'numbers'} {list(box.shape)}" for key, box in boxes.items())
+    if num_obs_steps > 1 and any(len(box.shape) < 2 or box.shape[0] != num_obs_steps for box in boxes.values()):
+        shapes_text = ", ".join(f"{key or 'numbers'} {list(box.shape)}" for key, box in boxes.items())
         raise ConfigError(
-            f"{_KEY}: {path}/config.json has n_obs_steps {looks}; the environment shows {shown}. Have it show the last "
-            f"{looks} of each: env.train.wrappers=[{{frame_stack: {{stack_size: {looks}}}}}], after all others"
+            f"{_KEY}: {path}/config.json has n_obs_steps {num_obs_steps}; the environment shows {shapes_text}. "
+            f"Have it show the last {num_obs_steps} of each: env.train.wrappers=[{{frame_stack: {{stack_size: {num_obs_steps}}}}}], after all others"
         )
-    found: dict[str, str | None] = {}
-    wanted = 0
+    sources: dict[str, str | None] = {}
+    num_cameras = 0
     for name, feature in config["input_features"].items():
         shape = list(feature["shape"])
         if feature["type"] == "VISUAL":
-            found[name], wanted = None, wanted + 1
+            sources[name], num_cameras = None, num_cameras + 1
             continue
-        own = name.removeprefix("observation.")
-        source = next((key for key in (own, "state", "") if key in boxes), None)
-        if source is None or [math.prod(boxes[source].shape) // looks] != shape:
-            shown = ", ".join(f"{key or 'numbers'} {list(box.shape)}" for key, box in boxes.items())
+        short_name = name.removeprefix("observation.")
+        source = next((key for key in (short_name, "state", "") if key in boxes), None)
+        if source is None or [math.prod(boxes[source].shape) // num_obs_steps] != shape:
+            shapes_text = ", ".join(f"{key or 'numbers'} {list(box.shape)}" for key, box in boxes.items())
             raise ConfigError(
-                f"{_KEY}: {path}/config.json has input {name} of shape {shape}; the environment shows {shown}"
+                f"{_KEY}: {path}/config.json has input {name} of shape {shape}; the environment shows {shapes_text}"
             )
-        found[name] = source
-    there = sum(box.shape[-1] // 3 for box in pictures_of(space, looks).values())
-    if wanted > there:
-        raise ConfigError(f"{_KEY}: {path}/config.json has {wanted} cameras, the environment shows {there}")
-    return found
+        sources[name] = source
+    num_env_cameras = sum(box.shape[-1] // 3 for box in pictures_of(space, num_obs_steps).values())
+    if num_cameras > num_env_cameras:
+        raise ConfigError(
+            f"{_KEY}: {path}/config.json has {num_cameras} cameras, the environment shows {num_env_cameras}"
+        )
+    return sources
