@@ -1,4 +1,6 @@
-"""Datasets of trajectories, whatever their format: what is in them, and others made of them. `rlhpc data` calls this."""
+"""Operations on datasets of trajectories in any format: statistics, conversion, splitting, and an HTML page. `rlhpc
+data` calls them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _KEY = "rlhpc data"
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """How a dataset is written.
+    """Options of writing a dataset.
 
     Attributes:
         to: One of `FORMATS`.
@@ -44,7 +46,7 @@ class WriteOptions:
     videos: bool = False
 
     def lerobot_writer(self, folder: Path, env_id: str, facts: DatasetFacts) -> LeRobotWriter:
-        """Writes episodes of an environment, or of sources with these facts, into a LeRobot dataset."""
+        """Builds a writer of episodes of an environment, or of sources with these facts, into a LeRobot dataset."""
         fps = self.fps if self.fps is not None else facts.fps
         if fps is None:
             fps = DEFAULT_FPS
@@ -56,7 +58,7 @@ class WriteOptions:
 
 
 def read(paths: Sequence[str]) -> Iterator[Trajectory]:
-    """The episodes of files and folders (see `read_trajectories`), one after the other.
+    """Yields the episodes of files and folders (see `read_trajectories`), one after the other.
 
     Raises:
         ConfigError: See there.
@@ -65,7 +67,7 @@ def read(paths: Sequence[str]) -> Iterator[Trajectory]:
 
 
 def inspect(paths: Sequence[str]) -> dict[str, Any]:
-    """What the datasets have: episodes, steps, shapes, and, where they are known, returns, successes and ends."""
+    """Returns episodes, steps, shapes, and, where they are known, returns, successes and ends of the datasets."""
     lengths, returns, successes, cut, shape = list[int](), list[float](), list[bool](), 0, ""
     for trajectory in read(paths):
         shape = shape or shapes(trajectory)
@@ -75,35 +77,36 @@ def inspect(paths: Sequence[str]) -> dict[str, Any]:
             returns.append(float(trajectory["rewards"].sum()))
         if trajectory["success"] is not None:
             successes.append(bool(trajectory["success"].any()))
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "env_id": _env_info(paths).get("env_id"), "episodes": len(lengths), "steps": sum(lengths),
         "length": [min(lengths), max(lengths)], "of_a_step": shape, "truncated": cut,
     }  # fmt: skip
     if returns:
-        found["return"] = {"mean": float(np.mean(returns)), "min": min(returns), "max": max(returns)}
+        summary["return"] = {"mean": float(np.mean(returns)), "min": min(returns), "max": max(returns)}
     if successes:
-        found["success_once"] = float(np.mean(successes))
-    return found
+        summary["success_once"] = float(np.mean(successes))
+    return summary
 
 
 def convert(paths: Sequence[str], output: str, options: WriteOptions) -> int:
-    """Writes the episodes of all datasets into one; returns how many.
+    """Writes the episodes of all datasets into one; returns their number.
 
     Raises:
         ConfigError: They are of several tasks or shapes, or lack what the format needs.
     """
-    found = read(paths)
+    episodes = read(paths)
     with _writer(paths, output, options) as writer:
-        for trajectory in found:
+        for trajectory in episodes:
             writer.add(trajectory)
         return len(writer)
 
 
 def split(paths: Sequence[str], output: str, parts: int, options: WriteOptions) -> list[tuple[str, int]]:
-    """Deals the episodes out to `parts` datasets in a folder: the first to the first, the second to the second, and so on.
+    """Distributes the episodes over `parts` datasets in a folder: the first to the first, the second to the second, and
+    so on.
 
     Returns:
-        Of each part, its path and how many episodes it has.
+        Path and number of episodes of each part.
 
     Raises:
         ConfigError: There are fewer episodes than parts, or what `convert` raises.
@@ -129,7 +132,7 @@ def _writer(paths: Sequence[str], output: str, options: WriteOptions) -> Episode
     makers: dict[str, Callable[[], EpisodeWriter]] = {
         "hdf5": lambda: TrajectoryWriter(
             target, env_id=env_id, env_kwargs=info.get("env_kwargs"), max_episode_steps=info.get("max_episode_steps"),
-            source_type="converted", source_desc=", ".join(paths), facts=facts.known(),
+            source_type="converted", source_desc=", ".join(paths), facts=facts.to_json(),
         ),
         "lerobot": lambda: options.lerobot_writer(target, env_id, facts),
         "minari": lambda: MinariWriter(target, env_id=env_id, spaces=minari_spaces(paths)),
@@ -138,12 +141,12 @@ def _writer(paths: Sequence[str], output: str, options: WriteOptions) -> Episode
 
 
 def _env_info(paths: Sequence[str]) -> dict[str, Any]:
-    """What ManiSkill's files say of their environment; {} where none of the datasets is one.
+    """Returns the environment's description in ManiSkill's files; {} if none of the datasets is one.
 
     Raises:
-        ConfigError: They say different things.
+        ConfigError: The descriptions differ.
     """
-    found: dict[str, Any] = {}
+    env_info: dict[str, Any] = {}
     source: Path | None = None
     for path in paths:
         folder = expand_home(path)
@@ -151,12 +154,12 @@ def _env_info(paths: Sequence[str]) -> dict[str, Any]:
             continue
         for file in find_files(path, SUFFIXES, _KEY):
             info = metadata(file).get("env_info") or {}
-            if source is not None and info.get("env_id") != found.get("env_id"):
+            if source is not None and info.get("env_id") != env_info.get("env_id"):
                 raise ConfigError(
-                    f"{file} is of {info.get('env_id')}, {source} of {found.get('env_id')}; one data set has one task"
+                    f"{file} is of {info.get('env_id')}, {source} of {env_info.get('env_id')}; one data set has one task"
                 )
-            source, found = (source, found) if source is not None else (file, dict(info))
-    return found
+            source, env_info = (source, env_info) if source is not None else (file, dict(info))
+    return env_info
 
 
 #: Pictures of an episode, their width in pixels, and lines of a plot.
@@ -171,18 +174,18 @@ _STYLE = (
 
 
 def page(title: str, facts: Mapping[str, Any], trajectories: Iterable[Trajectory]) -> str:
-    """The page, whole in itself.
+    """Returns a self-contained HTML page.
 
     Args:
         title: Its heading.
-        facts: Of the whole dataset, by name.
+        facts: Facts of the complete dataset, by name.
         trajectories: The episodes that it shows.
     """
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in facts.items())
-    shown = "".join(_episode(number, trajectory) for number, trajectory in enumerate(trajectories))
+    sections = "".join(_episode(number, trajectory) for number, trajectory in enumerate(trajectories))
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     return (
-        f'<!doctype html>\n<html lang="en"><head>{head}</head><body><h1>{escape(title)}</h1><table>{rows}</table>{shown}'
+        f'<!doctype html>\n<html lang="en"><head>{head}</head><body><h1>{escape(title)}</h1><table>{rows}</table>{sections}'
         "</body></html>\n"
     )
 
@@ -206,10 +209,10 @@ def _episode(number: int, trajectory: Trajectory) -> str:
 
 
 def _film(name: str, pictures: np.ndarray) -> str:
-    """Pictures of the first camera."""
+    """Returns HTML with pictures of the first camera."""
     at = np.unique(np.linspace(0, len(pictures) - 1, _PICTURES).round().astype(int))
-    shown = "".join(f'<img width="{_WIDTH}" alt="step {i}" src="{_png(pictures[i])}">' for i in at)
-    return f"<div>{shown}</div><p>{escape(name)}: steps {', '.join(map(str, at))}</p>"
+    images = "".join(f'<img width="{_WIDTH}" alt="step {i}" src="{_png(pictures[i])}">' for i in at)
+    return f"<div>{images}</div><p>{escape(name)}: steps {', '.join(map(str, at))}</p>"
 
 
 def _png(picture: np.ndarray) -> str:

@@ -12,18 +12,18 @@ from rlhpc.embodied.data.trajectories import SUFFIXES, metadata
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, find_files
 
-#: Frames a second where neither a source nor an environment says: ManiSkill's control rate.
+#: Frames a second where neither a source nor an environment has them: ManiSkill's control rate.
 DEFAULT_FPS = 20
 
 
 @dataclass(frozen=True)
 class DatasetFacts:
-    """Facts that are kept when a dataset is converted, merged, split or recorded.
+    """Facts of a dataset that conversion, merging, splitting and recording retain.
 
     Attributes:
-        fps: Frames a second; None where no source says.
+        fps: Frames a second; None where no source has it.
         robot_type: LeRobot's name of the robot.
-        names: Of a column's components, as LeRobot's `info.json` has them.
+        names: Names of a column's components, as in LeRobot's `info.json`.
         cameras: Columns of the pictures that lie side by side in `rgb`, in their order.
         task: The only task, in words; None where there are several or none.
     """
@@ -34,8 +34,8 @@ class DatasetFacts:
     cameras: tuple[str, ...] = ()
     task: str | None = None
 
-    def known(self) -> dict[str, Any]:
-        """Returns what is known as JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Returns the known facts as JSON."""
         values = {"fps": self.fps, "robot_type": self.robot_type, "names": self.names, "task": self.task}
         return {name: value for name, value in values.items() if value} | (
             {"cameras": list(self.cameras)} if self.cameras else {}
@@ -43,7 +43,7 @@ class DatasetFacts:
 
 
 def facts_of(values: Mapping[str, Any]) -> DatasetFacts:
-    """Returns the facts that `DatasetFacts.known` gave; what is malformed is not known."""
+    """Returns the facts of a result of `DatasetFacts.to_json`; malformed ones are unknown."""
     fps, names, cameras = values.get("fps"), values.get("names"), values.get("cameras")
     rated = isinstance(fps, int | float) and math.isfinite(fps) and fps > 0
     texts = {name: values[name] if isinstance(values.get(name), str) else None for name in ("robot_type", "task")}
@@ -54,7 +54,7 @@ def facts_of(values: Mapping[str, Any]) -> DatasetFacts:
 
 
 def source_facts(paths: Iterable[str], key: str) -> list[tuple[str, DatasetFacts]]:
-    """Returns the facts of each file or folder: of LeRobot's `info.json`, or of the JSON beside an HDF5 file."""
+    """Returns the facts of each file or folder, from LeRobot's `info.json` or an HDF5 file's JSON."""
     sources: list[tuple[str, DatasetFacts]] = []
     for path in paths:
         folder = expand_home(path)
@@ -69,7 +69,7 @@ def source_facts(paths: Iterable[str], key: str) -> list[tuple[str, DatasetFacts
 
 
 def merge_facts(sources: Iterable[tuple[str, DatasetFacts]], fps: int | None = None) -> DatasetFacts:
-    """Returns the facts that sources share; one that does not know a fact does not contradict the others.
+    """Returns the facts that sources share; a source without a fact does not contradict the others.
 
     Args:
         sources: Each with its name.
@@ -87,10 +87,12 @@ def merge_facts(sources: Iterable[tuple[str, DatasetFacts]], fps: int | None = N
             value = getattr(facts, fact)
             if not value or (fact == "fps" and fps is not None):
                 continue
-            first, known = merged.setdefault(fact, (source, value))
-            if known != value:
+            first, first_value = merged.setdefault(fact, (source, value))
+            if first_value != value:
                 way_out = "give --fps, which all frames then have" if fact == "fps" else "convert them one by one"
-                raise ConfigError(f"{source} has {fact} {_format(value)}, {first} has {_format(known)}; {way_out}")
+                raise ConfigError(
+                    f"{source} has {fact} {_format(value)}, {first} has {_format(first_value)}; {way_out}"
+                )
         for column, value in facts.names.items():
             if names.setdefault(column, value) != value:
                 raise ConfigError(
@@ -108,6 +110,6 @@ def _format(value: Any) -> str:
 
 
 def whole_rate(fps: float) -> int | float:
-    """Returns a rate as an integer where it is one, as LeRobot writes it."""
+    """Returns a rate as an integer if it is one, as LeRobot writes it."""
     near = round(fps)
     return near if abs(fps - near) < 1e-6 * fps else fps

@@ -1,11 +1,12 @@
-"""LeRobot datasets, versions 2 and 3: Parquet tables of frames, and `meta/info.json` that describes their columns.
+"""Reader of LeRobot datasets, versions 2 and 3: Parquet tables of frames, and `meta/info.json` that describes their
+columns.
 
 Version 2 has one file per episode, version 3 files with many episodes. Pictures lie in the table (`dtype: image`) or in
 mp4 files (`dtype: video`). https://huggingface.co/docs/lerobot/lerobot-dataset-v3
 
-A LeRobot episode has as many observations as actions. So that none of its actions is lost, the last observation is
-repeated as the final one; the last step is a truncation unless `next.done` and `next.success` say that it was the task's end,
-or a column `next.truncated`, which rlhpc writes, says which ends are none.
+A LeRobot episode has as many observations as actions. To retain all actions, the reader repeats the last observation as
+the final one. The last step is a truncation unless `next.done` and `next.success` mark the task's end; a column
+`next.truncated`, which rlhpc writes, marks truncations.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from rlhpc.runtime.files import is_count, read_json
 from rlhpc.runtime.plugins import required
 from rlhpc.runtime.text import first_line
 
-#: Files of a folder, and bytes of a file, as lerobot has them.
+#: Files of a folder, and bytes of a file, as in lerobot.
 CHUNK = 1000
 MOST_BYTES = {"data": 100 << 20, "videos": 200 << 20}
 PATTERN = "chunk-{chunk_index:03d}/file-{file_index:03d}"
-#: In which steps somebody had taken over from the policy; lerobot's own recordings put what a teleoperator says there.
-TAKEN = "complementary_info.is_intervention"
-_OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+#: Column of the steps of an intervention; lerobot's recordings have a teleoperator's events there.
+INTERVENTION = "complementary_info.is_intervention"
+_INDEX_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
 def arrow_package() -> Any:
-    """pyarrow, which reads and writes the tables.
+    """Imports pyarrow, which reads and writes the tables.
 
     Raises:
         ConfigError: It is not installed.
@@ -50,7 +51,7 @@ def arrow_package() -> Any:
 
 
 def pillow() -> Any:
-    """The module of Pillow that reads and writes pictures.
+    """Imports Pillow's module that reads and writes pictures.
 
     Raises:
         ConfigError: It is not installed.
@@ -59,7 +60,9 @@ def pillow() -> Any:
 
 
 def columns_of(trajectory: Mapping[str, Any], cameras: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """The columns `[T, ...]` of an episode, but for those that say where a frame is; `cameras` names those of `rgb`."""
+    """Returns the columns `[T, ...]` of an episode, except for those of a frame's position; `cameras` names those of
+    `rgb`.
+    """
     obs = trajectory["obs"]
     columns: dict[str, np.ndarray] = {}
     for name, value in obs.items() if isinstance(obs, Mapping) else [("state", obs)]:
@@ -79,17 +82,17 @@ def columns_of(trajectory: Mapping[str, Any], cameras: Sequence[str] = ()) -> di
     if trajectory.get("success") is not None:
         columns["next.success"] = np.asarray(trajectory["success"], bool)
     if trajectory.get("taken") is not None:
-        columns[TAKEN] = np.asarray(trajectory["taken"], bool)
+        columns[INTERVENTION] = np.asarray(trajectory["taken"], bool)
     return columns
 
 
 def is_instruction(name: str, column: np.ndarray) -> bool:
-    """Whether an observation is a text, which LeRobot has as a frame's task."""
+    """Returns whether an observation is a text, which LeRobot has as a frame's task."""
     return name == "instruction" and column.dtype == np.uint8 and column.ndim == 2
 
 
 def tasks_of(trajectory: Mapping[str, Any], task: str) -> list[str]:
-    """What is to be done, in words, in each step of an episode; `task` where its observations do not say."""
+    """Returns the instruction of each step of an episode; `task` where its observations have none."""
     obs, length = trajectory["obs"], len(trajectory["actions"])
     texts = obs.get("instruction") if isinstance(obs, Mapping) else None
     if texts is None or not is_instruction("instruction", np.asarray(texts)):
@@ -98,9 +101,9 @@ def tasks_of(trajectory: Mapping[str, Any], task: str) -> list[str]:
 
 
 def _cameras(name: str, pictures: np.ndarray, source: str, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Pictures `[T, H, W, 3]` by camera, of those that stand side by side in the last axis."""
-    count, rest = divmod(pictures.shape[-1], 3)
-    if pictures.dtype != np.uint8 or rest or pictures.ndim != 4:
+    """Splits pictures into `[T, H, W, 3]` by camera, along the last axis."""
+    count, remainder = divmod(pictures.shape[-1], 3)
+    if pictures.dtype != np.uint8 or remainder or pictures.ndim != 4:
         raise ConfigError(
             f"{source}: {name} is {pictures.dtype}{list(pictures.shape[1:])}; pictures are uint8, 3 channels each"
         )
@@ -112,26 +115,35 @@ def _cameras(name: str, pictures: np.ndarray, source: str, names: Sequence[str])
 
 
 def features_of(columns: Mapping[str, np.ndarray], names: Mapping[str, Any], videos: bool) -> dict[str, Any]:
-    """`features` of `info.json`, with the names of components. Pictures of odd sizes stay in the table: H.264 has none."""
-    found: dict[str, Any] = {}
+    """Returns `features` of `info.json`, with the names of components. Pictures of odd sizes stay in the table: H.264
+    has none.
+    """
+    features: dict[str, Any] = {}
     for name, column in columns.items():
         if name.startswith("observation.image"):
             height, width = column.shape[1:3]
             kind = "video" if videos and height % 2 == 0 and width % 2 == 0 else "image"
-            found[name] = {"dtype": kind, "shape": [height, width, 3], "names": ["height", "width", "channels"]}
+            features[name] = {"dtype": kind, "shape": [height, width, 3], "names": ["height", "width", "channels"]}
         else:
-            found[name] = {"dtype": str(column.dtype), "shape": list(column.shape[1:]) or [1], "names": names.get(name)}
-    own = {name: {"dtype": "float32" if name == "timestamp" else "int64", "shape": [1], "names": None} for name in _OWN}
-    return {**found, **own}
+            features[name] = {
+                "dtype": str(column.dtype),
+                "shape": list(column.shape[1:]) or [1],
+                "names": names.get(name),
+            }
+    index_features = {
+        name: {"dtype": "float32" if name == "timestamp" else "int64", "shape": [1], "names": None}
+        for name in _INDEX_COLUMNS
+    }
+    return {**features, **index_features}
 
 
 def images(features: Mapping[str, Any]) -> list[str]:
-    """The columns with pictures."""
+    """Returns the columns with pictures."""
     return [name for name, each in features.items() if each["dtype"] in ("image", "video")]
 
 
 def table_of(columns: Mapping[str, np.ndarray], features: Mapping[str, Any], arrow: Any) -> Any:
-    """The rows of an episode; videos have no column."""
+    """Builds the table of an episode; videos have no column."""
     arrays: dict[str, Any] = {}
     described: dict[str, Any] = {}
     for name, each in features.items():
@@ -157,7 +169,7 @@ def _png(picture: np.ndarray) -> bytes:
 
 
 def tasks_table(tasks: list[str], arrow: Any) -> Any:
-    """`tasks.parquet`: the texts are pandas' index."""
+    """Builds `tasks.parquet`: the texts are pandas' index."""
     kinds = [("task_index", "int64", "int64"), ("task", "unicode", "object")]
     described = {
         "index_columns": ["task"],
@@ -178,14 +190,14 @@ _NEEDED = ("action", "episode_index", "frame_index")
 
 
 def read_lerobot(folder: Path) -> Iterator[dict[str, Any]]:
-    """The episodes of a dataset's folder, in order, with the fields of `rlhpc.embodied.data.trajectory`.
+    """Yields the episodes of a dataset's folder, in order, with the fields of `rlhpc.embodied.data.trajectory`.
 
     `observation.state` is "state"; the cameras are "rgb", side by side in the last axis, channels last; further
     `observation.…` columns keep their names. A frame's task is its "instruction", unless it is only the robot's name. A
     dataset with only a state, and one task, gives arrays.
 
     Raises:
-        ConfigError: A file is missing or not what `info.json` says.
+        ConfigError: A file is missing or does not match `info.json`.
     """
     info = _info(folder)
     features = info["features"]
@@ -201,10 +213,10 @@ def read_lerobot(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def lerobot_facts(folder: Path) -> dict[str, Any]:
-    """Returns what a dataset's `info.json` says besides its columns, as `rlhpc.embodied.data.lerobot_info` has it.
+    """Returns the facts of a dataset's `info.json` that are not columns, for `rlhpc.embodied.data.lerobot_info`.
 
     Raises:
-        ConfigError: A file is not what `info.json` says.
+        ConfigError: A file does not match `info.json`.
     """
     info = _info(folder)
     features = info["features"]
@@ -218,7 +230,7 @@ def lerobot_facts(folder: Path) -> dict[str, Any]:
 
 
 def camera_columns(features: dict[str, Any]) -> list[str]:
-    """Returns the columns of pictures, in the order in which they lie side by side in `rgb`: those in the table first."""
+    """Returns the columns of pictures, in their order in `rgb`: those in the table first."""
     cameras = [name for name in features if name.startswith(_IMAGE)]
     return sorted(cameras, key=lambda name: features[name].get("dtype") == "video")
 
@@ -239,7 +251,7 @@ def _info(folder: Path) -> dict[str, Any]:
 
 
 class _Frames:
-    """The rows of a dataset, one episode at a time, and where its pictures are."""
+    """Rows of a dataset, one episode at a time, with the locations of its pictures."""
 
     def __init__(self, folder: Path, info: dict[str, Any]) -> None:
         arrow = arrow_package()
@@ -263,7 +275,7 @@ class _Frames:
             raise ConfigError(f"{file} cannot be read as Parquet: {first_line(error)}") from None
 
     def tasks(self) -> dict[int, str]:
-        """Returns the tasks by their numbers; {} where there is no table of them."""
+        """Returns the tasks by their numbers; {} without a table of them."""
         meta = self._folder / "meta"
         try:
             if (meta / "tasks.parquet").is_file():
@@ -273,17 +285,17 @@ class _Frames:
                 rows = list(zip(numbers, table[words].to_pylist(), strict=True)) if words else []
             elif (meta / "tasks.jsonl").is_file():
                 lines = _inside(self._folder, meta / "tasks.jsonl").read_text().splitlines()
-                said = [read_json(line) for line in lines if line.strip()]
-                rows = [(row["task_index"], row["task"]) for row in said]
+                entries = [read_json(line) for line in lines if line.strip()]
+                rows = [(row["task_index"], row["task"]) for row in entries]
             else:
                 return {}
-            found = {int(number): str(task) for number, task in rows}
+            tasks = {int(number): str(task) for number, task in rows}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{meta}/tasks.* cannot be read: {first_line(error)}") from None
-        return found
+        return tasks
 
     def instructions(self) -> dict[int, str]:
-        """Returns the tasks by their numbers; {} where none says more than the robot's name."""
+        """Returns the tasks by their numbers; {} if all are empty or the robot's name."""
         tasks = self.tasks()
         return {} if set(tasks.values()) <= {"", str(self._info.get("robot_type"))} else tasks
 
@@ -300,7 +312,7 @@ class _Frames:
                 yield number, {name: rows[name].to_pylist() for name in rows.column_names}
 
     def frames(self, camera: str, episode: int, length: int) -> np.ndarray:
-        """Pictures `[T, H, W, C]` of one episode out of its mp4 file."""
+        """Reads the pictures `[T, H, W, C]` of one episode from its mp4 file."""
         place, pattern = self._places.get(episode, {}), self._info.get("video_path")
         if not pattern:
             raise ConfigError(f"{self._folder}/meta/info.json has videos but no video_path")
@@ -328,7 +340,9 @@ class _Frames:
 
 
 def _picture_size(feature: dict[str, Any]) -> tuple[int, int] | None:
-    """Returns height and width of a camera's pictures by `info.json`, channels first or last; None if it does not say."""
+    """Returns height and width of a camera's pictures by `info.json`, channels first or last; None if it has no valid
+    shape.
+    """
     shape, names = feature.get("shape"), feature.get("names")
     if not isinstance(shape, list) or len(shape) != 3 or not all(is_count(size) and size for size in shape):
         return None
@@ -355,29 +369,29 @@ def _inside(folder: Path, file: Path) -> Path:
 
 
 def video_name(pattern: str, origin: str, **fields: Any) -> str:
-    """The name of a video below the data set's folder.
+    """Returns the path of a video, relative to the dataset's folder.
 
     Args:
         pattern: `video_path` of `info.json`, such as `videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4`.
-        origin: Where it is from, for messages.
-        fields: What may stand in it: `video_key`, which is a text, and numbers.
+        origin: File that has the pattern, for messages.
+        fields: Allowed fields: `video_key`, which is a text, and numbers.
 
     Raises:
-        ConfigError: It asks for something else, or leads out of the folder.
+        ConfigError: It has another field, or leads out of the folder.
     """
-    said = f"{origin}: video_path is {pattern[:200]!r}"
+    prefix = f"{origin}: video_path is {pattern[:200]!r}"
 
     def put(field: re.Match[str]) -> str:
         name, width = field[1], int(field[2] or 0)
         if name not in fields or width > _WIDEST or (name == "video_key" and field[2]):
             raise ConfigError(
-                f"{said}; {field[0]} is not one of {', '.join(fields)}, each at most {_WIDEST} digits wide"
+                f"{prefix}; {field[0]} is not one of {', '.join(fields)}, each at most {_WIDEST} digits wide"
             )
         return str(fields[name]) if name == "video_key" else f"{int(fields[name]):0{width}d}"
 
     name = _FIELD.sub(put, pattern)
     if "{" in _FIELD.sub("", pattern) or "}" in _FIELD.sub("", pattern) or not is_plain_name(name):
-        raise ConfigError(f"{said}, which is not the name of a file below the data set's folder")
+        raise ConfigError(f"{prefix}, which is not the name of a file below the data set's folder")
     return name
 
 
@@ -385,10 +399,12 @@ def _trajectory(
     columns: dict[str, Any], source: str, features: dict[str, Any], tasks: dict[int, str]
 ) -> dict[str, Any]:
     T = len(columns["action"])
-    seen = {name: value for name, value in columns.items() if name.startswith("observation.") and name in features}
+    obs_columns = {
+        name: value for name, value in columns.items() if name.startswith("observation.") and name in features
+    }
     obs: dict[str, np.ndarray] = {}
     pictures = []
-    for name, value in seen.items():
+    for name, value in obs_columns.items():
         if name.startswith(_IMAGE):
             pictures.append(_pictures(value, source))
         else:
@@ -402,14 +418,14 @@ def _trajectory(
     final = {name: np.concatenate([value, value[-1:]]) for name, value in obs.items()}
     done, success = columns.get("next.done"), columns.get("next.success")
     terminations, truncations = np.zeros(T, bool), np.zeros(T, bool)
-    ended = np.asarray(done, bool).reshape(T) if done is not None else terminations
+    is_end = np.asarray(done, bool).reshape(T) if done is not None else terminations
     reached = np.asarray(success, bool).reshape(T) if success is not None else None
-    # `next.done` marks any end; if nothing is said about success, it is taken for the task's.
+    # `next.done` marks any end; without `next.success` it counts as the task's.
     if (cut := columns.get("next.truncated")) is not None:
         truncations |= np.asarray(cut, bool).reshape(T)
-        terminations |= ended & ~truncations
+        terminations |= is_end & ~truncations
     else:
-        terminations |= ended if reached is None else ended & reached
+        terminations |= is_end if reached is None else is_end & reached
         truncations[-1] = not terminations[-1]
     actions = _array(columns["action"], None)
     reward = columns.get("next.reward")
@@ -430,7 +446,7 @@ def _array(rows: Any, dtype: Any) -> np.ndarray:
 
 
 def _pictures(rows: Any, source: str) -> np.ndarray:
-    """`[T, H, W, C]` uint8 of decoded frames, or of the encoded ones that a table holds."""
+    """Returns `[T, H, W, C]` uint8 of decoded frames, or of a table's encoded ones."""
     if isinstance(rows, np.ndarray):
         return rows
     image = pillow()

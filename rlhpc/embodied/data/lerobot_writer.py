@@ -1,4 +1,4 @@
-"""Writes LeRobot datasets, format v3.0: files of many episodes, as lerobot's own `LeRobotDataset.create` makes them.
+"""Writer of LeRobot datasets, format v3.0: files of many episodes, as in lerobot's `LeRobotDataset.create`.
 
     meta/info.json, stats.json, tasks.parquet, episodes/chunk-000/file-000.parquet
     data/chunk-000/file-000.parquet                       a row a frame, a row group an episode
@@ -38,9 +38,9 @@ Statistics = dict[str, np.ndarray]
 
 
 def of_numbers(column: np.ndarray) -> Statistics:
-    """Of numbers `[T]` or `[T, D]`, by component."""
+    """Returns statistics of numbers `[T]` or `[T, D]`, by component."""
     rows = np.asarray(column, np.float64).reshape(len(column), -1)
-    found = {
+    statistics = {
         "min": rows.min(0),
         "max": rows.max(0),
         "mean": rows.mean(0),
@@ -48,28 +48,28 @@ def of_numbers(column: np.ndarray) -> Statistics:
         "count": np.array([len(rows)]),
     }
     quantiles = np.quantile(rows, _QUANTILES, axis=0)
-    return {**found, **{_name(q): value for q, value in zip(_QUANTILES, quantiles, strict=True)}}
+    return {**statistics, **{_name(q): value for q, value in zip(_QUANTILES, quantiles, strict=True)}}
 
 
 def histogram(pictures: np.ndarray) -> np.ndarray:
-    """How often each value is in each channel `[C, 256]` of pictures `[T, H, W, C]` uint8."""
+    """Counts the values in each channel `[C, 256]` of pictures `[T, H, W, C]` uint8."""
     return np.stack([np.bincount(pictures[..., c].reshape(-1), minlength=256) for c in range(pictures.shape[-1])])
 
 
 def of_pictures(counts: np.ndarray, frames: int) -> Statistics:
-    """From histograms: by channel `[C, 1, 1]`, between 0 and 1."""
+    """Returns statistics from histograms: by channel `[C, 1, 1]`, between 0 and 1."""
     values, total = np.arange(256) / 255, counts.sum(1)
     mean = counts @ values / total
     std = np.sqrt(np.maximum(counts @ values**2 / total - mean**2, 0))
     below = np.cumsum(counts, 1)
-    found = {"min": _first(below > 0), "max": _first(below == total[:, None]), "mean": mean, "std": std}
-    found |= {_name(q): _first(below >= q * total[:, None]) for q in _QUANTILES}
-    return {**{name: value.reshape(-1, 1, 1) for name, value in found.items()}, "count": np.array([frames])}
+    statistics = {"min": _first(below > 0), "max": _first(below == total[:, None]), "mean": mean, "std": std}
+    statistics |= {_name(q): _first(below >= q * total[:, None]) for q in _QUANTILES}
+    return {**{name: value.reshape(-1, 1, 1) for name, value in statistics.items()}, "count": np.array([frames])}
 
 
 def _first(where: np.ndarray) -> np.ndarray:
-    found: np.ndarray = where.argmax(1) / 255
-    return found
+    values: np.ndarray = where.argmax(1) / 255
+    return values
 
 
 def _name(quantile: float) -> str:
@@ -77,9 +77,9 @@ def _name(quantile: float) -> str:
 
 
 class Totals:
-    """Statistics of all episodes, exactly.
+    """Exact statistics of all episodes.
 
-    Numbers are kept; of pictures, only how often each value is there.
+    It stores all numbers, and the histograms of pictures.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Totals:
         self._pictures: dict[str, tuple[np.ndarray, int]] = {}
 
     def add(self, name: str, column: np.ndarray, pictures: bool) -> Statistics:
-        """Takes in an episode's column; returns the statistics of that alone."""
+        """Adds an episode's column; returns the statistics of that episode alone."""
         if not pictures:
             self._numbers.setdefault(name, []).append(column)
             return of_numbers(column)
@@ -97,18 +97,18 @@ class Totals:
         return of_pictures(counts, frames)
 
     def all(self) -> dict[str, Any]:
-        """As JSON values, by column."""
-        found = {name: of_numbers(np.concatenate(parts)) for name, parts in self._numbers.items()}
-        found |= {name: of_pictures(*held) for name, held in self._pictures.items()}
-        return {name: {key: value.tolist() for key, value in each.items()} for name, each in found.items()}
+        """Returns the statistics as JSON values, by column."""
+        statistics = {name: of_numbers(np.concatenate(parts)) for name, parts in self._numbers.items()}
+        statistics |= {name: of_pictures(*totals) for name, totals in self._pictures.items()}
+        return {name: {key: value.tolist() for key, value in each.items()} for name, each in statistics.items()}
 
 
-#: As lerobot: key frames close to one another, since frames are read in any order.
+#: As in lerobot: key frames are close together, since readers access frames in any order.
 _OPTIONS = {"crf": "23", "g": "2", "preset": "veryfast"}
 
 
 class CameraFiles:
-    """Takes pictures `[T, H, W, 3]` of even sizes.
+    """Writer of a camera's pictures `[T, H, W, 3]` of even sizes to mp4 files.
 
     Args:
         root: The dataset's folder.
@@ -130,8 +130,8 @@ class CameraFiles:
         return self._root / "videos" / self._camera / f"{place}.mp4"
 
     def add(self, pictures: np.ndarray) -> dict[str, Any]:
-        """Appends an episode; returns where it is."""
-        # The file comes with its first packet, which short episodes do not fill.
+        """Appends an episode; returns its location."""
+        # The first packet creates the file, and short episodes do not fill it.
         if self._file is not None and self._path.exists() and self._path.stat().st_size >= MOST_BYTES["videos"]:
             self._finish()
             self._number, self._frames = self._number + 1, 0
@@ -171,27 +171,27 @@ class CameraFiles:
         }  # fmt: skip
 
     def discard(self) -> None:
-        """Closes what is open."""
+        """Closes the open file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class NothingToWrite(ConfigError):
-    """A dataset has at least one episode."""
+    """Error of a dataset without episodes."""
 
 
 class LeRobotWriter(FolderWriter):
-    """A dataset, which takes its name when `close` is called.
+    """Writer of a LeRobot dataset, which takes its name when `close` is called.
 
     Args:
-        folder: Of the dataset.
+        folder: Folder of the dataset.
         fps: Frames a second.
-        task: What is done in the episodes, in words, where their observations have no `instruction`.
+        task: Task of the episodes, in words, where their observations have no `instruction`.
         videos: Pictures go into mp4 files, rather than into the table.
         robot: `robot_type`.
         names: Of components, by column (`DatasetFacts.names`).
-        cameras: Columns of the pictures that lie side by side in `rgb`; where there are as many.
+        cameras: Columns of the pictures that lie side by side in `rgb`; used if the number fits.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class LeRobotWriter(FolderWriter):
         return len(self._rows)
 
     def add(self, trajectory: Mapping[str, Any]) -> None:
-        """One episode, with the fields of `rlhpc.embodied.data.trajectory`.
+        """Adds an episode, with the fields of `rlhpc.embodied.data.trajectory`.
 
         Raises:
             ConfigError: It has no observations, other columns than the first, or a number that is not finite.
@@ -235,7 +235,8 @@ class LeRobotWriter(FolderWriter):
             }
         elif features != self._features:
             raise ConfigError(
-                f"{trajectory['source']} has {_said(features)}; the episodes before it have {_said(self._features)}"
+                f"{trajectory['source']} has {_features_text(features)}; the episodes before it have "
+                f"{_features_text(self._features)}"
             )
         number, length = len(self._rows), len(columns["action"])
         tasks = tasks_of(trajectory, self._task)
@@ -304,7 +305,7 @@ class LeRobotWriter(FolderWriter):
         }  # fmt: skip
 
     def discard(self) -> None:
-        """See `EpisodeWriter.discard`."""
+        """Removes the unfinished dataset (`EpisodeWriter.discard`)."""
         if self._table is not None:
             self._table.close()
         for camera in self._cameras.values():
@@ -312,5 +313,5 @@ class LeRobotWriter(FolderWriter):
         super().discard()
 
 
-def _said(features: Mapping[str, Any]) -> str:
+def _features_text(features: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {each['dtype']}{list(each['shape'])}" for name, each in features.items())

@@ -11,21 +11,22 @@ from rlhpc.training.flat_parameters import Reduce
 
 
 def permutation(total: int, *entropy: int) -> torch.Tensor:
-    """A permutation of `range(total)` that depends on `entropy` alone (seed, step, epoch)."""
+    """Draws a permutation of `range(total)` that depends on `entropy` alone (seed, step, epoch)."""
     seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))
 
 
 def permutation_by_part(slots: int, steps: int, parts: int, *entropy: int) -> torch.Tensor:
-    """A permutation of a step's transitions, numbered slot by slot, in which each part of its decisions comes in an order of
-    its own, before the part that follows."""
+    """Draws a permutation of a step's transitions, numbered slot by slot. Each part of its decisions is permuted
+    separately and comes before the next part.
+    """
     size = steps // parts
     drawn = [permutation(slots * size, *entropy, part) for part in range(parts)]
     return torch.cat([(one // size) * steps + part * size + one % size for part, one in enumerate(drawn)])
 
 
 def local_minibatches(order: torch.Tensor, size: int, held: range) -> list[torch.Tensor]:
-    """The part of each global minibatch that one rank holds.
+    """Returns the part of each global minibatch that one rank holds.
 
     Args:
         order: Permutation of all transitions of the run; minibatch m is `order[m·size : (m+1)·size]`.
@@ -41,16 +42,16 @@ def local_minibatches(order: torch.Tensor, size: int, held: range) -> list[torch
     return [part[mask] - held.start for part, mask in zip(order.split(size), inside.split(size), strict=True)]
 
 
-def passes(own: Sequence[int], rank: int, ranks: int, reduce: Reduce) -> list[int]:
-    """Forward passes of each minibatch where all ranks have to make equally many: the most that one of them needs.
+def passes(num_local: Sequence[int], rank: int, ranks: int, reduce: Reduce) -> list[int]:
+    """Returns the forward passes of each minibatch, the same number on all ranks: the maximum over the ranks.
 
     Args:
-        own: What this rank needs for each minibatch.
-        rank, ranks: Of the group.
+        num_local: Passes that this rank needs for each minibatch.
+        rank, ranks: Rank in the group, and its size.
         reduce: Sums a tensor over the group, in place.
     """
-    table = torch.zeros((ranks, len(own)), dtype=torch.int64)
-    table[rank] = torch.tensor(list(own), dtype=torch.int64)
+    table = torch.zeros((ranks, len(num_local)), dtype=torch.int64)
+    table[rank] = torch.tensor(list(num_local), dtype=torch.int64)
     if ranks > 1:
         reduce(table)
-    return [max(int(most), 1) for most in table.amax(0)]
+    return [max(int(num_passes), 1) for num_passes in table.amax(0)]

@@ -1,4 +1,4 @@
-"""The replay buffer: the newest transitions of a rank's slots, in a memory-mapped ring.
+"""Replay buffer: the newest transitions of a rank's slots, in a memory-mapped ring.
 
 The buffer of a run is a table of decisions (one action in every slot) by slots. Actor ranks hold the columns of their own
 slots, and a transition is named by its place in the whole table, so that a batch drawn from it is the same whatever the
@@ -30,7 +30,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class ReplayFile:
-    """One file.
+    """File of a stored buffer.
 
     Attributes:
         file: Its name.
@@ -44,14 +44,14 @@ class ReplayFile:
 
 @dataclass
 class Index:
-    """What one rank of a stored buffer has.
+    """Index of one rank's part of a stored buffer.
 
     Attributes:
         slots: First and past-last slot of the rank.
         num_envs: Slots of the run.
         decisions: Decisions made since the run began.
-        held: How many of them, the newest, are in the buffer.
-        segments: Files, oldest first; the first one may begin before what is held.
+        held: Number of decisions, the newest, in the buffer.
+        segments: Files, oldest first; the first one may begin before the oldest decision in the buffer.
     """
 
     slots: tuple[int, int]
@@ -61,7 +61,7 @@ class Index:
     segments: list[ReplayFile] = field(default_factory=list)
 
     def dump(self) -> bytes:
-        """The index as JSON."""
+        """Returns the index as JSON."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode() + b"\n"
 
     @classmethod
@@ -95,7 +95,7 @@ def write_segment(path: Path, parts: Sequence[np.ndarray]) -> None:
 
 
 class StoredReplay:
-    """A replay buffer on disk.
+    """Replay buffer on disk.
 
     Args:
         folder: A checkpoint, or a folder with `index-*.json`.
@@ -117,9 +117,9 @@ class StoredReplay:
         self.ranks = sorted((Index.load(path) for path in files), key=lambda index: index.slots)
         first = self.ranks[0]
         ends = [0, *(index.slots[1] for index in self.ranks)]
-        whole = [index.slots[0] for index in self.ranks] == ends[:-1] and ends[-1] == first.num_envs
-        same = len({(index.num_envs, index.decisions, index.held) for index in self.ranks}) == 1
-        if not whole or not same:
+        is_complete = [index.slots[0] for index in self.ranks] == ends[:-1] and ends[-1] == first.num_envs
+        is_uniform = len({(index.num_envs, index.decisions, index.held) for index in self.ranks}) == 1
+        if not is_complete or not is_uniform:
             raise CheckpointError(
                 f"{self.folder}: the ranks' parts do not fit together; a file of some rank is missing"
             )
@@ -134,7 +134,7 @@ class StoredReplay:
         return self.held * self.num_envs
 
     def _open(self, index: Index) -> list[np.ndarray]:
-        """The files' arrays, mapped, without what is older than the buffer's oldest decision."""
+        """Opens the files' arrays, memory-mapped, without decisions before the buffer's oldest one."""
         oldest, at, parts = index.decisions - index.held, index.decisions - index.held, []
         for segment in index.segments:
             path = self.folder / segment.file
@@ -152,31 +152,32 @@ class StoredReplay:
         return parts
 
     def pieces(self, share: range) -> Iterator[tuple[int, slice, np.ndarray]]:
-        """The transitions of some slots as mapped arrays `[decisions, slots]`: each with its first decision, counted from the
-        oldest held, and its place among `share`."""
+        """Yields the transitions of some slots as mapped arrays `[decisions, slots]`: each with its first decision,
+        counted from the oldest held, and its slots within `share`.
+        """
         for index, parts in zip(self.ranks, self._parts, strict=True):
             start, stop = max(share.start, index.slots[0]), min(share.stop, index.slots[1])
             at = 0
             for part in parts if start < stop else ():
-                mine = slice(start - index.slots[0], stop - index.slots[0])
-                yield at, slice(start - share.start, stop - share.start), part[:, mine]
+                columns = slice(start - index.slots[0], stop - index.slots[0])
+                yield at, slice(start - share.start, stop - share.start), part[:, columns]
                 at += len(part)
 
     def of_slots(self, share: range) -> np.ndarray:
-        """The transitions of some slots, `[held, len(share)]`, oldest first."""
+        """Returns the transitions of some slots, `[held, len(share)]`, oldest first."""
         assert self.dtype is not None
-        found = np.zeros((self.held, len(share)), self.dtype)  # also the bytes between columns
+        rows_by_slot = np.zeros((self.held, len(share)), self.dtype)  # also the bytes between columns
         for at, place, rows in self.pieces(share):
-            found[at : at + len(rows), place] = rows
-        return found
+            rows_by_slot[at : at + len(rows), place] = rows
+        return rows_by_slot
 
     def transitions(self) -> np.ndarray:
-        """All transitions, `[len(self)]`, oldest first and by slot."""
+        """Returns all transitions, `[len(self)]`, oldest first and by slot."""
         return self.of_slots(range(self.num_envs)).reshape(-1)
 
 
 def open_all(folders: Sequence[str | Path]) -> list[StoredReplay]:
-    """Several stored buffers of the same columns, none of them empty.
+    """Opens several stored buffers of the same columns, none of them empty.
 
     Raises:
         ConfigError: They differ, or one is empty.
@@ -193,7 +194,7 @@ def open_all(folders: Sequence[str | Path]) -> list[StoredReplay]:
 
 
 def describe(dtype: np.dtype[Any] | None) -> str:
-    """Columns of a buffer in words."""
+    """Formats the columns of a buffer as text."""
     if dtype is None or dtype.fields is None:
         return "none"
     return ", ".join(
@@ -205,7 +206,7 @@ def write_replay(target: Path, transitions: np.ndarray) -> None:
     """Writes transitions as a stored buffer of one slot, atomically.
 
     Raises:
-        ConfigError: Something is there already.
+        ConfigError: The target exists.
     """
     if target.exists():
         raise ConfigError(f"{target} exists; give another --output")
@@ -217,7 +218,7 @@ def write_replay(target: Path, transitions: np.ndarray) -> None:
 
 
 def inspect(folder: str | Path) -> dict[str, Any]:
-    """Facts of a stored buffer: transitions, columns, ranks, bytes, rewards, and the share of terminations."""
+    """Returns facts of a stored buffer: transitions, columns, ranks, bytes, rewards, and the share of terminations."""
     stored = StoredReplay(Path(folder))
     files = [stored.folder / segment.file for index in stored.ranks for segment in index.segments]
     facts: dict[str, Any] = {
@@ -276,7 +277,7 @@ MAX_SEGMENTS = 32
 
 
 def row_type(columns: dict[str, np.ndarray], lead: int) -> np.dtype[Any]:
-    """The dtype of a transition.
+    """Returns the dtype of a transition.
 
     Args:
         columns: Arrays of many transitions.
@@ -292,14 +293,14 @@ def gather(table: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
 
 
 class ReplayBuffer:
-    """A rank's part of the buffer.
+    """Part of the replay buffer on one rank.
 
     Args:
         capacity: Transitions over all ranks.
         share: The rank's slots.
         num_envs: Slots of the run.
         rank: Its number, for file names.
-        folder: Where the mapped file is made (and unlinked at once, so that a killed rank leaves nothing).
+        folder: Folder of the mapped file (which is unlinked at once, so that a killed rank leaves no file).
 
     Attributes:
         decisions: Decisions made since the run began.
@@ -322,7 +323,7 @@ class ReplayBuffer:
         return min(self.decisions - self._first, self.capacity)
 
     def __len__(self) -> int:
-        """Transitions in the buffers of all ranks."""
+        """Returns the number of transitions in the buffers of all ranks."""
         return self.held * self.num_envs
 
     # -- writing --------------------------------------------------------------------------------------------------
@@ -346,10 +347,10 @@ class ReplayBuffer:
         self.dtype = dtype
 
     def add(self, columns: dict[str, np.ndarray]) -> None:
-        """Takes in decisions of all of the rank's slots, each column `[slots, T, ...]`.
+        """Adds decisions of all of the rank's slots, each column `[slots, T, ...]`.
 
         Raises:
-            ConfigError: The columns are other than those already here.
+            ConfigError: The columns differ from the buffer's.
         """
         dtype = row_type(columns, 2)
         if self.dtype is None:
@@ -367,11 +368,11 @@ class ReplayBuffer:
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def mine(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of some transitions are here.
+    def local_rows(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Finds the transitions that are in this rank's part.
 
         Args:
-            places: Of transitions among all `len(self)`, oldest decision first and by slot.
+            places: Positions of transitions among all `len(self)`, oldest decision first and by slot.
 
         Returns:
             Their indices in `places`, and their rows.
@@ -390,14 +391,14 @@ class ReplayBuffer:
         return self._bytes
 
     def _between(self, first: int, stop: int) -> list[np.ndarray]:
-        """Decisions in order, in one piece or two."""
+        """Returns decisions in order, in one piece or two."""
         a, b = first % self.capacity, (stop - 1) % self.capacity + 1
         return [self._ring[a:b]] if a < b else [self._ring[a:], self._ring[:b]]
 
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: Path) -> None:
-        """Writes what is new since the last save, and links what that one wrote.
+        """Writes the decisions since the last save, and links the files of earlier saves.
 
         Args:
             checkpoint: The folder that is being filled.
@@ -405,21 +406,22 @@ class ReplayBuffer:
         folder = checkpoint / FOLDER
         folder.mkdir(exist_ok=True)
         oldest = self.decisions - self.held
-        kept = [segment for segment in self._segments if segment.stop > oldest]
-        if len(kept) >= MAX_SEGMENTS or not self._link(kept, folder):
-            kept = []
-        first = kept[-1].stop if kept else oldest
+        segments = [segment for segment in self._segments if segment.stop > oldest]
+        if len(segments) >= MAX_SEGMENTS or not self._link(segments, folder):
+            segments = []
+        first = segments[-1].stop if segments else oldest
         if first < self.decisions:
             segment = ReplayFile(f"{self.rank}-{first}-{self.decisions}.npy", first, self.decisions)
             write_segment(folder / segment.file, self._between(first, self.decisions))
-            kept.append(segment)
-        index = Index((self.share.start, self.share.stop), self.num_envs, self.decisions, self.held, kept)
+            segments.append(segment)
+        index = Index((self.share.start, self.share.stop), self.num_envs, self.decisions, self.held, segments)
         (folder / f"index-{self.rank}.json").write_bytes(index.dump())
-        self._segments, self._saved = kept, final_folder(checkpoint) / FOLDER
+        self._segments, self._saved = segments, final_folder(checkpoint) / FOLDER
 
     def _link(self, segments: list[ReplayFile], folder: Path) -> bool:
-        """Whether all files of the last checkpoint could be linked; if not (it is gone, or links are not supported),
-        none is."""
+        """Links all files of the last checkpoint; returns False and links none if one cannot be linked (it is gone, or
+        the filesystem has no links).
+        """
         done: list[Path] = []
         try:
             for segment in segments:
@@ -449,19 +451,24 @@ class ReplayBuffer:
         if self.dtype != stored.dtype:
             self._allocate(stored.dtype)
         if stored.num_envs == self.num_envs:
-            made, count, pieces = stored.decisions, stored.held, stored.pieces(self.share)
+            decisions, count, pieces = stored.decisions, stored.held, stored.pieces(self.share)
         else:
             # Another number of environments: the same transitions in the same order, in rows of another length.
-            made = count = len(stored) // self.num_envs
+            decisions = count = len(stored) // self.num_envs
             flat = stored.transitions()[len(stored) - count * self.num_envs :]
             rows = flat.reshape(count, self.num_envs)[:, self.share.start : self.share.stop]
             pieces = iter([(0, slice(None), rows)])
-        self.decisions, self._first = made, made - min(count, self.capacity)
+        self.decisions, self._first = decisions, decisions - min(count, self.capacity)
         for at, place, rows in pieces:
-            begin = made - count + at
+            begin = decisions - count + at
             newer = max(0, self._first - begin)
             self._ring[np.arange(begin + newer, begin + len(rows)) % self.capacity, place] = rows[newer:]
-        own = [index for index in stored.ranks if index.slots == (self.share.start, self.share.stop)]
+        local_indices = [index for index in stored.ranks if index.slots == (self.share.start, self.share.stop)]
         file = stored.folder / f"index-{self.rank}.json"
-        if own and stored.num_envs == self.num_envs and file.is_file() and Index.load(file) == own[0]:
-            self._segments, self._saved = own[0].segments, stored.folder
+        if (
+            local_indices
+            and stored.num_envs == self.num_envs
+            and file.is_file()
+            and Index.load(file) == local_indices[0]
+        ):
+            self._segments, self._saved = local_indices[0].segments, stored.folder

@@ -1,4 +1,4 @@
-"""Videos of evaluation episodes: small mp4 files, several episodes side by side."""
+"""Videos: a writer of small mp4 files with several evaluation episodes side by side, and a reader of datasets' videos."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _GREEN, _GREY = (60, 170, 90), (140, 140, 140)
 
 
 def tile(frames: np.ndarray) -> np.ndarray:
-    """Pictures `[n, H, W, 3]` as one, in rows of about √n; black where there is none."""
+    """Tiles pictures `[n, H, W, 3]` into one, in rows of about √n; empty tiles are black."""
     n, height, width, _ = frames.shape
     columns = math.ceil(math.sqrt(n))
     rows = math.ceil(n / columns)
     grid = np.zeros((rows * height, columns * width, 3), np.uint8)
     for i, frame in enumerate(frames):
-        top, left = i // columns * height, i % columns * width
-        grid[top : top + height, left : left + width] = frame
+        y, x = i // columns * height, i % columns * width
+        grid[y : y + height, x : x + width] = frame
     return grid
 
 
@@ -44,7 +44,7 @@ def shrink(frames: np.ndarray) -> np.ndarray:
 
 
 def framed(frame: np.ndarray, success: bool) -> np.ndarray:
-    """The picture of an episode that has ended: framed in green if it succeeded, otherwise in grey."""
+    """Frames the last picture of an episode: green for success, otherwise grey."""
     marked = frame.copy()
     color = _GREEN if success else _GREY
     for edge in (np.s_[:_BORDER], np.s_[-_BORDER:], np.s_[:, :_BORDER], np.s_[:, -_BORDER:]):
@@ -53,7 +53,7 @@ def framed(frame: np.ndarray, success: bool) -> np.ndarray:
 
 
 def pyav() -> Any:
-    """The package that reads and writes videos.
+    """Imports the package that reads and writes videos.
 
     Raises:
         ConfigError: It is not installed.
@@ -62,7 +62,7 @@ def pyav() -> Any:
 
 
 def write_video(path: Path, frames: Sequence[np.ndarray], fps: int) -> None:
-    """Pictures `[H, W, 3]` as H.264, which every browser plays; the file takes its name when it is whole.
+    """Writes pictures `[H, W, 3]` as H.264, which every browser plays; the file takes its name when it is complete.
 
     Raises:
         ConfigError: PyAV is not installed, or the file cannot be written.
@@ -92,18 +92,18 @@ _CONTAINERS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi", 
 _LARGE, _MOST_PACKED = 1 << 30, 2000
 """Bytes of pictures from which on a file must have one for so many of them; videos of robots have one for 50 to 500."""
 _MOST_PIXELS = 8192 * 8192
-"""Of a picture whose size is not known beforehand."""
+"""Limit for a picture of unknown size."""
 _PADDING = 128
 """Rows and columns that a decoder may add to a picture: sizes are multiples of a block's."""
 
 
 class VideoReader:
-    """Pictures of a video file, decoded as they are asked for: of two episodes that follow one another each frame is decoded
-    once, and memory holds no more than the pictures of one call.
+    """Reader of a video file, which decodes on request: of two consecutive episodes each frame is decoded once, and
+    memory holds no more than the pictures of one call.
 
     Args:
         path: Of the file.
-        size: Height and width that its pictures must have; None if that is not known.
+        size: Required height and width of its pictures; None if unknown.
 
     Attributes:
         decoded: Frames decoded so far.
@@ -128,8 +128,8 @@ class VideoReader:
             self._video = self._av.open(str(self.path), options=_CONTAINERS)
             context = self._video.streams.video[0].codec_context
             height, width = self._size or (0, 0)
-            most = (height + _PADDING) * (width + _PADDING) if self._size else _MOST_PIXELS
-            context.options = {**context.options, "max_pixels": str(most)}
+            max_pixels = (height + _PADDING) * (width + _PADDING) if self._size else _MOST_PIXELS
+            context.options = {**context.options, "max_pixels": str(max_pixels)}
             self._require_size(context.height, context.width)
             self._frames = self._decode()
         except (OSError, ValueError, IndexError, self._av.error.FFmpegError) as error:
@@ -172,7 +172,7 @@ class VideoReader:
                     if pictures is None:
                         self._check_size(count * picture.size, self.path.stat().st_size)
                         pictures = np.empty((count, *picture.shape), np.uint8)
-                    # what else a file holds is no picture
+                    # other data of a file is no picture
                     self._check_size((length + 1) * picture.size, self._packed_bytes)
                     pictures[length] = picture
                     length += 1

@@ -248,7 +248,7 @@ class ProcessVectorEnv(VectorEnv):
 
     @property
     def _repeats_episodes(self) -> bool:
-        """Whether a restarted simulator begins with the episodes that failed: an evaluation that enumerates plays every
+        """True if a restarted simulator begins with the episodes that failed: an evaluation that enumerates plays every
         one.
         """
         return self._stage.get("stage") == "eval"

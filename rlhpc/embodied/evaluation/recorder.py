@@ -248,7 +248,7 @@ def record(
         else:
             opened = TrajectoryWriter(
                 output, env_id=env_cfg.env_id, env_kwargs=kwargs, max_episode_steps=limit, source_type=source_type,
-                source_desc=source_desc, extra=extra, facts=facts.known(),
+                source_desc=source_desc, extra=extra, facts=facts.to_json(),
             )  # fmt: skip
         with torch.random.fork_rng(devices=[]), opened as writer:
             torch.manual_seed(seed)  # what is sampled is the same each time

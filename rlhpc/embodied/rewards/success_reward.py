@@ -1,4 +1,4 @@
-"""Rewards by a learned model of success in the place of the simulator's."""
+"""Success classifier, whose probabilities replace the simulator's rewards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ENCODER, _CHANNELS = "encoder", "channels"
 
 
 class SuccessModel(Policy):
-    """Probabilities of success; it acts on nothing.
+    """Success classifier: probabilities of success from observations; it chooses no actions.
 
     `actor.model.kwargs`: `encoder` (of images: cnn or resnet), `channels` (of resnet).
     """
@@ -52,13 +52,13 @@ class SuccessModel(Policy):
         sizes = [flat_width(observation_space), *cfg.hidden_sizes] if self.encoder is None else [self.encoder.hidden]
         self.judge = mlp(sizes, 1, cfg.activation, cfg.ortho_init, 0.01)
 
-    def logits(self, obs: Obs) -> Tensor:
-        """Log-odds of success `[B]`."""
-        found: Tensor = self.judge(seen_by(self.encoder, obs))
-        return found.squeeze(-1)
+    def logits(self, obs: PolicyObs) -> Tensor:
+        """Returns log-odds of success `[B]`."""
+        logits: Tensor = self.judge(seen_by(self.encoder, obs))
+        return logits.squeeze(-1)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Probabilities of success in the place of values (`Policy.features`)."""
+        """Returns no head input, and probabilities of success as values (`Policy.features`)."""
         if policy:
             self._acts_not()
         return None, self.logits(obs).sigmoid() if value else None
@@ -66,12 +66,12 @@ class SuccessModel(Policy):
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Refused."""
+        """Raises ConfigError: the classifier does not act."""
         del obs, mode, noise
         self._acts_not()
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """Cross-entropy `[B]` with `success [B]`, which is 1 where the task is done at `obs`."""
+        """Returns the cross-entropy `[B]` with `success [B]`, which is 1 where the task is done at `obs`."""
         return F.binary_cross_entropy_with_logits(self.logits(inputs["obs"]), inputs["success"], reduction="none")
 
     def _acts_not(self) -> NoReturn:
@@ -82,10 +82,10 @@ KEY = "env.train.reward_model"
 
 
 def reward_model(path: str, observation_space: Any) -> SuccessModel:
-    """The model in a run, a checkpoint or an export folder.
+    """Loads the classifier of a run, a checkpoint or an export folder.
 
     Raises:
-        ConfigError: There is none, it is something else, or it sees something else.
+        ConfigError: The folder has no classifier, or it is of other observations.
     """
     model = load_policy(find_weights(path, KEY), Trust())
     if not isinstance(model, SuccessModel):
@@ -98,15 +98,15 @@ def reward_model(path: str, observation_space: Any) -> SuccessModel:
 
 
 class JudgedEnv(VectorEnv):
-    """Another vector environment whose rewards are the probability that the task is done after a step, by a model.
+    """Wrapper of a vector environment that replaces rewards by a classifier's probability that the task is done after
+    the step.
 
-    Ends of episodes, what is reported of them and successes stay the simulator's own. Of a chunk of actions the last one that
-    was executed gets the reward.
+    Ends of episodes, their statistics and successes stay the simulator's. The last executed action of a chunk gets the reward.
 
     Args:
-        env: The other one.
+        env: The wrapped environment.
         cfg: Section `env.train`.
-        device: Where the model computes.
+        device: Device of the classifier.
     """
 
     def __init__(self, env: VectorEnv, cfg: PlayedEnvConfig, device: torch.device) -> None:
@@ -122,32 +122,32 @@ class JudgedEnv(VectorEnv):
 
     @property
     def restarts(self) -> int:  # type: ignore[override]
-        """Of the other one's processes."""
+        """Restarts of the wrapped environment's processes."""
         return self.env.restarts
 
-    def reset(self, seed: int | None = None) -> tuple[EnvObs, dict[str, Any]]:
-        """See `VectorEnv.reset`."""
+    def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
+        """Starts an episode in every slot (`VectorEnv.reset`)."""
         self._before[:] = 0
         return self.env.reset(seed)
 
-    def refresh(self) -> EnvObs | None:
-        """See `VectorEnv.refresh`."""
+    def refresh(self) -> Obs | None:
+        """Returns current observations (`VectorEnv.refresh`)."""
         return self.env.refresh()
 
     def step(self, actions: np.ndarray) -> Step:
-        """See `VectorEnv.step`."""
+        """Steps every slot by one action (`VectorEnv.step`)."""
         return self._judged(self.env.step(actions))
 
     def chunk_step(self, actions: np.ndarray) -> Step:
-        """See `VectorEnv.chunk_step`."""
+        """Executes a chunk of actions in every slot (`VectorEnv.chunk_step`)."""
         return self._judged(self.env.chunk_step(actions))
 
     @torch.no_grad()
     def _judged(self, step: Step) -> Step:
         obs, _, terminations, truncations, infos = step
         done = terminations | truncations
-        seen = _last(as_arrays(obs), as_arrays(infos["final_obs"]), done) if done.any() else as_arrays(obs)
-        probable = self.model.value(to_tensors(seen, self.device)).cpu().numpy().astype(np.float32)
+        last_obs = _last(as_arrays(obs), as_arrays(infos["final_obs"]), done) if done.any() else as_arrays(obs)
+        probable = self.model.value(to_tensors(last_obs, self.device)).cpu().numpy().astype(np.float32)
         rewards = self._scale * (probable - self._before if self._relative else probable)
         rewards[env_failed(infos, self.num_envs)] = 0
         self._before = np.where(done, np.float32(0), probable)
@@ -159,31 +159,31 @@ class JudgedEnv(VectorEnv):
         return obs, rewards, terminations, truncations, infos
 
     def state_dict(self) -> Any:
-        """See `VectorEnv.state_dict`."""
+        """Returns the slots' state, for a checkpoint (`VectorEnv.state_dict`)."""
         return {"env": self.env.state_dict(), "before": self._before.copy()}
 
     def load_state_dict(self, state: Any) -> None:
-        """See `VectorEnv.load_state_dict`."""
+        """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
         self.env.load_state_dict(state["env"])
         self._before = np.asarray(state["before"], np.float32).copy()
 
     def slot_state(self, state: Any, index: int) -> Any:
-        """See `VectorEnv.slot_state`."""
+        """Returns one slot's part of a `state_dict` (`VectorEnv.slot_state`)."""
         return {"env": self.env.slot_state(state["env"], index), "before": float(state["before"][index])}
 
     def merge_states(self, slots: list[Any]) -> Any:
-        """See `VectorEnv.merge_states`."""
+        """Builds a `state_dict` from slots' parts (`VectorEnv.merge_states`)."""
         return {
             "env": self.env.merge_states([slot["env"] for slot in slots]),
             "before": np.array([slot["before"] for slot in slots], np.float32),
         }
 
     def env_states(self) -> dict[str, Any] | None:
-        """See `VectorEnv.env_states`."""
+        """Returns the simulators' states (`VectorEnv.env_states`)."""
         return self.env.env_states()
 
     def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
-        """See `VectorEnv.render`."""
+        """Renders slots (`VectorEnv.render`)."""
         return self.env.render(slots)
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class JudgedEnv(VectorEnv):
 
 
 def _last(obs: Any, final: Any, done: np.ndarray) -> Any:
-    """What the slots showed last of the episodes they were in: of those that are done, before their resets."""
+    """Returns the last observation of each slot's episode: for finished ones, the one before the reset."""
     if isinstance(obs, dict):
         return {key: _last(part, final[key], done) for key, part in obs.items()}
     return np.where(done.reshape(-1, *[1] * (obs.ndim - 1)), final, obs)

@@ -215,7 +215,8 @@ def _sources(path: Path, config: Mapping[str, Any], space: Any, num_obs_steps: i
         shapes_text = ", ".join(f"{key or 'numbers'} {list(box.shape)}" for key, box in boxes.items())
         raise ConfigError(
             f"{_KEY}: {path}/config.json has n_obs_steps {num_obs_steps}; the environment shows {shapes_text}. "
-            f"Have it show the last {num_obs_steps} of each: env.train.wrappers=[{{frame_stack: {{stack_size: {num_obs_steps}}}}}], after all others"
+            f"Have it show the last {num_obs_steps} of each: "
+            f"env.train.wrappers=[{{frame_stack: {{stack_size: {num_obs_steps}}}}}], after all others"
         )
     sources: dict[str, str | None] = {}
     num_cameras = 0
