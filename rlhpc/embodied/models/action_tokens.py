@@ -96,7 +96,7 @@ class TokenPolicy(Policy):
         """Sets `vlm`, `inputs`, `tokens` and the other attributes of the subclass."""
 
     @abstractmethod
-    def _read(self, obs: PolicyObs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
+    def _read(self, obs: Obs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
         """Runs the model's body over pictures, prompt, and the tokens written so far `[B, n]`; returns its outputs and
         the mask.
         """
@@ -130,7 +130,7 @@ class TokenPolicy(Policy):
             return None, self._values(self.inputs(obs)[0])
         return None, self._values(self._states(obs, None)[:, 0]) if value else None
 
-    def _states(self, obs: PolicyObs, tokens: Tensor | None) -> Tensor:
+    def _states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
         """Returns the hidden states that predict the tokens `[B, n]`, `[B, n, width]`; without tokens the first."""
         previous_tokens, count = (None, 1) if tokens is None else (tokens[:, :-1], tokens.shape[1])
         hidden: Tensor = self._read(obs, previous_tokens)[0].last_hidden_state[:, -count:]
@@ -170,7 +170,7 @@ class TokenPolicy(Policy):
         leveled = at_level(logprobs, self.logprob_type, self.chunk)
         return actions, {"prev_logprobs": leveled, "prev_values": self._values(first), "inputs": {"tokens": tokens}}
 
-    def _say(self, obs: PolicyObs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _say(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Samples the tokens one after the other; returns their bins and log-probs `[B, chunk · dim]`, and the first
         hidden state.
         """
@@ -231,7 +231,7 @@ class VLAPolicy(TokenPolicy):
                 "stand for actions"
             )
 
-    def _read(self, obs: PolicyObs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
+    def _read(self, obs: Obs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
         ids, mask, pixels = self.inputs(obs)
         if token_ids is not None:
             ids, mask = torch.cat([ids, token_ids], 1), torch.cat([mask, torch.ones_like(token_ids)], 1)

@@ -110,7 +110,7 @@ def _with_improvement(space: Any) -> spaces.Dict:
     return spaces.Dict({**boxes, IMPROVEMENT: spaces.Box(-1, 1, (1,), np.float32)})
 
 
-def _add_improvement(obs: PolicyObs, improvement: Tensor | None = None) -> dict[str, Tensor]:
+def _add_improvement(obs: Obs, improvement: Tensor | None = None) -> dict[str, Tensor]:
     named = dict(obs) if isinstance(obs, dict) else {"state": obs}
     if improvement is None:
         first = next(iter(named.values()))

@@ -194,7 +194,7 @@ class Policy(nn.Module):
         """Actions that it predicts at once by a flow, which can be made to agree with others (`plan`); 0 where it has none."""
         return 0
 
-    def plan(self, obs: PolicyObs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
+    def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
         """Returns the flow's complete prediction, computed as in evaluations: `[B, ...]` like its states.
 
         Args:
@@ -223,13 +223,13 @@ class Policy(nn.Module):
         """
         return torch.randn((*shape, *self.start_shape), generator=generator)
 
-    def start_for(self, obs: PolicyObs, noise: Tensor | None, device: torch.device) -> Tensor:
+    def start_for(self, obs: Obs, noise: Tensor | None, device: torch.device) -> Tensor:
         """Returns the noise from which an evaluation begins, `[B, *start_shape]`: `noise`, or that of a fixed seed."""
         if noise is None:
             noise = noise_of_slots(self.sample_start, (0,), range(count_rows(obs)))
         return noise.to(device)
 
-    def noise_for(self, obs: PolicyObs, noise: Tensor | None, device: torch.device) -> Tensor:
+    def noise_for(self, obs: Obs, noise: Tensor | None, device: torch.device) -> Tensor:
         """Returns the noise of a sample of `predict_action_batch`: `noise`, or newly drawn noise."""
         return self.sample_noise((count_rows(obs),), torch.default_generator).to(device) if noise is None else noise
 
@@ -242,7 +242,7 @@ class Policy(nn.Module):
         logprobs = self.default_forward(inputs)["logprobs"]
         return -logprobs.reshape(len(logprobs), -1).sum(1)
 
-    def value(self, obs: PolicyObs) -> Tensor:
+    def value(self, obs: Obs) -> Tensor:
         """Returns values `[B]`, or `[B, chunk]`."""
         values = self.features(obs, False, True)[1]
         assert values is not None

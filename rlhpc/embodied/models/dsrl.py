@@ -74,7 +74,7 @@ class DSRLPolicy(SACPolicy):
             )
         return base.requires_grad_(False)
 
-    def executed(self, obs: PolicyObs, actions: Tensor) -> Tensor:
+    def executed(self, obs: Obs, actions: Tensor) -> Tensor:
         """Returns the flow's actions for chosen noise (`ActorCritic.executed`)."""
         velocity, _ = self.base.prepare(obs, True, False)
         assert velocity is not None

@@ -118,7 +118,7 @@ class FlowActing(Policy):
         """Chunk and dim of the flow's states, of which the first `chunk` and `dim` are the policy's actions."""
         return self.chunk, self.dim
 
-    def prepare(self, obs: PolicyObs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
+    def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
         """Returns the velocity for an observation, and values, each only if requested."""
         raise NotImplementedError
 
@@ -168,13 +168,13 @@ class FlowActing(Policy):
         """See `Policy.horizon`: the chunk."""
         return self.chunk
 
-    def plan(self, obs: PolicyObs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
+    def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
         """Predicts a chunk as evaluations do (`Policy.plan`)."""
         velocity, _ = self.prepare(obs, True, False)
         assert velocity is not None  # it was asked for
         return self._eval_chain(velocity if guide is None else guide(velocity), obs, noise)[:, -1]
 
-    def _eval_chain(self, velocity: Velocity, obs: PolicyObs, noise: Tensor | None) -> Tensor:
+    def _eval_chain(self, velocity: Velocity, obs: Obs, noise: Tensor | None) -> Tensor:
         """Returns all states of the deterministic steps of evaluations."""
         return self.flow.act(velocity, None, self.start_for(obs, noise, self.low.device))
 

@@ -157,7 +157,7 @@ class OpenVLAPolicy(TokenPolicy):
             features = torch.cat([features, self.proprio_projector(state)[:, None].to(features.dtype)], 1)
         return self.vlm.embed(ids, features), mask
 
-    def _read(self, obs: PolicyObs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
+    def _read(self, obs: Obs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
         embedded, mask = self._embedded(obs)
         if token_ids is not None:
             embedded = torch.cat([embedded, self.vlm.get_input_embeddings()(token_ids)], 1)

@@ -122,7 +122,7 @@ class Pi0Policy(FlowActing):
         """See `FlowActing.state_shape`: the model's own chunk and width."""
         return int(self.model.config.chunk_size), int(self.model.config.max_action_dim)
 
-    def prepare(self, obs: PolicyObs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
+    def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
         """Encodes pictures and prompt once for all steps of the flow (`FlowActing.prepare`)."""
         ids, mask, pixels = self.inputs(obs)
         if not policy and self.value_head is None:

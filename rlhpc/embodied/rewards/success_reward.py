@@ -52,7 +52,7 @@ class SuccessModel(Policy):
         sizes = [flat_width(observation_space), *cfg.hidden_sizes] if self.encoder is None else [self.encoder.hidden]
         self.judge = mlp(sizes, 1, cfg.activation, cfg.ortho_init, 0.01)
 
-    def logits(self, obs: PolicyObs) -> Tensor:
+    def logits(self, obs: Obs) -> Tensor:
         """Returns log-odds of success `[B]`."""
         logits: Tensor = self.judge(seen_by(self.encoder, obs))
         return logits.squeeze(-1)
@@ -125,12 +125,12 @@ class JudgedEnv(VectorEnv):
         """Restarts of the wrapped environment's processes."""
         return self.env.restarts
 
-    def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
+    def reset(self, seed: int | None = None) -> tuple[EnvObs, dict[str, Any]]:
         """Starts an episode in every slot (`VectorEnv.reset`)."""
         self._before[:] = 0
         return self.env.reset(seed)
 
-    def refresh(self) -> Obs | None:
+    def refresh(self) -> EnvObs | None:
         """Returns current observations (`VectorEnv.refresh`)."""
         return self.env.refresh()
 

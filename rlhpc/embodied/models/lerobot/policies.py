@@ -68,7 +68,7 @@ class LerobotPolicy(Policy):
 
     # -- inputs ---------------------------------------------------------------------------------------------------
 
-    def batch(self, obs: PolicyObs, actions: Tensor | None = None, is_pad: Tensor | None = None) -> dict[str, Any]:
+    def batch(self, obs: Obs, actions: Tensor | None = None, is_pad: Tensor | None = None) -> dict[str, Any]:
         """Converts observations, and actions if given, for LeRobot's networks: named, scaled, pictures by camera.
 
         Args:
@@ -196,7 +196,7 @@ class DenoisingPolicy(LerobotPolicy):
         """Shape of a state: the network's chunk, and an action's components or more."""
 
     @abstractmethod
-    def see(self, obs: PolicyObs) -> tuple[Any, Tensor]:
+    def see(self, obs: Obs) -> tuple[Any, Tensor]:
         """Encodes an observation once; returns the encoding for the steps, and `[B, width]` for the value head."""
 
     @abstractmethod
@@ -215,7 +215,7 @@ class DenoisingPolicy(LerobotPolicy):
     def denoise(self, encoded: Any, x: Tensor) -> Tensor:
         """Denoises a state deterministically to normalised actions `[B, *state_shape]`."""
 
-    def evaluated(self, encoded: Any, hidden: Tensor, obs: PolicyObs, noise: Tensor | None) -> Tensor:
+    def evaluated(self, encoded: Any, hidden: Tensor, obs: Obs, noise: Tensor | None) -> Tensor:
         """Returns the actions of evaluations, which begin in rows of `sample_start`."""
         return self.denoise(encoded, self.start_for(obs, noise, hidden.device))
 
@@ -358,7 +358,7 @@ class DiffusionPolicy(DenoisingPolicy):
 
     # -- acting and learning --------------------------------------------------------------------------------------
 
-    def see(self, obs: PolicyObs) -> tuple[Tensor, Tensor]:
+    def see(self, obs: Obs) -> tuple[Tensor, Tensor]:
         """Returns the denoising network's conditioning `[B, width]`, twice (`DenoisingPolicy.see`)."""
         rows, config = self.framed(self.batch(obs)), self.inner.config
         if config.image_features:
@@ -433,7 +433,7 @@ class LeRobotFlowPolicy(DenoisingPolicy):
         """See `Policy.horizon`: all that the network predicts."""
         return self.state_shape[0]
 
-    def plan(self, obs: PolicyObs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
+    def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
         """Predicts a chunk as evaluations do (`Policy.plan`)."""
         with self.settled():
             velocity, hidden = self.see(obs)
@@ -466,7 +466,7 @@ class PiPolicy(LeRobotFlowPolicy):
         width = int(self.inner.model.paligemma_with_expert.paligemma.config.text_config.hidden_size)
         return width + (int(self.inner.config.max_state_dim) if self._has_state else 0)
 
-    def see(self, obs: PolicyObs) -> tuple[Velocity, Tensor]:
+    def see(self, obs: Obs) -> tuple[Velocity, Tensor]:
         """Returns the velocity for an observation, and the value head's input (`DenoisingPolicy.see`)."""
         from lerobot.policies.pi0.modeling_pi0 import make_att_2d_masks
 
@@ -501,7 +501,7 @@ class SmolVlaPolicy(LeRobotFlowPolicy):
         """Returns the width of the hidden state (`LerobotPolicy.value_inputs`)."""
         return int(self.inner.model.vlm_with_expert.config.text_config.hidden_size)
 
-    def see(self, obs: PolicyObs) -> tuple[Velocity, Tensor]:
+    def see(self, obs: Obs) -> tuple[Velocity, Tensor]:
         """Returns the velocity for an observation, and the value head's input (`DenoisingPolicy.see`)."""
         from lerobot.policies.smolvla.modeling_smolvla import make_att_2d_masks
 

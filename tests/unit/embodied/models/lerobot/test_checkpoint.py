@@ -57,7 +57,7 @@ def test_several_observations_have_an_axis_of_time(tmp_path: Path) -> None:
         {"rgb": spaces.Box(0, 255, (2, 8, 8, 6), np.uint8), "state": spaces.Box(-1, 1, (2, 3), np.float32)}
     )
     found = describe(section(tmp_path, {**CONFIG, **SEES_TWO}, num_action_chunks=7, kwargs=SECOND), stacked, ACTION)
-    assert found.looks == 2 and found.sources == {"observation.images.top": None, "observation.state": "state"}
+    assert found.num_obs_steps == 2 and found.sources == {"observation.images.top": None, "observation.state": "state"}
     with pytest.raises(ConfigError, match=r"num_action_chunks is 8; .* has horizon 8, 1 of which .*n_obs_steps 2"):
         describe(section(tmp_path, {**CONFIG, **SEES_TWO}, num_action_chunks=8), stacked, ACTION)
 
