@@ -36,7 +36,7 @@ class WriteOptions:
     Attributes:
         to: One of `FORMATS`.
         fps: LeRobot: frames a second; None takes those of the sources, or of the environment.
-        task: LeRobot: what is done, in words; by default the name of the environment.
+        task: LeRobot: the task in words; by default the name of the environment.
         videos: LeRobot: pictures go into mp4 files.
     """
 
@@ -92,7 +92,7 @@ def convert(paths: Sequence[str], output: str, options: WriteOptions) -> int:
     """Writes the episodes of all datasets into one; returns their number.
 
     Raises:
-        ConfigError: They are of several tasks or shapes, or lack what the format needs.
+        ConfigError: They have several tasks or shapes, or lack fields that the format needs.
     """
     episodes = read(paths)
     with _writer(paths, output, options) as writer:
@@ -109,7 +109,7 @@ def split(paths: Sequence[str], output: str, parts: int, options: WriteOptions) 
         Path and number of episodes of each part.
 
     Raises:
-        ConfigError: There are fewer episodes than parts, or what `convert` raises.
+        ConfigError: There are fewer episodes than parts; or as `convert`.
     """
     count = sum(1 for _ in read(paths))
     if count < parts:

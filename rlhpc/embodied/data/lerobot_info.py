@@ -73,7 +73,7 @@ def merge_facts(sources: Iterable[tuple[str, DatasetFacts]], fps: int | None = N
 
     Args:
         sources: Each with its name.
-        fps: The user's choice, in the place of theirs.
+        fps: Rate chosen by the user, instead of the sources'.
 
     Raises:
         ConfigError: Two differ.

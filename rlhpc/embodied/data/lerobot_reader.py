@@ -356,8 +356,8 @@ def _inside(folder: Path, file: Path) -> Path:
     """Returns a file of the dataset.
 
     Raises:
-        ConfigError: It is a link that leads out of the dataset. The cache of the Hugging Face hub has its files in `blobs`
-            beside its `snapshots`.
+        ConfigError: The file is a link that leads out of the dataset. Links into `blobs` of the Hugging Face hub's cache are
+            allowed.
     """
     root = folder.resolve()
     cached = root.parent.name == "snapshots" and file.resolve().is_relative_to(root.parent.parent / "blobs")

@@ -190,7 +190,7 @@ class LeRobotWriter(FolderWriter):
         task: Task of the episodes, in words, where their observations have no `instruction`.
         videos: Pictures go into mp4 files, rather than into the table.
         robot: `robot_type`.
-        names: Of components, by column (`DatasetFacts.names`).
+        names: Names of components, by column (`DatasetFacts.names`).
         cameras: Columns of the pictures that lie side by side in `rgb`; used if the number fits.
     """
 

@@ -38,7 +38,7 @@ class Mixture:
         batch_size: Rows over all ranks.
         demo_ratio: Fraction of them that comes from the demonstrations.
         action_dim: d.
-        seed: Of the run.
+        seed: Seed of the run.
         rank, ranks: Rank in the actor group, and its size.
     """
 
@@ -133,7 +133,7 @@ def fit(demos: np.ndarray, observation_space: Any, action_space: Any, chunk: int
 
     Args:
         demos: Result of `load_demos`.
-        observation_space, action_space: Of one environment slot.
+        observation_space, action_space: Spaces of one environment slot.
         chunk: Actions of a decision.
 
     Raises:

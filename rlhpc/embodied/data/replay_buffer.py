@@ -66,7 +66,7 @@ class Index:
 
     @classmethod
     def load(cls, path: Path) -> Index:
-        """Reads what `dump` wrote.
+        """Reads the JSON of `dump`.
 
         Raises:
             CheckpointError: It is not an index; names the file.

@@ -102,7 +102,7 @@ class VideoReader:
     memory holds no more than the pictures of one call.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         size: Required height and width of its pictures; None if unknown.
 
     Attributes:

@@ -32,7 +32,7 @@ class Timing:
         held: Times that it held still because no command came.
         refused: Commands that were refused because they were chosen from an observation that was too old.
         stopped: Stops for safety.
-        lost: Times that its line was lost.
+        lost: Times that its connection was lost.
     """
 
     def __init__(self) -> None:
@@ -111,24 +111,23 @@ class VectorEnv(ABC):
 
     Attributes:
         num_envs: N.
-        observation_space, action_space: Of one slot.
-        supports_state: Whether `state_dict` captures the simulators, so that a resumed run goes on mid-episode.
-        gains_by_processes: Whether its slots go into processes of their own if a rank has cores for them, and the slots are
-            not on an accelerator.
-        takes_stage: Whether its constructor takes `stage`, "train" or "eval": its evaluations enumerate episodes.
-        restarts: Simulator processes that died or hung and were started again.
-        can_stay_on_device: Whether its observations are made on an accelerator.
+        observation_space, action_space: Spaces of one slot.
+        supports_state: True if `state_dict` captures the simulators, so that a resumed run continues mid-episode.
+        gains_by_processes: True if its slots should run in separate processes where a rank has cores for them, and the slots
+            are not on an accelerator.
+        takes_stage: True if its constructor takes `stage`, "train" or "eval": its evaluations enumerate episodes.
+        restarts: Number of restarts of simulator processes that died or hung.
+        can_stay_on_device: True if its observations are computed on an accelerator.
         on_device: Set by an env rank whose policies compute on the same accelerator: observations then stay there, as tensors.
             Everything else is arrays all the same.
         keep_states: Set by a recording: `infos["final_env_states"]` then has the simulators' states from before the
             resets, where the environment has any (`env_states`).
-        timing: How well a robot keeps its time; None for simulators.
-        max_episode_steps: The limit in force, 0 for none; None where the environment does not say.
-        control_hz: Actions a second of the robot's time, which a recording takes as its frame rate; None where the environment
-            does not say.
-        record_kwargs: What a recording notes as the environment's arguments, instead of `kwargs`.
-        holds_hardware: Whether it moves hardware, which must be stopped before its process ends.
-        on_wait: Called again and again while it waits for a person; cancels the wait by raising.
+        timing: Timing statistics of a robot; None for simulators.
+        max_episode_steps: Step limit, 0 for none; None if unknown.
+        control_hz: Actions a second of the robot's time, which a recording takes as its frame rate; None if unknown.
+        record_kwargs: The environment's arguments for recordings, instead of `kwargs`.
+        holds_hardware: True if it moves hardware, which must be stopped before its process ends.
+        on_wait: Called repeatedly while it waits for a person; cancels the wait by raising.
     """
 
     num_envs: int
@@ -169,7 +168,7 @@ class VectorEnv(ABC):
 
     @abstractmethod
     def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
-        """Starts new episodes in all slots; returns `obs [N, ...]`. With `seed` the slots' generators start anew."""
+        """Starts new episodes in all slots; returns `obs [N, ...]`. With `seed` the slots' generators restart from it."""
 
     @abstractmethod
     def step(self, actions: np.ndarray) -> Step:
@@ -194,8 +193,8 @@ class VectorEnv(ABC):
 
         Returns:
             As `step`, with rewards summed over the chunk. For a chunk of several actions `infos["chunk"]` has `rewards`
-            float32 and `mask` bool, each `[N, chunk]`: what each action brought, and whether its slot was still in the
-            episode that the chunk began in.
+            float32 and `mask` bool, each `[N, chunk]`: the reward of each action, and true where the slot was still in
+            the episode that the chunk began in.
         """
         if actions.shape[1] == 1:
             return self.step(actions[:, 0])

@@ -17,7 +17,7 @@ class EpisodeTracker:
         cfg: Section `env.train` or `env.eval`.
         num_envs: N.
         slot_offset: Global number of the first slot.
-        seed: Of the run.
+        seed: Seed of the run.
         limit: Steps after which an episode is cut; 0 for none.
     """
 
@@ -40,7 +40,7 @@ class EpisodeTracker:
         self._knows_success = False
 
     def reseed(self, seed: int) -> None:
-        """Starts the slots' series of episodes anew."""
+        """Restarts the slots' series of episodes from a seed."""
         self.seeds[:] = seed
         self.num_begun[:] = 0
 

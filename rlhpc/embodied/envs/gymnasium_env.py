@@ -158,7 +158,7 @@ class GymnasiumVectorEnv(VectorEnv):
         cfg: Section `env.train` or `env.eval`.
         num_envs: Slots here.
         slot_offset: Global number of the first.
-        seed: Of the run.
+        seed: Seed of the run.
     """
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:

@@ -15,7 +15,7 @@ from rlhpc.runtime.errors import ConfigError
 
 
 class InterfaceError(ConfigError):
-    """An environment has another interface than gymnasium's."""
+    """Error of an environment with another interface than gymnasium's."""
 
 
 def reset_env(env: Any, env_id: str, **options: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -66,7 +66,7 @@ def step_env(env: Any, env_id: str, action: Any) -> tuple[Any, float, bool, bool
 
 
 def success_of(env_id: str, info: Mapping[str, Any]) -> bool | None:
-    """Returns what `info` says about success, under `success` or `is_success`; None if it says nothing.
+    """Returns the success in `info`, under `success` or `is_success`; None if it has neither.
 
     Raises:
         InterfaceError: It is neither true nor false.

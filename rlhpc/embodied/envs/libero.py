@@ -40,7 +40,7 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
     An episode starts from one of the recorded initial states of one of the suite's tasks. In training both are drawn by the
     episode's seed, so that slots of a group share them. In evaluation the suite's (task, state) pairs are enumerated over
     slots and episodes, the first state of every task first: with as many episodes as pairs each is played once, with fewer
-    the tasks get equally many, with more the enumeration begins anew.
+    the tasks get equally many, with more the enumeration repeats.
 
     Each episode builds a new simulator, as LIBERO's hard resets do, so that episodes are independent.
 
@@ -52,7 +52,7 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         cfg: Section `env.train` or `env.eval`.
         num_envs: Slots here.
         slot_offset: Global number of the first.
-        seed: Of the run.
+        seed: Seed of the run.
         stage: "train" or "eval".
     """
 

@@ -87,7 +87,7 @@ def load_maniskill() -> bool:
     """Imports ManiSkill, also without Vulkan.
 
     Returns:
-        Whether SAPIEN can render here.
+        True if SAPIEN can render here.
 
     Raises:
         ConfigError: It is not installed.
@@ -152,7 +152,7 @@ class ManiSkillVectorEnv(VectorEnv):
         cfg: Section `env.train` or `env.eval`.
         num_envs: Slots here.
         slot_offset: Global number of the first.
-        seed: Of the run.
+        seed: Seed of the run.
     """
 
     supports_state = True
@@ -178,13 +178,13 @@ class ManiSkillVectorEnv(VectorEnv):
         limit = cfg.max_episode_steps if cfg.max_episode_steps is not None else spec.max_episode_steps
         self.episodes = EpisodeTracker(cfg, num_envs, slot_offset, seed, int(limit or 0))
         shared = self._gpu and cfg.group_size == 1 and not cfg.use_fixed_reset_state_ids
-        # Pictures and scenes that are built anew for every episode are made slot by slot on the CPU.
+        # On the CPU, pictures, and scenes that are rebuilt for every episode, need separate slots.
         self._alone = alone = not self._gpu and (visual or bool(self._kwargs.get("reconfiguration_freq")))
         self._build_seeds = [build_seed(seed, (slot_offset + i) // cfg.group_size) for i in range(num_envs)]
         self._parts = self._build(spec, [1] * num_envs if alone else [num_envs], alone, seeded=not shared)
         self._spec = spec
         self._camera: Any = None
-        #: What `gym.make` needs to make the task again, for recordings.
+        #: Arguments of `gym.make` that rebuild the task, for recordings.
         self.record_kwargs = {**self._kwargs, "sim_backend": "physx_cuda" if self._gpu else "physx_cpu"}
         self.max_episode_steps = int(limit or 0)
         first = self._parts[0]
@@ -406,7 +406,7 @@ def _backends(sim: str | None, render: str | None, obs_mode: str) -> tuple[str |
 
 def _arguments(cfg: EnvSideConfig, spec: Any) -> dict[str, Any]:
     """Returns `kwargs` with this adapter's defaults, checked as far as possible without building anything."""
-    # ManiSkill changes what is nested in them.
+    # A copy, because ManiSkill changes nested values.
     user_kwargs: Any = OmegaConf.to_container(cfg.kwargs) if OmegaConf.is_config(cfg.kwargs) else cfg.kwargs
     kwargs: dict[str, Any] = dict(user_kwargs or {})
     for name in _OURS:
@@ -417,7 +417,7 @@ def _arguments(cfg: EnvSideConfig, spec: Any) -> dict[str, Any]:
         raise ConfigError(
             f"env.train.kwargs.obs_mode is {kwargs['obs_mode']!r}; supported are state, rgb, depth, and these joined by '+'"
         )
-    # Several tasks build their scene anew for every episode, but only where there is one slot.
+    # Several tasks rebuild their scene for every episode, but only with one slot.
     kwargs.setdefault("reconfiguration_freq", 0)
     modes = spec.cls.SUPPORTED_REWARD_MODES
     if kwargs.get("reward_mode") is not None and kwargs["reward_mode"] not in modes:

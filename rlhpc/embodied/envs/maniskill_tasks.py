@@ -68,7 +68,7 @@ def open_renderer(device: Any) -> Any:
     except RuntimeError:
         try:
             return sapien.render.RenderSystem().device
-        except RuntimeError:  # it cannot render here at all, which ManiSkill says
+        except RuntimeError:  # it cannot render here at all, and ManiSkill raises
             return device
     return device
 
@@ -81,7 +81,7 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
         batched: The task takes `num_envs > 1` with `sim_backend="physx_cpu"`, without rendering.
         seeded: Slots draw their first states one by one, each from its seed; otherwise all that reset together at once, from
             the seed of the first of them.
-        build_seeds: What tasks draw when they are built (the size of a peg) follows from these, one per slot.
+        build_seeds: Seeds of what tasks draw when they are built (the size of a peg), one per slot.
     """
 
     base: Any = rendering_task(task)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 from rlhpc.config.typed import changed
 from rlhpc.embodied.config import EnvSideConfig
 
-#: Of classes or functions `(cfg, num_envs, slot_offset, seed) -> VectorEnv`.
+#: Classes or functions `(cfg, num_envs, slot_offset, seed) -> VectorEnv`, by name.
 ENVS: Registry[Callable[..., VectorEnv]] = Registry(
     "environment type", "env.env_type", "rlhpc.envs",
     {
@@ -34,8 +34,8 @@ def make_env(cfg: EnvSideConfig, num_envs: int, slot_offset: int = 0, seed: int 
     Args:
         cfg: The section.
         num_envs: Slots of this vector (a rank's share of `cfg.num_envs`).
-        slot_offset: Global number of the first slot: slot i is seeded by (seed, i), whoever simulates it.
-        seed: Of the run.
+        slot_offset: Global number of the first slot: slot i is seeded by (seed, i), on any rank.
+        seed: Seed of the run.
         stage: "train" or "eval".
 
     Raises:
@@ -55,11 +55,11 @@ def make_env(cfg: EnvSideConfig, num_envs: int, slot_offset: int = 0, seed: int 
 def check_env(cfg: EnvSideConfig, python: str | None = None) -> tuple[Any, Any]:
     """Builds one environment and closes it again, so that an unknown id or bad arguments show before a run starts.
 
-    One on an accelerator is built by a process that ends: in this one, what it holds there would stay for the whole run.
+    A separate process builds an environment on an accelerator: in this process its memory would stay allocated.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
-        python: The env group's own Python, which can build what this one cannot.
+        python: Python interpreter of the env group, which may have packages that this one lacks.
 
     Returns:
         Observation and action space of a slot.

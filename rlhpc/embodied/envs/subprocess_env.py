@@ -127,13 +127,13 @@ class _Simulator:
 class ProcessVectorEnv(VectorEnv):
     """Vector environment whose slots live in several processes, neighbours in the same one.
 
-    A process that dies, hangs or raises is started again: its slots' episodes end as truncated at the last observation
-    seen, with no reward and without an entry in the episode statistics; `infos["lost"]` marks them, `restarts` counts.
+    A process that dies, hangs or raises is restarted: its slots' episodes end as truncated at the last observation,
+    with no reward and without an entry in the episode statistics; `infos["lost"]` marks them, `restarts` counts.
 
     Args:
         factory: Builds a process's share: `(cfg, num_envs, slot_offset, seed) -> VectorEnv`.
         cfg: Section `env.train` or `env.eval`.
-        num_envs, slot_offset, seed: As for any environment.
+        num_envs, slot_offset, seed: Arguments of `make_env`.
         processes: Number of processes.
         stage: For factories that take it (`VectorEnv.takes_stage`).
     """
@@ -264,7 +264,7 @@ class ProcessVectorEnv(VectorEnv):
         Args:
             name: Method.
             args: Its arguments, from a simulator's share of the slots.
-            recover: The answer of one that was started again, from its first observation.
+            recover: Computes the answer of a restarted simulator from its first observation.
         """
         failed: dict[int, SimulatorFailed] = {}
         for i, simulator in enumerate(self._simulators):

@@ -77,7 +77,7 @@ def _end_of(lifeline: int) -> select.poll:
     return closing
 
 
-#: Seconds in which hardware must have been stopped and closed, once the parent is gone or says so.
+#: Seconds for stopping and closing hardware, once the parent is gone or asks for it.
 CLOSE_S = 5.0
 
 

@@ -36,7 +36,7 @@ class SlotwiseVectorEnv(VectorEnv):
         cfg: Section `env.train` or `env.eval`.
         num_envs: Slots here.
         slot_offset: Global number of the first.
-        seed: Of the run.
+        seed: Seed of the run.
         limit: Steps after which an episode is cut; 0 for none.
     """
 

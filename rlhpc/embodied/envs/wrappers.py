@@ -34,7 +34,7 @@ BUILT_IN = {
     "panda_state": "rlhpc.embodied.envs.wrappers:PandaState",
 }
 
-#: Of classes or functions `(env, **settings) -> env`.
+#: Classes or functions `(env, **settings) -> env`, by name.
 WRAPPERS: Registry[Any] = Registry("wrapper", "env.wrappers", "rlhpc.wrappers", BUILT_IN)
 
 
@@ -85,7 +85,7 @@ def wrap(env: Any, wrappers: Sequence[Any] | None, key: str = "env.wrappers") ->
 class LifeLoss(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Wrapper that ends an episode at the loss of a life; the next episode continues the game. Put it over `atari`.
 
-    Its `info["life_lost"]` tells the vector environment that the game goes on: returns and lengths are those of whole games.
+    Its `info["life_lost"]` marks that the game continues: the vector environment counts returns and lengths of complete games.
     """
 
     def __init__(self, env: Any) -> None:
@@ -135,7 +135,7 @@ class FireReset(gymnasium.Wrapper[Any, Any, Any, Any]):
 #: Metres: the middle of where the cube may lie.
 _MIDDLE = np.array([0.4, 0.0, 0.1])
 _APART, _FROM_MIDDLE = 20.0, 10.0
-#: Of the gripper's command, which is 0 when it is open.
+#: Command of a closed gripper; 0 opens it.
 _CLOSED = 255.0
 #: Metres of an action of 1.
 _STEP = 0.025
@@ -145,7 +145,7 @@ class PandaState(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Wrapper that replaces gym-hil's observation by numbers of like size: how far the gripper is closed, its position,
     the cube's, and the vector from it to the cube, float32 `[10]`.
 
-    Cubes are drawn from the environment's own generator rather than NumPy's, and success is called what others call it.
+    Cubes are drawn from the environment's generator instead of NumPy's, and success is reported as `success`.
     """
 
     def __init__(self, env: Any) -> None:

@@ -219,7 +219,7 @@ class DeterministicHead(BoundedHead):
     Log-probabilities are those of the noise, before actions are clipped to the bounds.
 
     Args:
-        space, chunk: As `BoundedHead`'s.
+        space, chunk: Arguments of `BoundedHead`.
         std: Standard deviation of the noise, in halves of the bounds' width.
     """
 

@@ -37,7 +37,7 @@ class ConditionedPolicy(Policy):
     training with the number unknown, default 0.3), and the options of the other policy.
 
     Attributes:
-        inner: The other policy.
+        inner: Inner policy.
         unconditioned: See above.
     """
 
@@ -88,7 +88,7 @@ class ConditionedPolicy(Policy):
 
     @property
     def start_shape(self) -> tuple[int, ...]:
-        """See `Policy.start_shape`."""
+        """Shape of the inner policy's start noise (`Policy.start_shape`)."""
         return self.inner.start_shape
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
@@ -142,7 +142,7 @@ def advantages(rewards: np.ndarray, values: np.ndarray, gamma: float, steps: int
 
     Args:
         rewards: `[T]`.
-        values: Of the observations before the steps, `[T]`.
+        values: Values of the observations before the steps, `[T]`.
         gamma: Discount of a step.
         steps: Number of rewards before the bootstrap value from `values`.
     """

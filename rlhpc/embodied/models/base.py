@@ -59,21 +59,21 @@ class Policy(nn.Module):
 
     Args:
         cfg: Section `actor.model`.
-        observation_space, action_space: Of one environment slot.
+        observation_space, action_space: Spaces of one environment slot.
 
     Attributes:
         logprob_type: Level of log-probabilities and entropies, one of `LEVELS`: token_level
             `[B, chunk, dim]`, action_level `[B, chunk]`, chunk_level `[B]`. The trainer sets it.
-        chunk: Actions that are chosen at once.
-        value_width: Values of one observation: 1, or one for each action of the chunk.
+        chunk: Number of actions that it chooses at once.
+        value_width: Number of values of one observation: 1, or one for each action of the chunk.
     """
 
     logprob_type = "chunk_level"
-    #: Whether it can compute in the lower precision of `actor.model.dtype`, whatever its weights are kept in.
+    #: True if it can compute in the lower precision of `actor.model.dtype`, for weights of any precision.
     mixed_precision = False
-    #: Whether the actions are a distribution of `rlhpc.embodied.models.action_heads`.
+    #: True if the actions are a distribution of `rlhpc.embodied.models.action_heads`.
     has_head = True
-    #: Whether it judges what a step led to (`bc_loss` gets `success [B]`, at observations after steps), and acts on nothing.
+    #: True for success classifiers: `bc_loss` gets `success [B]`, at observations after steps, and it does not act.
     judges = False
     #: Running statistics of observations, where `actor.model.normalize_observations` is true.
     normaliser: ObservationNormaliser | None
@@ -115,7 +115,7 @@ class Policy(nn.Module):
 
     @property
     def imitated(self) -> range:
-        """The actions that behaviour cloning shows it at an observation, counted from there: the chunk."""
+        """Actions that behaviour cloning learns at an observation, counted from there: the chunk."""
         return range(self.chunk)
 
     @abstractmethod
@@ -134,9 +134,9 @@ class Policy(nn.Module):
         """Runs the training pass.
 
         Args:
-            inputs: `obs` (`[B, ...]`, or a dict of such tensors), `actions [B, chunk, dim]`, and what
-                `predict_action_batch` gave as `inputs`, if anything.
-            compute_logprobs, compute_entropy, compute_values: What to return.
+            inputs: `obs` (`[B, ...]`, or a dict of such tensors), `actions [B, chunk, dim]`, and the `inputs` that
+                `predict_action_batch` returned, if any.
+            compute_logprobs, compute_entropy, compute_values: Results to compute.
 
         Returns:
             `logprobs` and `entropy`, see `logprob_type`, and `values` `[B]` or `[B, chunk]`.
@@ -159,10 +159,10 @@ class Policy(nn.Module):
         """Chooses actions, without gradients.
 
         Args:
-            obs: `[B, ...]`, or a dict of such tensors where the environment shows several things.
-            mode: "train" samples, "eval" takes the most likely action, or goes the deterministic way from noise.
-            noise: `[B, ...]` rows: of `sample_noise`, drawn here if a sample is wanted and none is given; in "eval" of
-                `sample_start`, if the policy has such, and otherwise those of a fixed seed.
+            obs: `[B, ...]`, or a dict of such tensors where the environment has several observations.
+            mode: "train" samples, "eval" takes the most likely action, or acts deterministically from noise.
+            noise: Rows `[B, ...]` of `sample_noise`, drawn here if None; in "eval" rows of `sample_start`, if the policy
+                uses it, by default those of a fixed seed.
 
         Returns:
             Actions `[B, chunk, dim]`; `prev_logprobs`, `prev_values` as in `default_forward`, and where the log-probabilities
@@ -191,7 +191,7 @@ class Policy(nn.Module):
 
     @property
     def horizon(self) -> int:
-        """Actions that it predicts at once by a flow, which can be made to agree with others (`plan`); 0 where it has none."""
+        """Number of actions that it predicts at once by a flow and that `plan` can guide; 0 without a flow."""
         return 0
 
     def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
@@ -214,7 +214,7 @@ class Policy(nn.Module):
 
     @property
     def start_shape(self) -> tuple[int, ...]:
-        """Shape of the noise from which it goes the deterministic way in evaluations; () for a policy that needs none."""
+        """Shape of the noise from which evaluations act deterministically; () for a policy without such noise."""
         return ()
 
     def sample_start(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -268,8 +268,8 @@ def overlap_weights(horizon: int, executed: int, delay: int) -> Tensor:
 
     Args:
         horizon: H, actions of a chunk.
-        executed: s, actions that are played from one chunk to the next: the last s have none in the chunk before.
-        delay: d, actions that will have been played before the chunk is there: these count fully, later ones less and less.
+        executed: s, actions that are executed from one chunk to the next: the previous chunk has none for the last s.
+        delay: d, actions that are executed before the chunk is available: these have weight 1, later ones less and less.
     """
     weights = torch.zeros(horizon)
     weights[:delay] = 1.0

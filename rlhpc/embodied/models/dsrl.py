@@ -1,5 +1,5 @@
 """Networks of DSRL (Wagenmaker et al. 2025, "Steering Your Diffusion Policy with Latent Space Reinforcement Learning"): SAC
-whose action is the noise that a frozen flow begins with. The flow goes the deterministic way from there to a chunk of actions.
+whose action is the noise that a frozen flow begins with. The flow turns it deterministically into a chunk of actions.
 """
 
 from __future__ import annotations

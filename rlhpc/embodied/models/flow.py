@@ -1,8 +1,8 @@
 """Flow matching for action chunks, with the log-probabilities of the steps that produce a chunk.
 
 An action chunk x_0 and noise x_1 ~ N(0, 1) are joined by x_t = (1 − t)·x_0 + t·x_1; a network learns the velocity
-v = x_1 − x_0 (Lipman et al. 2023; π0, Black et al. 2024, has this direction of time, too). Acting goes from t = 1 to 0 in K
-Euler steps. That is deterministic, so for reinforcement learning the steps are those of a stochastic equation with the same
+v = x_1 − x_0 (Lipman et al. 2023; π0, Black et al. 2024, has the same direction of time). Acting integrates from t = 1 to 0
+in K Euler steps. That is deterministic, so reinforcement learning uses the steps of a stochastic equation with the same
 marginals (Flow-SDE: Flow-GRPO, Liu et al. 2025; π_RL, Chen et al. 2025):
 
     x_{t−dt} ~ N(x_t − [v + σ²/(2t)·(x_t + (1 − t)·v)]·dt,  σ²·dt),    σ = noise_level·√(t / (1 − t)),
@@ -60,8 +60,8 @@ class Flow:
         """Returns all states of the K steps, `[B, K + 1, chunk, dim]`; the last one is the actions.
 
         Args:
-            velocity: Of the policy.
-            noise: `[B, K, chunk, dim]`, of the steps; None goes the deterministic way.
+            velocity: Velocity of the policy.
+            noise: `[B, K, chunk, dim]`, of the steps; None integrates deterministically.
             start: `[B, chunk, dim]`, x_1.
         """
         states = [start]
@@ -165,7 +165,7 @@ class FlowActing(Policy):
 
     @property
     def horizon(self) -> int:
-        """See `Policy.horizon`: the chunk."""
+        """Length of the chunk (`Policy.horizon`)."""
         return self.chunk
 
     def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
@@ -180,7 +180,7 @@ class FlowActing(Policy):
 
     @property
     def start_shape(self) -> tuple[int, ...]:
-        """See `Policy.start_shape`: that of x_1."""
+        """Shape of x_1 (`Policy.start_shape`)."""
         return self.state_shape
 
     def played(self, plan: Tensor, part: slice) -> Tensor:

@@ -29,11 +29,11 @@ class Scaling(nn.Module):
     """Affine map of `low … high` to −1 … 1 and back; components that `mask` leaves out stay unchanged.
 
     Args:
-        low, high, mask: Of each component.
+        low, high, mask: Bounds and mask of each component.
 
     Attributes:
-        gripper: The last component is a gripper, of which the model says 0 for closed and 1 for open, as datasets of RLDS do,
-            and the environment takes 1 and −1 for these.
+        gripper: True if the last component is a gripper whose values are 0 (closed) and 1 (open) for the model, as in RLDS
+            datasets, and 1 and −1 for the environment.
     """
 
     gripper = False
@@ -92,11 +92,11 @@ def scaling(
 
     Args:
         statistics: By dataset.
-        dataset: Which one; None takes the only one.
-        part: Which of the two.
-        dim: Components it must have.
+        dataset: Name of the dataset; None takes the only one.
+        part: "action" or "proprio".
+        dim: Required number of components.
         normalisation: One of `RANGES`; where a dataset has no quantiles, its bounds.
-        where: Its name in messages.
+        where: Name of the statistics in messages.
 
     Raises:
         ConfigError: There is no such dataset, or it has other components.
@@ -135,10 +135,10 @@ class NormStats(nn.Module):
     (q99 − q01 + 1e-6) − 1. Networks pad the result with zeros.
 
     Args:
-        statistics: Of "state" or "actions": `mean` and `std`, or `q01` and `q99`, each a list of numbers.
+        statistics: Statistics of "state" or "actions": `mean` and `std`, or `q01` and `q99`, each a list of numbers.
         normalisation: "mean_std" or "quantiles".
-        dim: Components; what the file has beyond them is left out.
-        where: The statistics' name in messages.
+        dim: Number of components; further ones of the file are left out.
+        where: Name of the statistics in messages.
 
     Raises:
         ConfigError: One is missing, or there are too few components.
@@ -243,7 +243,7 @@ class ObservationNormaliser(nn.Module):
 
         Args:
             flat: `[n, T, width]`.
-            mask: Which count, bool `[n, T]`.
+            mask: Observations that count, bool `[n, T]`.
         """
         offsets = (flat.double() - self.mean) * mask[..., None]
         return torch.cat([mask.double().sum(1, keepdim=True), offsets.sum(1), (offsets * offsets).sum(1)], 1)
@@ -253,7 +253,7 @@ class ObservationNormaliser(nn.Module):
         """Updates the statistics with observations (Chan et al. 1979).
 
         Args:
-            moments: Of all slots of the run, in their order, so that the result does not depend on their division over ranks.
+            moments: Moments of all slots of the run, in their order, so that the result does not depend on the number of ranks.
         """
         count, offset, square = moments.sum(0).split([1, len(self.mean), len(self.mean)])
         if not count.item():

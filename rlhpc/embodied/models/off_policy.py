@@ -18,8 +18,8 @@ from rlhpc.embodied.models.mlp import ACTIVATIONS, mlp
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.flat_parameters import Reduce
 
-#: As CrossQ's authors have them: fraction of the running statistics that a batch replaces, what is added to variances, batches
-#: that are normalised by their own statistics alone, bounds of the correction.
+#: Constants of CrossQ's authors: fraction of the running statistics that a batch replaces, term added to variances, number
+#: of batches that are normalised by their own statistics alone, bounds of the correction.
 MOMENTUM, EPS, WARM_UP, R_MAX, D_MAX = 0.01, 1e-3, 100_000, 3.0, 5.0
 
 
@@ -258,8 +258,8 @@ class SpreadActor(nn.Module):
     """Actor whose log-std does not depend on the observation; outputs mean and log-std, concatenated.
 
     Args:
-        mean: The network.
-        outputs: Its width.
+        mean: Network of the mean.
+        outputs: Width of its outputs.
     """
 
     def __init__(self, mean: nn.Module, outputs: int) -> None:
@@ -278,7 +278,7 @@ class ValuedTwinCritic(TwinCritic):
     Args:
         obs: Width of the observation.
         dim: Width of the action.
-        hidden, activation, layer_norm: As `TwinCritic`'s.
+        hidden, activation, layer_norm: Arguments of `TwinCritic`.
     """
 
     def __init__(self, obs: int, dim: int, hidden: list[int], activation: str, layer_norm: bool) -> None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rlhpc.embodied.models.prismatic import ActionHead, OpenVLAConfig, ProprioProjector
 
 
-#: How actions are predicted.
+#: Ways of predicting actions.
 HEADS = ("tokens", "parallel", "l1")
 
 
@@ -53,7 +53,7 @@ class OpenVLAPolicy(TokenPolicy):
     (`l1`); `actor.lora`; `kwargs`:
         head: tokens (OpenVLA), parallel (OFT with tokens) or l1 (OFT); by default l1 if the folder has such a head, else
             tokens.
-        proprio: Whether the model takes `state`; by default if the folder has a projector for it.
+        proprio: True if the model takes `state`; by default if the folder has a projector for it.
         unnorm_key: Dataset whose statistics scale actions and state; optional if there is only one.
         statistics: A file of statistics, or a LeRobot dataset's folder, in place of the model's own; or `bounds`, those of the
             action space.
@@ -309,7 +309,7 @@ def check_folder(cfg: ModelConfig) -> None:
     """Refuses a model's folder without weights or statistics.
 
     Raises:
-        ConfigError: Says what is missing.
+        ConfigError: Files are missing; names them.
     """
     require_weights(cfg.model_path)
     if (folder := folder_of(cfg)) is not None:
@@ -356,7 +356,7 @@ def eye_of(config: OpenVLAConfig, settings: dict[str, Any], space: Any, crop: bo
     Args:
         config: Configuration of the model.
         settings: Settings of its image processor.
-        space: The observations, whose pictures must be square unless they are stretched.
+        space: Observation space, whose pictures must be square unless they are stretched.
         crop: Crop to the middle 90 %, for models whose training pictures were cropped at random.
 
     Raises:
@@ -382,7 +382,7 @@ class Released(Protocol):
     """Parts of a policy that `release` writes.
 
     Attributes:
-        vlm: The network, with adapters or without.
+        vlm: Network, with adapters or without.
         source: Folder that the network was read from; None for a built-in one.
         tokenizer, eye: Written where there was no such folder.
         statistics: Statistics that scale actions and state, by dataset.

@@ -119,7 +119,7 @@ class Pi0Policy(FlowActing):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """See `FlowActing.state_shape`: the model's own chunk and width."""
+        """Chunk and width of the model (`FlowActing.state_shape`)."""
         return int(self.model.config.chunk_size), int(self.model.config.max_action_dim)
 
     def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:

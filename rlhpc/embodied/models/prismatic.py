@@ -25,11 +25,11 @@ class ViTShape:
     """Architecture parameters of a vision transformer.
 
     Attributes:
-        embed_dim, depth, num_heads, mlp_ratio, patch_size: As timm has them.
+        embed_dim, depth, num_heads, mlp_ratio, patch_size: Parameters of timm's model.
         reg_tokens: Registers; with them there is a class token, too, and neither has a position.
         scaled: Layers have a scale.
         pooled: It ends with an attention pool, which files contain and nothing here uses.
-        mean, std: Of the pictures it was trained on.
+        mean, std: Statistics of the pictures that it was trained on.
     """
 
     embed_dim: int

@@ -24,7 +24,7 @@ from rlhpc.embodied.models.base import Policy
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import CheckpointError
 
-#: Of classes `(cfg, observation_space, action_space) -> Policy`.
+#: Classes `(cfg, observation_space, action_space) -> Policy`, by name.
 MODELS: Registry[Any] = Registry(
     "model type", "actor.model.model_type", "rlhpc.models",
     {
@@ -60,7 +60,7 @@ def policy_dtype(actor: EmbodiedActorConfig, bfloat16: bool) -> str:
 
     Args:
         actor: Section `actor`.
-        bfloat16: Whether the policy's device computes in bfloat16.
+        bfloat16: True if the policy's device computes in bfloat16.
     """
     model = actor.model
     if model.dtype.lower() != "auto":
@@ -95,7 +95,7 @@ def build_model(cfg: PolicyConfig, observation_space: Any, action_space: Any, se
 
     Args:
         cfg: The section.
-        observation_space, action_space: Of one environment slot.
+        observation_space, action_space: Spaces of one environment slot.
         seed: Initialises the weights from this seed, without touching torch's global generator.
 
     Raises:
@@ -120,7 +120,7 @@ def check_folder(cfg: PolicyConfig) -> None:
     """Refuses a pretrained policy's folder that lacks files, whatever the environment is.
 
     Raises:
-        ConfigError: Unknown type; or says which file is missing.
+        ConfigError: The type is unknown, or a file is missing; names it.
     """
     MODELS.find(cfg.model_type)
     if (check := _FOLDER_CHECKS.get(cfg.model_type.lower())) is not None:
@@ -132,11 +132,11 @@ def check_policy(actor: EmbodiedActorConfig, spaces: tuple[Any, Any], pythons: S
 
     Args:
         actor: Section `actor`.
-        spaces: Of the observations and of the actions of one slot.
+        spaces: Observation and action space of one slot.
         pythons: Python interpreters of the groups that will build it.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The policy cannot be built.
     """
     if actor.model.model_type.lower() != "lerobot" or not all(pythons):
         return build_model(policy_section(actor), *spaces)
@@ -151,8 +151,8 @@ def policy_from_spec(spec: dict[str, Any], trust: Trust | None = None, origin: s
 
     Args:
         spec: Result of `Policy.spec`.
-        trust: What it may name of code; nothing by default.
-        origin: Where it is from, for messages.
+        trust: Code that it may name; none by default.
+        origin: Source of the description, for messages.
 
     Raises:
         ConfigError: It names code, or describes no policy.
@@ -194,7 +194,7 @@ def spec_in(folder: Path) -> tuple[dict[str, Any], Path]:
     """Returns a folder's description of its policy (`Policy.spec`), and the file that has it.
 
     Raises:
-        CheckpointError: It does not say it.
+        CheckpointError: The folder has no description.
     """
     origin = folder / "config.json"
     spec = read_object(origin).get("policy") if origin.is_file() else None
@@ -209,7 +209,7 @@ def load_policy(folder: Path, trust: Trust) -> Policy:
 
     Args:
         folder: A checkpoint, or an export.
-        trust: What it may name of code.
+        trust: Code that it may name.
 
     Raises:
         CheckpointError: Files are missing, or the weights do not fit the policy.

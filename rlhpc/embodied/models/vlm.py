@@ -193,7 +193,7 @@ def require_weights(path: str | None) -> None:
     """Refuses a model's folder that is missing or has no weights; names of the hub and of built-in models pass.
 
     Raises:
-        ConfigError: Says what is missing.
+        ConfigError: The folder or its files are missing; names them.
     """
     if not path or path.startswith("builtin:") or is_hub_name(path):
         return
@@ -216,7 +216,7 @@ class Eye:
 
     Attributes:
         size: Pixels a side.
-        means, stds: Of the three channels; the same picture once with each.
+        means, stds: Statistics of the three channels; the picture is normalised once with each.
         bicubic: Resize bicubically and round, as Pillow does; else bilinearly.
         middle: Share of their area, around the middle, that is then resized to that size.
     """
@@ -257,9 +257,9 @@ class VlmInputs:
     """Inputs of a vision-language model from observations: pictures in its size, and a prompt as tokens.
 
     Args:
-        observation_space: Of a slot: pictures uint8 `[H, W, 3·cameras]`, and `instruction` if there is one.
-        tokenizer: Of the model.
-        eye: Its pictures.
+        observation_space: Observation space of a slot: pictures uint8 `[H, W, 3·cameras]`, and `instruction` if there is one.
+        tokenizer: Tokenizer of the model.
+        eye: Image preprocessing of the model.
         image: Token that image features replace.
         image_tokens: Number of tokens of one picture.
         prompt: With `{instruction}`.

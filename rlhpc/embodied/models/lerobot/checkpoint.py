@@ -98,7 +98,7 @@ def check_folder(cfg: ModelConfig) -> None:
     """Refuses a folder that LeRobot's `save_pretrained` did not write, or of an unsupported family.
 
     Raises:
-        ConfigError: Says what is wrong.
+        ConfigError: The folder is invalid; the message says why.
     """
     path, config = _read(cfg.model_path)
     _family(path, config)

@@ -4,7 +4,7 @@ LeRobot 0.4.4 requires a transformers with files replaced by openpi's (`transfor
 changes are small, and this module repeats them over the installed transformers, for LeRobot's two modules alone:
 
 - Gemma's norm may be adapted to a condition c (adaRMS, π0.5's expert): x / rms(x) · (1 + scale(c)) + shift(c), and a gate(c)
-  on what the block adds; it answers with the gate, which is None without a condition.
+  on the block's output. It also returns the gate, which is None without a condition.
 - Gemma does not scale its inputs by √width, nor PaliGemma its pictures by 1/√width: LeRobot scales the words itself.
 - Cached keys and values are not extended where `use_cache` is false.
 

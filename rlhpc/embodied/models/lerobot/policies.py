@@ -221,7 +221,7 @@ class DenoisingPolicy(LerobotPolicy):
 
     @property
     def start_shape(self) -> tuple[int, ...]:
-        """See `Policy.start_shape`: that of a state."""
+        """Shape of a state (`Policy.start_shape`)."""
         return self.state_shape
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -317,7 +317,7 @@ class DiffusionPolicy(DenoisingPolicy):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """See `DenoisingPolicy.state_shape`."""
+        """Horizon of the network and components of an action (`DenoisingPolicy.state_shape`)."""
         return int(self.inner.config.horizon), self.dim
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ class LeRobotFlowPolicy(DenoisingPolicy):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """See `DenoisingPolicy.state_shape`."""
+        """Chunk of the network and its padded action (`DenoisingPolicy.state_shape`)."""
         return int(self.inner.config.chunk_size), int(self.inner.config.max_action_dim)
 
     def chain(self, encoded: Velocity, noise: Tensor) -> Tensor:
@@ -430,7 +430,7 @@ class LeRobotFlowPolicy(DenoisingPolicy):
 
     @property
     def horizon(self) -> int:
-        """See `Policy.horizon`: all that the network predicts."""
+        """Number of actions that the network predicts (`Policy.horizon`)."""
         return self.state_shape[0]
 
     def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
