@@ -253,7 +253,7 @@ class ObservationNormaliser(nn.Module):
         """Updates the statistics with observations (Chan et al. 1979).
 
         Args:
-            moments: Moments of all slots of the run, in their order, so that the result does not depend on the number of ranks.
+            moments: Moments of all slots of the run, in their order, so that the result is the same for any number of ranks.
         """
         count, offset, square = moments.sum(0).split([1, len(self.mean), len(self.mean)])
         if not count.item():
