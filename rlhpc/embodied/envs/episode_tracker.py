@@ -87,19 +87,19 @@ class EpisodeTracker:
         rewards = np.where(active, rewards, 0).astype(np.float32)
         self.elapsed += active
         self.returns += rewards
-        ends = failed & active
+        terminated = failed & active
         if success is not None:
             self._knows_success = True
-            now = success & active
+            succeeded_now = success & active
             self._now = np.where(active, success, self._now)
-            self._once |= now
-            ends = ends | now
+            self._once |= succeeded_now
+            terminated = terminated | succeeded_now
         if self._ignore_terminations:
-            ends = np.zeros_like(ends)
-        cut = active & ~ends & (self.elapsed >= self.limit) if self.limit else np.zeros_like(ends)
+            terminated = np.zeros_like(terminated)
+        truncated = active & ~terminated & (self.elapsed >= self.limit) if self.limit else np.zeros_like(terminated)
         if self._relative:
             rewards, self._before = rewards - np.where(active, self._before, 0), np.where(active, rewards, self._before)
-        return rewards * np.float32(self._scale), ends, cut
+        return rewards * np.float32(self._scale), terminated, truncated
 
     def report(self, done: np.ndarray) -> dict[str, np.ndarray]:
         """Returns `infos["episode"]` of a step in which the slots `done` (bool `[N]`) ended."""

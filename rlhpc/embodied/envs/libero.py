@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rlhpc.embodied.envs.observations import check_orientation, encode_text, oriented, text_bytes
-from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv, only_known
+from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv, merge_kwargs
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, stage: str = "train") -> None:
         super().__init__(cfg, num_envs, slot_offset, seed, cfg.max_episode_steps or _limit(cfg.env_id))
-        kwargs = only_known(cfg.kwargs, _DEFAULTS, "libero")
+        kwargs = merge_kwargs(cfg.kwargs, _DEFAULTS, "libero")
         self._suite = suite = _suite(cfg.env_id)
         chosen = list(range(suite.n_tasks)) if kwargs["task_ids"] is None else [int(i) for i in kwargs["task_ids"]]
         if not chosen or not all(0 <= i < suite.n_tasks for i in chosen):

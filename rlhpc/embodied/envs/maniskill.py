@@ -68,7 +68,7 @@ class ActionLog:
 
 
 log = logging.getLogger(__name__)
-_OURS = ("num_envs", "max_episode_steps", "render_mode")
+_RESERVED_KWARGS = ("num_envs", "max_episode_steps", "render_mode")
 #: Names of simulation and render backends without a GPU.
 _ON_CPU = ("cpu", "physx_cpu", "sapien_cpu")
 
@@ -80,7 +80,7 @@ class _NoMaterial:
         vars(self).update(kwargs)
 
 
-_NEEDED = ("env_type maniskill needs ManiSkill", "embodied")
+_REQUIREMENT = ("env_type maniskill needs ManiSkill", "embodied")
 
 
 def load_maniskill() -> bool:
@@ -92,7 +92,7 @@ def load_maniskill() -> bool:
     Raises:
         ConfigError: It is not installed.
     """
-    required("sapien.render", *_NEEDED)
+    required("sapien.render", *_REQUIREMENT)
     import sapien
 
     if sapien.render.RenderMaterial is not _NoMaterial:
@@ -104,7 +104,7 @@ def load_maniskill() -> bool:
                 # Also where it has been imported from already, such as SAPIEN's loader of robots.
                 if getattr(module, "__dict__", {}).get("RenderMaterial") is real:
                     vars(module)["RenderMaterial"] = _NoMaterial
-    required("mani_skill.envs", *_NEEDED)  # registers the tasks
+    required("mani_skill.envs", *_REQUIREMENT)  # registers the tasks
     return sapien.render.RenderMaterial is not _NoMaterial
 
 
@@ -247,7 +247,7 @@ class ManiSkillVectorEnv(VectorEnv):
 
     def _chunk(self, actions: np.ndarray) -> Step:
         n, chunk = self.num_envs, actions.shape[1]
-        brought, executed = np.zeros((n, chunk), np.float32), np.zeros((n, chunk), bool)
+        chunk_rewards, executed = np.zeros((n, chunk), np.float32), np.zeros((n, chunk), bool)
         terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
         final: Any = None
         success: np.ndarray | None = None
@@ -257,11 +257,11 @@ class ManiSkillVectorEnv(VectorEnv):
                 break
             obs, rewards, failed, success = self._simulate(actions[:, i])
             self._played.add(actions[:, i])
-            brought[:, i], ends, cut = self.episodes.add(rewards, failed, success, active)
+            chunk_rewards[:, i], terminated, truncated = self.episodes.add(rewards, failed, success, active)
             executed[:, i] = active
-            terminations |= ends
-            truncations |= cut
-            fresh = ends | cut
+            terminations |= terminated
+            truncations |= truncated
+            fresh = terminated | truncated
             if fresh.any():
                 final = select(fresh, obs, obs if final is None else final)
         done = terminations | truncations
@@ -274,8 +274,8 @@ class ManiSkillVectorEnv(VectorEnv):
                 infos["final_env_states"] = self.env_states()
             obs = self._begin(np.flatnonzero(done))
         if chunk > 1:
-            infos["chunk"] = {"rewards": brought, "mask": executed}
-        return obs, brought.sum(1), terminations, truncations, infos
+            infos["chunk"] = {"rewards": chunk_rewards, "mask": executed}
+        return obs, chunk_rewards.sum(1), terminations, truncations, infos
 
     def _simulate(self, actions: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray | None]:
         """Executes one control step of all slots; returns obs, rewards `[N]`, failed `[N]`, and success `[N]` where the
@@ -292,9 +292,9 @@ class ManiSkillVectorEnv(VectorEnv):
             )
             obs.append(convert(observed, self.on_device))
             flag_names = [name for name in ("fail", "success") if name in info]
-            brought, *ends = flat([reward, *(info[name] for name in flag_names)], part.num_envs)
+            reward_row, *ends = flat([reward, *(info[name] for name in flag_names)], part.num_envs)
             flags = dict(zip(flag_names, ends, strict=True))
-            rewards.append(brought)
+            rewards.append(reward_row)
             failed.append(flags.get("fail", np.zeros(part.num_envs, bool)))
             if "success" in flags:
                 success.append(flags["success"].astype(bool))
@@ -409,7 +409,7 @@ def _arguments(cfg: EnvSideConfig, spec: Any) -> dict[str, Any]:
     # A copy, because ManiSkill changes nested values.
     user_kwargs: Any = OmegaConf.to_container(cfg.kwargs) if OmegaConf.is_config(cfg.kwargs) else cfg.kwargs
     kwargs: dict[str, Any] = dict(user_kwargs or {})
-    for name in _OURS:
+    for name in _RESERVED_KWARGS:
         if name in kwargs:
             raise ConfigError(f"env.train.kwargs.{name} is {kwargs[name]!r}; this one rlhpc sets itself")
     kwargs.setdefault("obs_mode", "state")

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rlhpc.embodied.envs.observations import check_orientation, oriented
-from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv, only_known
+from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv, merge_kwargs
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
         limit = min(cfg.max_episode_steps or _LONGEST, _LONGEST)
         super().__init__(cfg, num_envs, slot_offset, seed, limit)
-        kwargs = only_known(cfg.kwargs, _DEFAULTS, "metaworld")
+        kwargs = merge_kwargs(cfg.kwargs, _DEFAULTS, "metaworld")
         self._orientation = check_orientation(kwargs.pop("image_orientation"))
         self._sparse = kwargs.pop("reward_mode") == "sparse"
         os.environ.setdefault("MUJOCO_GL", "egl")

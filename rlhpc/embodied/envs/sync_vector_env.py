@@ -78,22 +78,22 @@ class SlotwiseVectorEnv(VectorEnv):
         n, chunk = actions.shape[:2]
         space = self.action_space
         chosen = np.clip(actions.reshape(n, chunk, *space.shape), space.low, space.high).astype(space.dtype)
-        brought, executed = np.zeros((n, chunk), np.float32), np.zeros((n, chunk), bool)
+        chunk_rewards, executed = np.zeros((n, chunk), np.float32), np.zeros((n, chunk), bool)
         terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
         for i in range(chunk):
             active = ~(terminations | truncations)
-            (brought[:, i], ends, cut), success = self._move(chosen[:, i], active)
+            (chunk_rewards[:, i], terminated, truncated), success = self._move(chosen[:, i], active)
             executed[:, i] = active
-            terminations |= ends
-            truncations |= cut
+            terminations |= terminated
+            truncations |= truncated
         done = terminations | truncations
         infos: dict[str, Any] = {"success": success} if chunk == 1 else {}
         if done.any():
             infos |= {"final_obs": _stack(self._last_obs), "episode": self.episodes.report(done)}
             self._begin(np.flatnonzero(done))
         if chunk > 1:
-            infos["chunk"] = {"rewards": brought, "mask": executed}
-        return _stack(self._last_obs), brought.sum(1), terminations, truncations, infos
+            infos["chunk"] = {"rewards": chunk_rewards, "mask": executed}
+        return _stack(self._last_obs), chunk_rewards.sum(1), terminations, truncations, infos
 
     def _move(
         self, actions: np.ndarray, active: np.ndarray
@@ -103,8 +103,8 @@ class SlotwiseVectorEnv(VectorEnv):
         rewards, failed, success = np.zeros(n, np.float32), np.zeros(n, bool), np.zeros(n, bool)
         for slot in np.flatnonzero(active).tolist():
             self._history[slot].append(actions[slot].copy())
-            moved = self.step_slot(slot, actions[slot])
-            self._last_obs[slot], rewards[slot], success[slot], failed[slot] = moved
+            result = self.step_slot(slot, actions[slot])
+            self._last_obs[slot], rewards[slot], success[slot], failed[slot] = result
         return self.episodes.add(rewards, failed, success, active), success
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _stack(rows: list[Any]) -> Any:
     return np.stack(rows)
 
 
-def only_known(kwargs: Any, defaults: dict[str, Any], env_type: str) -> dict[str, Any]:
+def merge_kwargs(kwargs: Any, defaults: dict[str, Any], env_type: str) -> dict[str, Any]:
     """Returns `env.train.kwargs` over an adapter's defaults.
 
     Raises:

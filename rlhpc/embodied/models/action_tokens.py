@@ -61,7 +61,7 @@ class ActionTokens:
 
 
 class TokenPolicy(Policy):
-    """Policy whose actions are tokens of a language model. A subclass implements `load`, `_read` and `_go_on`."""
+    """Policy whose actions are tokens of a language model. A subclass implements `load`, `_read` and `_run_body`."""
 
     has_head = False
     mixed_precision = True
@@ -102,7 +102,7 @@ class TokenPolicy(Policy):
         """
 
     @abstractmethod
-    def _go_on(self, **inputs: Any) -> Any:
+    def _run_body(self, **inputs: Any) -> Any:
         """Runs the model's body over one more token."""
 
     @abstractmethod
@@ -164,13 +164,13 @@ class TokenPolicy(Policy):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Chooses actions for a batch of observations (`Policy.predict_action_batch`)."""
         noise = None if mode == "eval" else self.noise_for(obs, noise, self.scaling.low.device)
-        bins, logprobs, first = self._say(obs, noise)
+        bins, logprobs, first = self._sample_tokens(obs, noise)
         tokens = bins + self.tokens.first
         actions = self.scaling.unscaled(self.tokens.actions(tokens).unflatten(1, (self.chunk, self.dim)))
         leveled = at_level(logprobs, self.logprob_type, self.chunk)
         return actions, {"prev_logprobs": leveled, "prev_values": self._values(first), "inputs": {"tokens": tokens}}
 
-    def _say(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _sample_tokens(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Samples the tokens one after the other; returns their bins and log-probs `[B, chunk · dim]`, and the first
         hidden state.
         """
@@ -181,7 +181,7 @@ class TokenPolicy(Policy):
         for i in range(self.chunk * self.dim):
             if i:
                 mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-                out = self._go_on(
+                out = self._run_body(
                     input_ids=sampled_bins[-1] + self.tokens.first, attention_mask=mask,
                     position_ids=positions(mask)[:, -1:],
                     past_key_values=out.past_key_values, use_cache=True,
@@ -241,7 +241,7 @@ class VLAPolicy(TokenPolicy):
         )  # fmt: skip
         return out, mask
 
-    def _go_on(self, **inputs: Any) -> Any:
+    def _run_body(self, **inputs: Any) -> Any:
         return self.vlm.model(**inputs)
 
     def _logits(self, hidden: Tensor) -> Tensor:

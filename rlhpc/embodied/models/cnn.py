@@ -174,7 +174,7 @@ def encoder_of(cfg: PolicyConfig, observation_space: Any, action_space: Any, opt
     return MODELS.find(str(options.get("encoder", "cnn")))(cfg, observation_space, action_space, heads=False)
 
 
-def seen_by(encoder: Any, obs: Obs) -> Tensor:
+def encode_obs(encoder: Any, obs: Obs) -> Tensor:
     """Returns the encoded observations, `[B, width]`; without an encoder their numbers."""
     encoded: Tensor = flat_numbers(obs) if encoder is None else encoder.see(obs)
     return encoded

@@ -24,7 +24,7 @@ from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.envs.observations import count_rows
 from rlhpc.embodied.models.action_heads import at_level
 from rlhpc.embodied.models.base import Guide, Obs, Policy, Velocity
-from rlhpc.embodied.models.cnn import encoder_of, seen_by
+from rlhpc.embodied.models.cnn import encode_obs, encoder_of
 from rlhpc.embodied.models.mlp import flat_width, mlp, normalizes_observations
 from rlhpc.embodied.models.normalization import ObservationNormaliser
 from rlhpc.runtime.errors import ConfigError
@@ -257,7 +257,7 @@ class FlowPolicy(FlowActing):
 
     def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
         """Encodes observations once for all steps of the flow (`FlowActing.prepare`)."""
-        encoded = seen_by(self.encoder, obs)
+        encoded = encode_obs(self.encoder, obs)
         if self.normaliser is not None:
             encoded = self.normaliser(encoded)
 

@@ -76,7 +76,7 @@ class OpenVLAPolicy(TokenPolicy):
                 part.freeze_unused()
         if self.action_head is not None:  # it writes no tokens
             self.vlm.language_model.lm_head.requires_grad_(False)
-        load_ours(self, self.source)
+        load_extra_weights(self, self.source)
 
     def load(self, cfg: ModelConfig) -> None:
         """Loads the network, its heads, and the statistics (`TokenPolicy.load`)."""
@@ -162,10 +162,10 @@ class OpenVLAPolicy(TokenPolicy):
         if token_ids is not None:
             embedded = torch.cat([embedded, self.vlm.get_input_embeddings()(token_ids)], 1)
             mask = torch.cat([mask, torch.ones_like(token_ids)], 1)
-        out = self._go_on(inputs_embeds=embedded, attention_mask=mask, position_ids=positions(mask), use_cache=cache)
+        out = self._run_body(inputs_embeds=embedded, attention_mask=mask, position_ids=positions(mask), use_cache=cache)
         return out, mask
 
-    def _go_on(self, **inputs: Any) -> Any:
+    def _run_body(self, **inputs: Any) -> Any:
         return self.vlm.language_model.model(**inputs)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -183,16 +183,16 @@ class OpenVLAPolicy(TokenPolicy):
         mask = torch.cat([mask, mask.new_ones(rows, places + 1)], 1)
         hidden_ones = torch.finfo(embedded.dtype).min * (1 - mask)[:, None, None, :].to(embedded.dtype)
         both_ways = hidden_ones.expand(-1, -1, mask.shape[1], -1)
-        out = self._go_on(
+        out = self._run_body(
             inputs_embeds=embedded, attention_mask=both_ways, position_ids=positions(mask), use_cache=False
         )
         # As in generated text, the hidden state before a position predicts it.
         hidden: Tensor = out.last_hidden_state[:, -places - 2 : -2]
         return hidden
 
-    def _say(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _sample_tokens(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.kind == "tokens":
-            return super()._say(obs, noise)
+            return super()._sample_tokens(obs, noise)
         hidden = self._states(obs, None)
         return *self._choose(hidden, noise), hidden[:, 0]
 
@@ -243,8 +243,8 @@ class OpenVLAPolicy(TokenPolicy):
 
 
 HEAD, PROJECTOR = "action_head", "proprio_projector"
-STATISTICS, OURS = "dataset_statistics.json", "rlhpc.safetensors"
-_PARTS = ("value_head.", "head.")
+STATISTICS, EXTRA_WEIGHTS = "dataset_statistics.json", "rlhpc.safetensors"
+_EXTRA_PREFIXES = ("value_head.", "head.")
 
 
 def path_of(path: Any) -> Path:
@@ -341,11 +341,11 @@ def _loaded(module: Any, file: Path | None) -> Any:
     return module
 
 
-def load_ours(policy: nn.Module, folder: Path | None) -> None:
+def load_extra_weights(policy: nn.Module, folder: Path | None) -> None:
     """Loads the value head and the log-std of a policy's folder, if they fit the policy."""
-    if folder is not None and (folder / OURS).is_file():
+    if folder is not None and (folder / EXTRA_WEIGHTS).is_file():
         state = policy.state_dict()
-        weights = load_tensors(folder / OURS).items()
+        weights = load_tensors(folder / EXTRA_WEIGHTS).items()
         fitting = {name: value for name, value in weights if name in state and state[name].shape == value.shape}
         policy.load_state_dict(fitting, strict=False)
 
@@ -435,9 +435,9 @@ def release(policy: Released, folder: Path, step: int) -> None:
             f"base_model.model.{name}": value for name, value in adapter_weights(vlm, lambda tensor: tensor).items()
         }
         save_file(named, adapter / "adapter_model.safetensors")
-    ours = {name: value for name, value in policy.state_dict().items() if name.startswith(_PARTS)}
-    if ours:
-        save_file(ours, folder / OURS)
+    extra_weights = {name: value for name, value in policy.state_dict().items() if name.startswith(_EXTRA_PREFIXES)}
+    if extra_weights:
+        save_file(extra_weights, folder / EXTRA_WEIGHTS)
 
 
 def _processor(eye: Eye, config: OpenVLAConfig) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.models.base import Obs, Policy
-from rlhpc.embodied.models.cnn import encoder_of, seen_by
+from rlhpc.embodied.models.cnn import encode_obs, encoder_of
 from rlhpc.embodied.models.mlp import flat_width, mlp
 
 _ENCODER, _CHANNELS = "encoder", "channels"
@@ -54,13 +54,13 @@ class SuccessModel(Policy):
 
     def logits(self, obs: Obs) -> Tensor:
         """Returns log-odds of success `[B]`."""
-        logits: Tensor = self.judge(seen_by(self.encoder, obs))
+        logits: Tensor = self.judge(encode_obs(self.encoder, obs))
         return logits.squeeze(-1)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """Returns no head input, and probabilities of success as values (`Policy.features`)."""
         if policy:
-            self._acts_not()
+            self._refuse_to_act()
         return None, self.logits(obs).sigmoid() if value else None
 
     def predict_action_batch(
@@ -68,13 +68,13 @@ class SuccessModel(Policy):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Raises ConfigError: the classifier does not act."""
         del obs, mode, noise
-        self._acts_not()
+        self._refuse_to_act()
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
         """Returns the cross-entropy `[B]` with `success [B]`, which is 1 where the task is done at `obs`."""
         return F.binary_cross_entropy_with_logits(self.logits(inputs["obs"]), inputs["success"], reduction="none")
 
-    def _acts_not(self) -> NoReturn:
+    def _refuse_to_act(self) -> NoReturn:
         raise ConfigError("a model of success (model_type success) judges what it sees and does not act")
 
 
@@ -97,7 +97,7 @@ def reward_model(path: str, observation_space: Any) -> SuccessModel:
     return model
 
 
-class JudgedEnv(VectorEnv):
+class SuccessRewardEnv(VectorEnv):
     """Wrapper of a vector environment that replaces rewards by a classifier's probability that the task is done after
     the step.
 
@@ -136,14 +136,14 @@ class JudgedEnv(VectorEnv):
 
     def step(self, actions: np.ndarray) -> Step:
         """Steps every slot by one action (`VectorEnv.step`)."""
-        return self._judged(self.env.step(actions))
+        return self._replace_rewards(self.env.step(actions))
 
     def chunk_step(self, actions: np.ndarray) -> Step:
         """Executes a chunk of actions in every slot (`VectorEnv.chunk_step`)."""
-        return self._judged(self.env.chunk_step(actions))
+        return self._replace_rewards(self.env.chunk_step(actions))
 
     @torch.no_grad()
-    def _judged(self, step: Step) -> Step:
+    def _replace_rewards(self, step: Step) -> Step:
         obs, _, terminations, truncations, infos = step
         done = terminations | truncations
         last_obs = _last(as_arrays(obs), as_arrays(infos["final_obs"]), done) if done.any() else as_arrays(obs)

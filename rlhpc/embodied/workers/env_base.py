@@ -83,9 +83,9 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         env = make_env(cfg, count, slot_offset=first, seed=self.seed, stage="train")
         if cfg.reward_model is None:
             return env
-        from rlhpc.embodied.rewards.success_reward import JudgedEnv
+        from rlhpc.embodied.rewards.success_reward import SuccessRewardEnv
 
-        return JudgedEnv(env, cfg, device)
+        return SuccessRewardEnv(env, cfg, device)
 
     def connect(self, slots: SlotMap) -> None:
         """Connects to the channels, once the driver has created them; again, with a new map, as others come and go."""
