@@ -27,31 +27,34 @@ class Timing:
     Attributes:
         latency_s: Seconds from each observation to the policy's command for it, by the robot's clock.
         link_s: Seconds of a round trip to a robot on another machine, by the run's clock.
-        late: Commands that came after their step was over.
-        dropped: Steps that showed the same observation as the one before.
-        held: Times that it held still because no command came.
-        refused: Commands that were refused because they were chosen from an observation that was too old.
-        stopped: Stops for safety.
-        lost: Times that its connection was lost.
+        num_late: Commands that came after their step was over.
+        num_dropped: Steps that showed the same observation as the one before.
+        num_held: Times that it held still because no command came.
+        num_refused: Commands that were refused because they were chosen from an observation that was too old.
+        num_stopped: Stops for safety.
+        num_lost: Times that its connection was lost.
     """
 
     def __init__(self) -> None:
         self.latency_s: list[float] = []
         self.link_s: list[float] = []
-        self.late = self.dropped = self.held = self.refused = self.stopped = self.lost = 0
+        self.num_late = self.num_dropped = self.num_held = self.num_refused = self.num_stopped = self.num_lost = 0
         self._reported: dict[str, int] = {}
 
     def __str__(self) -> str:
         if not self.latency_s:
             return "no steps"
         median_ms, p99_ms = np.quantile(self.latency_s, (0.5, 0.99)) * 1000
-        counts = f"{self.late} late, {self.dropped} dropped, {self.held} held, {self.refused} refused, {self.stopped} stopped"
+        counts = (
+            f"{self.num_late} late, {self.num_dropped} dropped, {self.num_held} held, {self.num_refused} refused, "
+            f"{self.num_stopped} stopped"
+        )
         return f"{len(self.latency_s)} steps, latency {median_ms:.1f} ms (99 %: {p99_ms:.1f} ms), {counts}"
 
     def news(self) -> dict[str, np.ndarray]:
         """Returns the measurements since the last call, under the names of `TIMED`: latencies `[k]`, counts `[1]`."""
         lists = {"robot_latency_ms": self.latency_s, "robot_link_ms": self.link_s}
-        counts = {f"robot_{name}": getattr(self, name) for name in _COUNTS}
+        counts = {f"robot_{name}": getattr(self, f"num_{name}") for name in _COUNTS}
         before = self._reported
         self._reported = counts | {name: len(values) for name, values in lists.items()}
         latencies_ms = {
@@ -65,7 +68,8 @@ class Timing:
         self.latency_s += (news["robot_latency_ms"] / 1000.0).tolist()
         self.link_s += (news["robot_link_ms"] / 1000.0).tolist()
         for name in _COUNTS:
-            setattr(self, name, getattr(self, name) + int(news[f"robot_{name}"].sum()))
+            attribute = f"num_{name}"
+            setattr(self, attribute, getattr(self, attribute) + int(news[f"robot_{name}"].sum()))
 
 
 def timed(timings: Iterable[Timing | None]) -> dict[str, np.ndarray]:

@@ -238,7 +238,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
 
     def _lose(self, lost: LineLost) -> None:
         self._why = str(lost)
-        self.timing.lost += 1
+        self.timing.num_lost += 1
         log.warning("%s of slot %d was lost: %s", self._name, self._slot, lost)
         if self._line is not None:
             self._line.close()

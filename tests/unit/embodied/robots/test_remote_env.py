@@ -239,7 +239,7 @@ def test_when_the_line_is_lost_the_robot_stops_and_comes_back_and_the_episode_co
     assert cut[0] and not ends[0] and rewards[0] == 0 and infos["lost"][0] and not infos["episode"]["mask"][0]
     assert (infos["final_obs"]["state"] == last["state"]).all() and obs["state"][0, 0] == 0
     assert "the robot is stopped, and tries to come back" in outside.said[-1]
-    assert not inside.move(0.5)[3][0] and inside.env.timing.lost == 1
+    assert not inside.move(0.5)[3][0] and inside.env.timing.num_lost == 1
     rail.broken, key = True, inside.key()
     other = Outside(key, Rail())  # as another process would, with a key of its own, just before the first one ends
     other.join(0.3)
@@ -248,7 +248,7 @@ def test_when_the_line_is_lost_the_robot_stops_and_comes_back_and_the_episode_co
     outside.join(20)
     assert "the robot's own code failed in step, and it is stopped: OSError: the wire is cut" in str(outside.error)
     waiting.join(20)
-    assert inside.first[4]["lost"][0] and inside.env.timing.lost == 2 and other.is_alive()
+    assert inside.first[4]["lost"][0] and inside.env.timing.num_lost == 2 and other.is_alive()
 
 
 def test_a_stop_waits_for_a_person_at_the_robot_whatever_the_run_says(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_stop_waits_for_a_person_at_the_robot_whatever_the_run_says(tmp_path: 
     waiting.join(20)
     [(obs, rewards, ends, cut, infos)] = steps
     assert cut[0] and not ends[0] and not rewards[0] and infos["lost"][0] and not infos["episode"]["mask"][0]
-    assert obs["state"][0, 0] == 0 and inside.env.timing.stopped == 1 and inside.env.timing.lost == 0
+    assert obs["state"][0, 0] == 0 and inside.env.timing.num_stopped == 1 and inside.env.timing.num_lost == 0
     assert (inside.env.refresh()["state"] == obs["state"]).all()
     rail.ready = lambda: False  # type: ignore[method-assign]
 

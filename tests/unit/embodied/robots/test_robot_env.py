@@ -111,11 +111,11 @@ def test_it_is_stopped_when_it_shows_nothing_new(caplog: pytest.LogCaptureFixtur
     env = build(Slider(blind_after=3), stale_s=2.0)
     env.reset()
     seen = [move(env, 0.1) for _ in range(2)]
-    assert not any(step[3][0] for step in seen) and env.timing.dropped == 0
+    assert not any(step[3][0] for step in seen) and env.timing.num_dropped == 0
     step = move(env, 0.0)
     while "its newest observation is " not in caplog.text:
         step = move(env, 0.0)
-    assert step[3][0] and step[4]["lost"][0] and env.timing.dropped > 3
+    assert step[3][0] and step[4]["lost"][0] and env.timing.num_dropped > 3
     env.close()
 
 
@@ -125,11 +125,11 @@ def test_it_is_held_while_no_command_comes_and_stopped_when_anything_breaks() ->
     env.reset()
     stops = slider.stops
     move(env, 0.1)
-    wait_until(lambda: slider.stops == stops + 1 and env.timing.held == 1, 20)
+    wait_until(lambda: slider.stops == stops + 1 and env.timing.num_held == 1, 20)
     env.refresh()
     with pytest.raises(OSError, match="the wire is cut"):
         move(env, 0.1)
-    assert slider.stops > stops + 1 and env.timing.stopped == 1
+    assert slider.stops > stops + 1 and env.timing.num_stopped == 1
     env.close()
 
 
@@ -144,7 +144,7 @@ def test_a_command_that_is_late_finds_it_stopped_or_still_moving() -> None:
             wait_until(lambda: slider.stops > before, 20)  # noqa: B023
         time.sleep(0.1)  # five steps
         move(env, 0.1)
-        stopped = (env.timing.late > 0, env.timing.held > 0, slider.stops > before)
+        stopped = (env.timing.num_late > 0, env.timing.num_held > 0, slider.stops > before)
         assert stopped == (True, late == "stop", late == "stop")
         env.close()
 
@@ -174,7 +174,7 @@ def test_a_simulated_one_goes_on_in_real_time() -> None:
     first, _ = env.reset()
     returns = [step[4]["episode"]["return"][0] for step in (move(env, 2.0) for _ in range(20)) if "episode" in step[4]]
     assert len(returns) == 2 and all(value < 0 for value in returns) and first.shape == (1, 3)
-    assert len(env.timing.latency_s) == 20 and env.timing.dropped > 0 and "20 steps, latency" in str(env.timing)
+    assert len(env.timing.latency_s) == 20 and env.timing.num_dropped > 0 and "20 steps, latency" in str(env.timing)
     before = robot.observe()
     wait_until(lambda: (robot.observe().obs != before.obs).any(), 20)  # gravity asks nobody
     env.close()

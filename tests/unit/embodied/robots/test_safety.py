@@ -58,7 +58,7 @@ def test_what_is_not_finite_stops_it_and_is_neither_sent_nor_remembered(
     for call in (lambda: core.command(np.array([2.0, -2.0])), lambda: core.begin(0), core.observe, core.judge):
         with pytest.raises(RobotStopped, match="not finite"):
             call()
-    assert commands(arm) == [[2.0, -2.0]] and kinds(arm.log)[-1] == "stop" and core.timing.stopped == 1
+    assert commands(arm) == [[2.0, -2.0]] and kinds(arm.log)[-1] == "stop" and core.timing.num_stopped == 1
     arm.is_ready = True
     core.wait_for_person()
     core.begin(0)
@@ -124,7 +124,7 @@ def test_what_was_chosen_from_an_old_observation_is_refused(arm: LoggingArm) -> 
     core.observation = core.observation._replace(taken_at=time.monotonic() - 100)
     with pytest.raises(StaleObservation, match=r"100\.\d+ s old"):
         core.command(np.array([1.0, -1.0]))
-    assert core.timing.refused == 1 and core.state is State.HELD and len(commands(arm)) == 1
+    assert core.timing.num_refused == 1 and core.state is State.HELD and len(commands(arm)) == 1
     core.observe()
     core.command(np.array([1.0, -1.0]))
     assert len(commands(arm)) == 2
@@ -207,7 +207,7 @@ def test_nothing_moves_it_after_a_stop_from_any_thread() -> None:
             thread.join(20)
         calls = kinds(arm.log)
         assert not {"act", "reset"} & set(calls[calls.index("act") :][calls[calls.index("act") :].index("stop") :])
-        assert calls[-3:] == ["stop"] * 3 and core.timing.stopped == 1 and "button" in outcome[0]
+        assert calls[-3:] == ["stop"] * 3 and core.timing.num_stopped == 1 and "button" in outcome[0]
         core.close()
 
 
