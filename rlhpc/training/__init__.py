@@ -1,6 +1,6 @@
 """Training backends: gradients, data parallelism, sharding and the optimizer behind one interface.
 
-Names are loaded when they are first used: whoever asks which backends there are needs no torch.
+Names are loaded on first use, so a list of the backends needs no torch.
 """
 
 from __future__ import annotations

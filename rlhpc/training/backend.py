@@ -1,7 +1,7 @@
-"""The contract of training, whatever is trained: what a wing hands over, and what a backend does with it.
+"""Interface of training backends, independent of the trained module.
 
-A backend knows neither tokens nor observations. It is given a `Blueprint` of the module, keeps weights, gradients and
-optimizer in its own way, and runs the wing's functions on the module.
+A backend knows neither tokens nor observations. It gets a `Blueprint` of the module from a task package, keeps weights,
+gradients and optimizer in its own way, and runs the task package's functions on the module.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 __all__ = ["ActorSection", "Blueprint", "Full", "Named", "TrainingBackend", "TrainingRanks", "transformer_layers"]
 
 Batch = TypeVar("Batch")
-Found = TypeVar("Found")
+Outputs = TypeVar("Outputs")
 Metrics = dict[str, torch.Tensor]
 
 
 class ActorSection(Protocol):
-    """What a backend needs of section `actor`, in any kind of run."""
+    """Keys of section `actor` that a backend uses, in any kind of run."""
 
     @property
     def training_backend(self) -> str:
@@ -59,11 +59,11 @@ class ActorSection(Protocol):
 
     @property
     def parallel(self) -> ParallelConfig:
-        """What is divided over which ranks."""
+        """Sizes of the mesh dimensions."""
 
 
 class TrainingRanks(Protocol):
-    """What a backend needs of its worker."""
+    """Interface of the worker that a backend uses."""
 
     @property
     def rank(self) -> int:
@@ -91,17 +91,17 @@ class TrainingRanks(Protocol):
 
 
 class TrainingBackend(abc.ABC):
-    """Owns one rank's module and optimizer. All ranks call the same methods in the same order.
+    """One rank's module and optimizer. All ranks call the same methods in the same order.
 
     Loss functions return the rank's *part* of the global loss: a sum divided by the global count. Gradients are
     therefore summed over ranks and micro-batches, never averaged, and any split yields the gradient of the whole batch.
 
     A subclass builds `self.module` (and its optimizer) in its constructor, which ends with `prepare_reference`, and
     defines `_backward`, `optimizer_step`, `replace_weights`, `save`, `load`, `offload` and `reload`. If its weights
-    cannot be read where `offload` leaves them, it says so in `away`, and does what reads or writes them inside `awake`.
+    cannot be read where `offload` leaves them, it reports this in `away`, and reads or writes them inside `awake`.
 
     Args:
-        blueprint: What is trained.
+        blueprint: Description of the trained module.
         actor: Section `actor` of the configuration.
         worker: The worker of this rank.
 
@@ -109,7 +109,7 @@ class TrainingBackend(abc.ABC):
         module: The module that was built.
         device: The device it computes on.
         base_lr: `actor.optim.lr`.
-        sizes: Of the mesh of ranks: who is in a block, and which samples a block gets (`MeshSizes.data_of`).
+        sizes: Sizes of the mesh: the ranks of a block, and the samples of a block (`MeshSizes.data_of`).
         mesh: The mesh itself, if there is one.
         norms: Gradient norms of the last step, by policy (`Blueprint.policies`).
     """
@@ -121,11 +121,11 @@ class TrainingBackend(abc.ABC):
     """The backend's name in `actor.training_backend`; checkpoints record it."""
 
     lockstep = True
-    """Whether all ranks must pass `forward_backward` the same number of micro-batches (padded with ones that train
-    nothing), and evaluate together."""
+    """Whether all ranks must pass `forward_backward` the same number of micro-batches (padded with empty ones), and
+    evaluate at the same time."""
 
     divides = False
-    """Whether `actor.parallel` may ask for more than one share for each rank."""
+    """Whether `actor.parallel` may divide a model over more than the data-parallel dimension."""
 
     module: nn.Module
 
@@ -146,12 +146,12 @@ class TrainingBackend(abc.ABC):
 
     @property
     def called(self) -> nn.Module:
-        """What is called with a batch: the module, or what a subclass puts in front of it."""
+        """Module that is called with a batch; a subclass may return a wrapper."""
         return self.module
 
     @property
     def models(self) -> list[nn.Module]:
-        """The module and, where there is one, the reference: what holds for how one is called holds for both."""
+        """The module and, if it exists, the reference: settings of forward passes apply to both."""
         return [self.module, *([] if self._reference is None else [self._reference])]
 
     @property
@@ -159,15 +159,16 @@ class TrainingBackend(abc.ABC):
         """Number of trainable parameters, over all ranks."""
         return sum(p.numel() for p in self.module.parameters() if p.requires_grad)
 
-    def evaluate(self, forward: Callable[[nn.Module, Batch], Found], batch: Batch) -> Found:
+    def evaluate(self, forward: Callable[[nn.Module, Batch], Outputs], batch: Batch) -> Outputs:
         """Runs `forward(called, batch)` without gradients, in evaluation mode. It returns tensors, or lists, tuples or
-        dicts of them."""
+        dicts of them.
+        """
         self.module.eval()
         with torch.no_grad(), explained_out_of_memory(self.blueprint.knobs):
             return forward(self.called, batch)
 
-    def evaluate_reference(self, forward: Callable[[nn.Module, Batch], Found], batch: Batch) -> Found:
-        """Like `evaluate`, with the weights from before training."""
+    def evaluate_reference(self, forward: Callable[[nn.Module, Batch], Outputs], batch: Batch) -> Outputs:
+        """Runs `forward` as `evaluate` does, with the weights from before training."""
         if self._reference is None:
             self._reference = self._make_reference()
         with torch.no_grad(), explained_out_of_memory(self.blueprint.knobs):
@@ -176,8 +177,9 @@ class TrainingBackend(abc.ABC):
     def forward_backward(
         self, micro_batches: Sequence[Batch], loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]]
     ) -> list[Metrics]:
-        """Accumulates the gradients of the rank's micro-batches, replacing what was accumulated before. Call it once
-        before each step, because it may already sum over the ranks.
+        """Accumulates the gradients of the rank's micro-batches, replacing earlier ones. Call it once before each step,
+        because it may
+        already sum over the ranks.
 
         Args:
             micro_batches: See `lockstep`.
@@ -199,25 +201,29 @@ class TrainingBackend(abc.ABC):
     @abc.abstractmethod
     def optimizer_step(self, lr: float) -> torch.Tensor:
         """Sums the gradients over the ranks, clips them to `actor.optim.clip_grad`, and updates. If their norm is one
-        that `refuses`, nothing is updated on any rank.
+        that `refuses`, no rank is updated.
 
         Returns:
             The global norm before clipping, as a tensor: reading it may wait for the device.
         """
 
     def refuses(self, norm: torch.Tensor) -> bool:
-        """Whether a step with this gradient norm was not taken because the norm is not finite. A backend that reads
-        norms late, because the wing does not ask it to `look`, does not know; the wing then reads them at the end of
-        its update, before any weight leaves the rank."""
+        """Returns whether a step with this gradient norm was not taken because the norm is not finite. A backend that reads
+        norms late, because the blueprint does not require it to `look`, does not know. The task package then reads them at the
+        end
+        of its update, before any weight leaves the rank.
+        """
         return not math.isfinite(norm)
 
     def bad_gradients(self) -> list[str]:
-        """Parameters whose gradient, summed over the ranks, was not finite in the step just refused; all ranks call it.
-        Empty if the backend cannot say."""
+        """Returns the parameters whose gradient, summed over the ranks, was not finite in the step just refused; all ranks
+        call it.
+        Empty if the backend does not record them.
+        """
         return []
 
-    def _clear(self) -> None:  # noqa: B027 (or there are none)
-        """Forgets gradients that no step has used."""
+    def _clear(self) -> None:  # noqa: B027 (optional)
+        """Discards gradients that no step has used."""
 
     def _backward(self, loss: torch.Tensor, last: bool) -> None:
         """Accumulates the gradient of one micro-batch; `last` marks the last one of a `forward_backward`."""
@@ -235,18 +241,19 @@ class TrainingBackend(abc.ABC):
     # -- weights --------------------------------------------------------------------------------------------------
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of a weight of which this rank may hold only a part; all ranks call it for the same weights."""
+        """Gathers a full weight of which this rank may hold only a shard; all ranks call it for the same weights."""
         return tensor
 
     def named_weights(self, without: Container[str] = ()) -> Named:
-        """All weights in full, as in `Blueprint.named_weights`, except those in `without`. All ranks iterate; each
-        tensor may be dropped before the next is requested."""
+        """Yields all weights in full, as in `Blueprint.named_weights`, except those in `without`. All ranks iterate; each
+        tensor may be dropped before the next is requested.
+        """
         with self.awake():
             yield from self.blueprint.named_weights(self.module, self.full, without)
 
     def pieces(self, *, rows: bool = False) -> Iterator[tuple[Region, torch.Tensor]]:
-        """The boxes of the weights that this rank has, one at a time, as checkpoints name them and in the dtype of the
-        computation, LoRA merged (`training.pieces`). All ranks iterate to the end; a value may be a view of the live weights.
+        """Yields the boxes of the weights that this rank has, one at a time, as checkpoints name them and in the dtype of the
+        computation, LoRA merged (`shard_layout`). All ranks iterate to the end; a value may be a view of the live weights.
 
         Args:
             rows: Matrices cut by columns are exchanged for rows first.
@@ -257,7 +264,7 @@ class TrainingBackend(abc.ABC):
         raise NotImplementedError(f"{self.name} has its weights in another form than in boxes")
 
     def frozen_names(self) -> frozenset[str]:
-        """Names of the weights that never change."""
+        """Returns the names of the weights that never change."""
         return self.blueprint.frozen_names(self.module)
 
     @abc.abstractmethod
@@ -277,11 +284,11 @@ class TrainingBackend(abc.ABC):
                 self._edit_trained(change.undo)
 
     def _edit_trained(self, edit: Callable[[Iterable[torch.Tensor]], None]) -> None:
-        """Has `edit` change in place what this rank holds of the weights that are trained, always in one order."""
+        """Applies `edit` in place to this rank's part of the trained weights, always in the same order."""
         edit([parameter.detach() for parameter in self.module.parameters() if parameter.requires_grad])
 
     def held_tensors(self) -> Named:
-        """What this rank holds of the weights, in whatever dtype: its shards if they are sharded."""
+        """Yields this rank's part of the weights, in whatever dtype: its shards if they are sharded."""
         yield from ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -299,7 +306,7 @@ class TrainingBackend(abc.ABC):
         """
 
     def write_identity(self, folder: Path) -> None:
-        """On rank 0, records what made the checkpoint, and writes what is needed beside its weights."""
+        """Records the backend and model of the checkpoint, and writes the files that accompany its weights, on rank 0."""
         if self.rank != 0:
             return
         text = json.dumps({**self._identity(), "about": self.blueprint.about(self.module)}, indent=2, sort_keys=True)
@@ -307,7 +314,7 @@ class TrainingBackend(abc.ABC):
         self.blueprint.write_beside(folder, self.module)
 
     def check_identity(self, folder: Path) -> None:
-        """Refuses a checkpoint from another backend or model.
+        """Rejects a checkpoint from another backend or model.
 
         Raises:
             CheckpointError: The checkpoint does not match; the message names what differs.
@@ -316,14 +323,16 @@ class TrainingBackend(abc.ABC):
         if self.name == self.blueprint.unmarked and not path.exists():
             return
         try:
-            found = json.loads(path.read_text())
+            recorded = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: not a checkpoint of this kind of model ({error})") from error
         for key, expected in self._identity().items():
-            # Older ones do not say what they lack, and say some of it in `about` alone.
-            there = found.get(key, False if expected is False else _of_about(found, key))
-            if there != expected:
-                raise CheckpointError(f"{folder}: the checkpoint has {key} {there!r}, this configuration {expected!r}")
+            # Older checkpoints omit disabled features, and have some keys only in `about`.
+            recorded_value = recorded.get(key, False if expected is False else _of_about(recorded, key))
+            if recorded_value != expected:
+                raise CheckpointError(
+                    f"{folder}: the checkpoint has {key} {recorded_value!r}, this configuration {expected!r}"
+                )
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -332,7 +341,7 @@ class TrainingBackend(abc.ABC):
             "trainable parameters": self.parameters_trained,
         }
 
-    # -- giving the accelerator away ------------------------------------------------------------------------------
+    # -- offload --------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def offload(self) -> None:
@@ -344,7 +353,7 @@ class TrainingBackend(abc.ABC):
 
     @property
     def away(self) -> bool:
-        """Whether the weights are somewhere they cannot be used before a `reload`."""
+        """True if the weights cannot be used before a `reload`."""
         return False
 
     @contextlib.contextmanager
@@ -372,7 +381,7 @@ def _of_about(identity: Mapping[str, Any], key: str) -> Any:
 
 @contextlib.contextmanager
 def explained_out_of_memory(knobs: str) -> Iterator[None]:
-    """Turns a failed allocation into a message that says what can be done.
+    """Turns a failed allocation into a message that names the settings to change.
 
     Raises:
         ConfigError: Memory was exhausted.

@@ -1,4 +1,6 @@
-"""`actor.training_backend: local`: replicated weights, gradients in one flat buffer, one all-reduce per step."""
+"""Data parallel backend (`actor.training_backend: local`): replicated weights, one flat gradient buffer, one all-reduce per
+step.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ OPTIMIZER = "optimizer.pt"
 
 
 class ReplicatedBackend(ParkingBackend):
-    """Every rank holds all weights. In mixed precision, it computes with a copy of the float32 weights in the
-    blueprint's dtype."""
+    """Backend in which every rank holds all weights. In mixed precision, it computes with a copy of the float32 weights in the
+    blueprint's dtype.
+    """
 
     name = "local"
     lockstep = False
@@ -35,12 +38,14 @@ class ReplicatedBackend(ParkingBackend):
     def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> None:
         super().__init__(blueprint, actor, worker)
         self.module = moved(blueprint.build(), self.device)
-        # A wing that keeps the weights itself has them in the dtype of the computation.
+        # A task package that writes the weights itself has them in the dtype of the computation.
         dtype = None if blueprint.keeps_weights else self.dtype
 
-        def flat(mine: Callable[[str], bool] | None = None) -> FlatModule:
+        def flat(is_included: Callable[[str], bool] | None = None) -> FlatModule:
             reduce, look = worker.all_reduce, blueprint.look
-            return FlatModule(self.module, self.optim, reduce, self.ranks, look=look, dtype=dtype, mine=mine)
+            return FlatModule(
+                self.module, self.optim, reduce, self.ranks, look=look, dtype=dtype, is_included=is_included
+            )
 
         names = blueprint.policies
         self._flats = {name: flat(partial(lora.is_of, adapter=name)) for name in names} if names else {"": flat()}
@@ -48,7 +53,7 @@ class ReplicatedBackend(ParkingBackend):
 
     @property
     def flat(self) -> FlatModule:
-        """All that is trained, of one policy."""
+        """All trained parameters of a single policy."""
         (only,) = self._flats.values()
         return only
 
@@ -60,25 +65,27 @@ class ReplicatedBackend(ParkingBackend):
             flat.zero_grad()
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """Takes an optimizer step (`TrainingBackend.optimizer_step`). Gradients stay until the next `forward_backward`. Of
-        several policies each is clipped by its own norm; one without a gradient stays as it is, its averages included."""
+        """Takes an optimizer step (`TrainingBackend.optimizer_step`). Gradients stay until the next `forward_backward`. Each
+        of several
+        policies is clipped by its own norm; one without a gradient stays as it is, including its averages.
+        """
         if not self.blueprint.policies:
             return self.flat.optimizer_step(lr)
         norms = {name: flat.gradient_norm() for name, flat in self._flats.items()}
-        whole = torch.stack([*norms.values()]).square().sum().sqrt()
+        total_norm = torch.stack([*norms.values()]).square().sum().sqrt()
         self.norms = {name: float(norm) for name, norm in norms.items()}
-        if not self.refuses(whole):
+        if not self.refuses(total_norm):
             for name, flat in self._flats.items():
                 if self.norms[name]:
                     flat.step(norms[name], lr)
-        return whole
+        return total_norm
 
     def refuses(self, norm: torch.Tensor) -> bool:
-        """Whether the step with this gradient norm was not taken (`TrainingBackend.refuses`)."""
+        """Returns whether the step with this gradient norm was not taken (`TrainingBackend.refuses`)."""
         return next(iter(self._flats.values())).refuses(norm)
 
     def bad_gradients(self) -> list[str]:
-        """Parameters whose gradients were not finite (`TrainingBackend.bad_gradients`)."""
+        """Returns the parameters whose gradients were not finite (`TrainingBackend.bad_gradients`)."""
         return [name for flat in self._flats.values() for name in flat.bad_gradients()]
 
     def _named(self) -> dict[str, torch.Tensor]:
@@ -93,7 +100,7 @@ class ReplicatedBackend(ParkingBackend):
                     flat.replace(tensors)
 
     def held_tensors(self) -> Named:
-        """The weights in the form they are trained in, and the optimizer's averages."""
+        """Yields the weights in the form they are trained in, and the optimizer's averages."""
         with self.awake():
             for policy, flat in self._flats.items():
                 yield from flat.named().items()
@@ -104,7 +111,7 @@ class ReplicatedBackend(ParkingBackend):
                 )
 
     def save(self, folder: Path) -> None:
-        """Rank 0 writes the optimizers and, if the wing does not write them, the trained weights in float32."""
+        """Writes the optimizers and, if the task package does not write them, the trained weights in float32, on rank 0."""
         folder = Path(folder)
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -135,17 +142,20 @@ class ReplicatedBackend(ParkingBackend):
                 flat.zero_grad()
 
     def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        """See `ParkingBackend.belongings`: gradients are cleared before they are made, and copies can be made again."""
+        """Returns the tensors to keep and to drop (`ParkingBackend.belongings`): gradients are cleared before they are
+        computed, and
+        copies can be recreated.
+        """
         flats = self._flats.values()
         state = [tensor for flat in flats for tensor in flat.state()]
         return (*state, *tensors_of(self.module, self._reference)), [t for flat in flats for t in flat.scratch()]
 
     def returned(self) -> None:
-        """See `ParkingBackend.returned`."""
+        """Recreates copies and gradients (`ParkingBackend.returned`)."""
         for flat in self._flats.values():
             flat.renew()
 
 
 def _optimizer(policy: str) -> str:
-    """The file of an optimizer's state."""
+    """Returns the file name of an optimizer's state."""
     return f"optimizer-{policy}.pt" if policy else OPTIMIZER

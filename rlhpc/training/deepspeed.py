@@ -1,4 +1,4 @@
-"""`actor.training_backend: deepspeed`: ZeRO 1, 2 and 3, in the processes and the process group formed by rlhpc."""
+"""DeepSpeed backend (`actor.training_backend: deepspeed`): ZeRO 1, 2 and 3, in the processes and process group of rlhpc."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ import torch.distributed as dist
 def partitioned(
     build: Callable[..., nn.Module], deepspeed: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """Rank 0 reads the weights, which are broadcast and partitioned one parameter at a time. All ranks call it.
+    """Builds a partitioned module: rank 0 reads the weights, which are broadcast and partitioned one parameter at a time. All
+    ranks
+    call it.
 
     Args:
         build: Builds the model on the host or, with `empty=True`, on the meta device.
@@ -54,11 +56,11 @@ def partitioned(
             places.setdefault(id(parameter), []).append((owner, name))
     for parameter in list(module.parameters()):
         if parameter.is_meta:
-            found = places[id(parameter)]
+            parameter_places = places[id(parameter)]
             parameter = nn.Parameter(
                 torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=parameter.requires_grad
             )
-            for owner, name in found:
+            for owner, name in parameter_places:
                 setattr(owner, name, parameter)
         else:
             parameter.data = parameter.data.to(dtype)
@@ -74,7 +76,7 @@ def partitioned(
 
 
 def _converter(deepspeed: Any, config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
-    """The function that turns plain parameters into ZeRO-3's; DeepSpeed offers it only on a parameter it has converted."""
+    """Returns the function that turns plain parameters into ZeRO-3's; DeepSpeed has it only on a converted parameter."""
     first = nn.Linear(1, 1, bias=False)
     deepspeed.zero.Init(module=first, config_dict_or_path=config)
     converted: Any = first.weight
@@ -87,8 +89,9 @@ FOLDER, TAG, LAYOUT = "deepspeed", "state", "deepspeed.json"
 
 
 def _pickle_stage_by_value() -> None:
-    """Makes checkpoints name only the stage's class and number. Early versions of Python 3.11 pickle an enum member as
-    a call to `getattr`, which no reader that is careful about pickles can allow."""
+    """Makes checkpoints contain only the stage's class and number. Early versions of Python 3.11 pickle an enum member as
+    a call to `getattr`, which a reader that restricts pickles cannot allow.
+    """
 
     def reduced(stage: Any, protocol: int) -> tuple[Any, tuple[int]]:
         return type(stage), (int(stage.value),)
@@ -97,7 +100,7 @@ def _pickle_stage_by_value() -> None:
 
 
 class DeepSpeedBackend(ParkingBackend):
-    """Spreads optimizer state (stage 1), gradients (2) and parameters (3) over the ranks.
+    """ZeRO backend: shards optimizer state (stage 1), gradients (2) and parameters (3) over the ranks.
 
     DeepSpeed averages gradients over ranks; rlhpc sums them, so each loss is multiplied by the number of ranks. With
     bfloat16, the module's weights are in bfloat16 and the optimizer keeps float32 copies.
@@ -128,10 +131,10 @@ class DeepSpeedBackend(ParkingBackend):
         # A rank sees only its own accelerator, as device 0.
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.ranks), LOCAL_RANK="0")
         deepspeed = required("deepspeed", "actor.training_backend=deepspeed needs DeepSpeed", "deepspeed")
-        found = deepspeed.get_accelerator().device_name()
-        if found != self.device.type:
+        device_name = deepspeed.get_accelerator().device_name()
+        if device_name != self.device.type:
             raise ConfigError(
-                f"actor.training_backend=deepspeed: DeepSpeed would compute on {found!r} (DS_ACCELERATOR is "
+                f"actor.training_backend=deepspeed: DeepSpeed would compute on {device_name!r} (DS_ACCELERATOR is "
                 f"{os.environ.get('DS_ACCELERATOR', 'not set')!r}), and this rank computes on {self.device.type!r}: unset "
                 "DS_ACCELERATOR where it is set, or take training_backend fsdp"
             )
@@ -183,7 +186,7 @@ class DeepSpeedBackend(ParkingBackend):
 
     @property
     def called(self) -> nn.Module:
-        """The engine, which must see every forward pass that a backward pass follows."""
+        """The engine, which must run every forward pass that precedes a backward pass."""
         engine: nn.Module = self.engine
         return engine
 
@@ -195,7 +198,7 @@ class DeepSpeedBackend(ParkingBackend):
     def forward_backward(
         self, micro_batches: Sequence[Batch], loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]]
     ) -> list[Metrics]:
-        """See `TrainingBackend.forward_backward`. Accumulated gradients cannot be discarded here."""
+        """Accumulates gradients (`TrainingBackend.forward_backward`), which cannot be discarded here."""
         if self._accumulated:
             raise RuntimeError("forward_backward was called twice before optimizer_step")
         self._accumulated = True
@@ -206,8 +209,10 @@ class DeepSpeedBackend(ParkingBackend):
         self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """See `TrainingBackend.optimizer_step`. If the norm is not finite, DeepSpeed skips the step on all ranks, and
-        reports the norm as infinity."""
+        """Takes a step (`TrainingBackend.optimizer_step`). If the norm is not finite, DeepSpeed skips the step on all ranks,
+        and
+        reports the norm as infinity.
+        """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
@@ -215,7 +220,7 @@ class DeepSpeedBackend(ParkingBackend):
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.device)
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gathers the whole of a weight (`TrainingBackend.full`)."""
+        """Gathers a full weight (`TrainingBackend.full`)."""
         if not hasattr(tensor, "ds_id"):
             return tensor
         with self.deepspeed.zero.GatheredParameters([tensor]):
@@ -224,14 +229,14 @@ class DeepSpeedBackend(ParkingBackend):
     @torch.no_grad()
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         """Replaces the module's weights (`TrainingBackend.replace_weights`); the optimizer's float32 copies follow."""
-        own = self.module.state_dict(keep_vars=True)
-        if own.keys() != tensors.keys():
-            raise RuntimeError(f"the names differ: {sorted(own.keys() ^ tensors.keys())[:3]}")
-        for name, tensor in own.items():
+        current = self.module.state_dict(keep_vars=True)
+        if current.keys() != tensors.keys():
+            raise RuntimeError(f"the names differ: {sorted(current.keys() ^ tensors.keys())[:3]}")
+        for name, tensor in current.items():
             if _shape(tensor) != list(tensors[name].shape):
                 raise RuntimeError(f"{name} is {list(tensors[name].shape)} there and {_shape(tensor)} here")
         with self.awake():
-            for name, tensor in own.items():
+            for name, tensor in current.items():
                 value = tensors[name].to(self.device)
                 if hasattr(tensor, "ds_id"):
                     with self.deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
@@ -246,7 +251,7 @@ class DeepSpeedBackend(ParkingBackend):
         if not hasattr(parameter, "ds_tensor"):
             self.deepspeed.utils.safe_set_full_fp32_param(parameter, value)
             return
-        # DeepSpeed's own setter of a whole parameter forgets that the last rank's part is padded.
+        # DeepSpeed's own setter of a full parameter ignores that the last rank's part is padded.
         share = parameter.ds_tensor.numel()
         flat = value.new_zeros(share * self.ranks)
         flat[: value.numel()] = value.reshape(-1)
@@ -260,14 +265,14 @@ class DeepSpeedBackend(ParkingBackend):
                 if not hasattr(parameter, "ds_id"):
                     yield parameter.detach()
                     continue
-                # All ranks change the whole of it, and each keeps its part.
+                # All ranks change the full parameter, and each keeps its part.
                 with self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                     yield parameter.detach()
 
         edit(one_at_a_time())
 
     def held_tensors(self) -> Named:
-        """This rank's parts, if the parameters are partitioned, without what fills up the last one: nobody writes there."""
+        """Yields this rank's parts, if the parameters are partitioned, without the unused padding of the last one."""
         with self.awake():
             parameter: Any  # DeepSpeed adds attributes
             for name, parameter in self.module.named_parameters():
@@ -275,16 +280,16 @@ class DeepSpeedBackend(ParkingBackend):
                     yield name, parameter.detach()
                     continue
                 part = parameter.ds_tensor
-                left = parameter.ds_numel - part.numel() * parameter.ds_zero_partition_rank
-                yield name, part.narrow(0, 0, min(max(left, 0), part.numel()))
+                remaining = parameter.ds_numel - part.numel() * parameter.ds_zero_partition_rank
+                yield name, part.narrow(0, 0, min(max(remaining, 0), part.numel()))
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Has DeepSpeed write its own files below `deepspeed/`, each rank its part, without frozen weights."""
+        """Writes DeepSpeed's own files below `deepspeed/`, each rank its part, without frozen weights."""
         folder = Path(folder)
         target = folder / FOLDER
-        if "checkpoint" not in self.config:  # a writer that the user has chosen writes itself
+        if "checkpoint" not in self.config:  # a writer from the user's configuration stays
             self.engine.checkpoint_engine.save = _write
         with self.awake(), _quiet():
             self.engine.save_checkpoint(str(target), tag=TAG, exclude_frozen_parameters=self._frozen)
@@ -298,11 +303,11 @@ class DeepSpeedBackend(ParkingBackend):
 
     @property
     def _frozen(self) -> bool:
-        """Whether some weights are frozen; those are restored from the module's own source."""
+        """True if some weights are frozen; those are restored from the module's own source."""
         return not all(p.requires_grad for p in self.module.parameters())
 
     def _layout(self) -> dict[str, Any]:
-        """What must be the same for DeepSpeed to load its files as they are."""
+        """Returns the settings that must match for DeepSpeed to load its files as they are."""
         return {
             "world_size": self.ranks,
             "zero_stage": self.stage,
@@ -313,8 +318,9 @@ class DeepSpeedBackend(ParkingBackend):
         }
 
     def load(self, folder: Path) -> None:
-        """See `TrainingBackend.load`. From another world size, it goes through DeepSpeed's universal format, in a
-        neighbouring folder that is removed afterwards."""
+        """Restores a checkpoint (`TrainingBackend.load`). From another world size, it uses DeepSpeed's universal format, in a
+        neighbouring folder that is removed afterwards.
+        """
         folder = Path(folder)
         self.check_identity(folder)
         try:
@@ -330,24 +336,24 @@ class DeepSpeedBackend(ParkingBackend):
             )
         with self.awake():
             layout = self._layout()
-            # What an older checkpoint does not say was not chosen by anybody.
+            # A setting that an older checkpoint lacks did not exist then.
             if {key: saved.get(key, value) for key, value in layout.items()} == layout:
                 require_harmless(files_of(folder / FOLDER / TAG, self.rank))
                 self._read(folder / FOLDER, universal=False)
             else:
-                with as_universal(folder / FOLDER / TAG, beside=folder, worker=self.worker) as universal:
+                with as_universal(folder / FOLDER / TAG, neighbour=folder, worker=self.worker) as universal:
                     self._read(universal, universal=True)
             self._impose_options()
 
     def _read(self, source: Path, *, universal: bool) -> None:
-        # The engine reads this from its configuration, but only now is it known which kind to load.
+        # The engine reads this from its configuration, but the format is only known now.
         self.engine._config.load_universal_checkpoint = universal
         try:
             with _quiet():
-                found, _ = self.engine.load_checkpoint(str(source), tag=TAG, load_module_strict=not self._frozen)
+                loaded_path, _ = self.engine.load_checkpoint(str(source), tag=TAG, load_module_strict=not self._frozen)
         finally:
             self.engine._config.load_universal_checkpoint = False
-        if found is None:
+        if loaded_path is None:
             raise CheckpointError(f"{source}: DeepSpeed finds no checkpoint there")
 
     def _impose_options(self) -> None:
@@ -365,21 +371,21 @@ class DeepSpeedBackend(ParkingBackend):
             if torch.is_tensor(state.get("step")):  # the parts from the universal format would share one counter
                 state["step"] = state["step"].clone()
 
-    # -- giving the accelerator away ------------------------------------------------------------------------------
+    # -- offload --------------------------------------------------------------------------------------------------
 
     def park(self) -> int:
-        """See `ParkingBackend.park`; weights that are gathered are freed."""
+        """Empties the tensors of this rank (`ParkingBackend.park`); gathered weights are freed."""
         if self.stage == 3:
             self.engine.empty_partition_cache()
         return super().park()
 
     def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        """See `ParkingBackend.belongings`."""
+        """Returns the tensors to keep and to drop (`ParkingBackend.belongings`)."""
         buckets = getattr(self.engine.optimizer, "ipg_buckets", {}).values()
         return self._tensors(), tensors_in([getattr(bucket, "buffer", None) for bucket in buckets])
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors of model, optimizer and reference, in any order."""
+        """Yields all tensors of model, optimizer and reference, in any order."""
         for tensor in tensors_of(self.module, self._reference):
             yield from tensors_in([tensor, getattr(tensor, "ds_tensor", None)])
         optimizer = self.engine.optimizer
@@ -388,18 +394,18 @@ class DeepSpeedBackend(ParkingBackend):
 
 
 def _shape(parameter: torch.Tensor) -> list[int]:
-    """Shape of the whole parameter, of which a rank may hold only a part."""
+    """Returns the shape of the full parameter, of which a rank may hold only a part."""
     return list(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 
 
 def _write(state_dict: Any, path: str) -> None:
-    """How DeepSpeed's engine writes a file."""
+    """Writes a file in place of DeepSpeed's engine."""
     write_file(Path(path), state_dict, stream_state)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppresses what DeepSpeed prints about memory and progress; its errors are exceptions."""
+    """Suppresses DeepSpeed's prints about memory and progress; its errors are exceptions."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
     logger.setLevel(logging.ERROR)

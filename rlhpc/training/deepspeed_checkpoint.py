@@ -1,4 +1,4 @@
-"""Reads DeepSpeed's checkpoint files without DeepSpeed, in one process, and without running what is pickled in them."""
+"""Reader of DeepSpeed's checkpoint files that needs no DeepSpeed, runs in one process, and executes no pickled code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_(optim|model)_states\.pt$")
-_WHOLE = "mp_rank_00_model_states.pt"
+_UNPARTITIONED = "mp_rank_00_model_states.pt"
 
 
 @dataclass
@@ -35,14 +35,14 @@ class _Fragment:
 
 
 class _Stage(int):
-    """Stands in for the enum of ZeRO's stages."""
+    """Stand-in for the enum of ZeRO's stages."""
 
 
 class _Scaler:
-    """Stands in for the state of the loss scale, of no interest here."""
+    """Stand-in for the state of the loss scale, which is not used here."""
 
 
-#: The classes that DeepSpeed pickles, and what stands in for them.
+#: The classes that DeepSpeed pickles, and their stand-ins.
 _STANDINS: dict[str, Any] = {
     "deepspeed.utils.tensor_fragment.fragment_address": _Fragment,
     "deepspeed.runtime.zero.config.ZeroStageEnum": _Stage,
@@ -51,7 +51,7 @@ _STANDINS: dict[str, Any] = {
 
 
 def require_harmless(paths: Iterable[Path]) -> None:
-    """Refuses files that would run code when DeepSpeed unpickles them.
+    """Rejects files that would run code when DeepSpeed unpickles them.
 
     Raises:
         CheckpointError: A file names functions or classes that DeepSpeed's checkpoints do not have, or is damaged.
@@ -69,11 +69,11 @@ def require_harmless(paths: Iterable[Path]) -> None:
 
 
 def files_of(folder: Path, rank: int) -> list[Path]:
-    """The files of one tag's folder that a rank reads at the same world size."""
+    """Returns the files in the folder of a tag that a rank reads at the same world size."""
     return [
         path
         for path in sorted(folder.glob("*_states.pt"))
-        if path.name == _WHOLE or ((found := _PART.search(path.name)) and int(found[1]) == rank)
+        if path.name == _UNPARTITIONED or ((match := _PART.search(path.name)) and int(match[1]) == rank)
     ]
 
 
@@ -93,16 +93,16 @@ def full_parameters(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     expected = int(_count(states[0], len(states)))
     if len(states) != expected:
         raise CheckpointError(f"{folder}: has files of {len(states)} ranks, of {expected} that there were")
-    shapes = _load(model[0] if model else folder / _WHOLE)["param_shapes"]
+    shapes = _load(model[0] if model else folder / _UNPARTITIONED)["param_shapes"]
     if "fp32_flat_groups" in states[0]:
         yield from _stage_3(states, shapes)
     else:
         yield from _stages_1_2(states, shapes)
 
 
-def _count(state: dict[str, Any], found: int) -> Any:
-    """World size at which the state was saved."""
-    count = state.get("partition_count", found)
+def _count(state: dict[str, Any], default: int) -> Any:
+    """Returns the world size at which the state was saved."""
+    count = state.get("partition_count", default)
     return max(count) if isinstance(count, (list, tuple)) else count
 
 
@@ -137,9 +137,9 @@ def _assembled(name: str, pieces: list[torch.Tensor], shape: Any) -> torch.Tenso
 
 
 def _parts(folder: Path, kind: str) -> list[Path]:
-    """The ranks' files, in rank order."""
-    found = {int(m[1]): path for path in folder.glob("*.pt") if (m := _PART.search(path.name)) and m[2] == kind}
-    return [found[rank] for rank in sorted(found)]
+    """Returns the ranks' files, in rank order."""
+    paths_by_rank = {int(m[1]): path for path in folder.glob("*.pt") if (m := _PART.search(path.name)) and m[2] == kind}
+    return [paths_by_rank[rank] for rank in sorted(paths_by_rank)]
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -154,13 +154,13 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def as_universal(source: Path, *, beside: Path, worker: TrainingRanks) -> Iterator[Path]:
+def as_universal(source: Path, *, neighbour: Path, worker: TrainingRanks) -> Iterator[Path]:
     """Provides a checkpoint in the universal format while the block runs. All ranks call it; rank 0 converts.
 
     Args:
         source: DeepSpeed's folder of one tag.
-        beside: The folder beside which the converted one is put: every node must see it, so it cannot be a temporary
-            folder of one machine. The new folder is named like an unfinished save: what a killed run leaves goes with those.
+        neighbour: Folder next to which the converted one is written. Every node must see it, so it cannot be a temporary
+            folder of one machine. The new folder is named like an unfinished save, and is cleaned up like one after a crash.
         worker: The worker of this rank.
 
     Returns:
@@ -172,19 +172,19 @@ def as_universal(source: Path, *, beside: Path, worker: TrainingRanks) -> Iterat
     scratch: str | None = None
     failure = ""
     if worker.rank == 0:
-        scratch = str(beside.with_name(f".tmp_{beside.name}-{secrets.token_hex(4)}"))
+        scratch = str(neighbour.with_name(f".tmp_{neighbour.name}-{secrets.token_hex(4)}"))
         try:
             require_harmless(sorted(source.glob("*.pt")))
             convert(source, Path(scratch) / source.name)
-        except Exception as error:  # the other ranks are waiting: whatever it is, they must know
+        except Exception as error:  # the other ranks wait for this result
             failure = f"{source} could not be converted for another number of ranks: {type(error).__name__}: {error}"
-    told = worker.all_gather_object((scratch, failure))
-    folder = Path(told[0][0])
+    reports = worker.all_gather_object((scratch, failure))
+    folder = Path(reports[0][0])
     try:
-        if told[0][1]:
-            raise CheckpointError(told[0][1])
+        if reports[0][1]:
+            raise CheckpointError(reports[0][1])
         yield folder
-        worker.barrier()  # nobody is reading there any more
+        worker.barrier()  # all ranks have read it
     finally:
         if worker.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

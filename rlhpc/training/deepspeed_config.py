@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration from rlhpc's: what rlhpc decides, what it only proposes, and what the user adds."""
+"""DeepSpeed configuration built from rlhpc's: keys that rlhpc sets, keys that it proposes, and keys that the user adds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 KEY = "actor.deepspeed.config"
 
-#: DeepSpeed's keys that rlhpc decides, and the keys of rlhpc that set them.
+#: DeepSpeed's keys that rlhpc sets, and the keys of rlhpc that determine them.
 DECIDED = {
     "train_batch_size": "actor.global_batch_size",
     "train_micro_batch_size_per_gpu": "actor.max_tokens_per_micro_batch",
@@ -44,7 +44,7 @@ DECIDED = {
 #: Default size of DeepSpeed's gradient buffer in elements; it is allocated in full, however small the model.
 _BUCKET = 500_000_000
 
-#: Sections that the user may give. DeepSpeed itself would silently ignore a misspelt one.
+#: Sections that the user may set. DeepSpeed itself would silently ignore a misspelt one.
 ALLOWED = (
     "aio", "checkpoint", "comet", "comms_logger", "communication_data_type", "compile", "csv_monitor", "data_types",
     "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler", "gradient_predivide_factor",
@@ -54,7 +54,8 @@ ALLOWED = (
 
 
 def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | None = None) -> dict[str, Any]:
-    """Configuration for `deepspeed.initialize`. Needs neither DeepSpeed nor the model, so it can be checked beforehand.
+    """Returns the configuration for `deepspeed.initialize`. It needs neither DeepSpeed nor the model, so it can be checked
+    early.
 
     Args:
         actor: Section `actor` of the configuration.
@@ -67,8 +68,8 @@ def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | 
     stage, clip = actor.deepspeed.zero_stage, actor.optim.clip_grad
     if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise ConfigError(f"actor.deepspeed.zero_stage is {stage!r}; choose from 1, 2, 3")
-    given: dict[str, Any] = dict(plain(actor.deepspeed.config or {}))
-    _check(given)
+    user_config: dict[str, Any] = dict(plain(actor.deepspeed.config or {}))
+    _check(user_config)
     bfloat16 = dtype == torch.bfloat16
     proposed: dict[str, Any] = {"steps_per_print": 2**31}
     if parameters is not None:
@@ -91,22 +92,22 @@ def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | 
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
     }
-    return _merged(_merged(proposed, given), decided)
+    return _merged(_merged(proposed, user_config), decided)
 
 
-def _check(given: dict[str, Any]) -> None:
-    """Refuses keys that rlhpc decides, and sections that DeepSpeed would ignore."""
+def _check(user_config: dict[str, Any]) -> None:
+    """Rejects keys that rlhpc sets, and sections that DeepSpeed would ignore."""
     for path, ours in DECIDED.items():
         section, _, key = path.partition(".")
-        inner = given.get(section)
-        if (section in given and not key) or (key and isinstance(inner, dict) and key in inner):
+        inner = user_config.get(section)
+        if (section in user_config and not key) or (key and isinstance(inner, dict) and key in inner):
             raise ConfigError(f"{KEY}.{path} is set by rlhpc itself; " + (f"use {ours}" if ours else "leave it out"))
-    for section in given:
+    for section in user_config:
         if section not in ALLOWED:
             raise ConfigError(
                 f"{KEY}.{section}: no such key; {meant(str(section), ALLOWED)}allowed: {', '.join(ALLOWED)}"
             )
-    zero = given.get("zero_optimization")
+    zero = user_config.get("zero_optimization")
     if zero is not None and not isinstance(zero, dict):
         raise ConfigError(f"{KEY}.zero_optimization is {zero!r}; it must be a mapping")
 

@@ -1,8 +1,8 @@
 """Sharded checkpoints in PyTorch's distributed format (DCP), stored as safetensors.
 
-With PyTorch's own `dcp.save`, the ranks agree by sending pickles through the process group's sockets, to which anyone
+With PyTorch's own `dcp.save`, the ranks agree by sending pickles through the process group's sockets, to which any process
 on the network could send, and its default storage is read by unpickling. Here the plans travel through the worker
-group's authenticated channel, and the files hold only tensors. `torch.distributed.checkpoint.HuggingFaceStorageReader`
+group's authenticated channel, and the files contain only tensors. `torch.distributed.checkpoint.HuggingFaceStorageReader`
 reads them.
 """
 
@@ -36,10 +36,10 @@ _SHARD = "shard-{number:05d}-model-00001-of-00001.safetensors"
 
 
 def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: TrainingRanks) -> None:
-    """Writes each rank's part of `state` as one file, or has it written (`beside.write_file`); all ranks call it.
+    """Writes each rank's part of `state` as one file, or schedules the write (`async_writer.write_file`). All ranks call it.
 
     Raises:
-        CheckpointError: The filesystem refused.
+        CheckpointError: The filesystem reported an error.
     """
     folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
@@ -50,9 +50,9 @@ def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: TrainingR
     # Every rank computes the plan for all ranks; it depends only on `plans`.
     plans = writer.prepare_global_plan(planner.create_global_plan(plans)[0])
     plan = planner.finish_plan(plans[worker.rank])
-    # PyTorch's writer would make another copy of it all, and keep Python's lock.
+    # PyTorch's writer would copy everything once more, and hold Python's lock.
     if plan.items:
-        tensors = {item.index.fqn: found for item in plan.items if torch.is_tensor(found := planner.resolve_data(item))}
+        tensors = {item.index.fqn: value for item in plan.items if torch.is_tensor(value := planner.resolve_data(item))}
         boxes = [(item.index.fqn, item.tensor_data) for item in plan.items]
         offsets = {name: {"saved_offsets": box.chunk.offsets} for name, box in boxes if box is not None}
         about = {CUSTOM_METADATA_KEY: json.dumps(offsets), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
@@ -62,17 +62,17 @@ def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: TrainingR
 
 
 def saved_boxes(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor], Box]]:
-    """What a checkpoint's files hold: name of each tensor, what reads a box of it, and which box that is.
+    """Yields the contents of a checkpoint's files: name of each tensor, a function that reads a box of it, and that box.
 
     Raises:
-        CheckpointError: A file is damaged, or was written by something else.
+        CheckpointError: A file is damaged, or was written by another program.
     """
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, "pt") as file:
                 offsets = json.loads((file.metadata() or {})[CUSTOM_METADATA_KEY])
                 shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
-        except Exception as error:  # safetensors has errors of its own
+        except Exception as error:  # safetensors raises its own error classes
             raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
         for name, shape in shapes.items():
             start = tuple(int(at) for at in offsets.get(name, {}).get("saved_offsets") or [0] * len(shape))
@@ -81,8 +81,8 @@ def saved_boxes(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor],
 
 def _read(path: Path, name: str) -> torch.Tensor:
     with safe_open(path, "pt") as file:
-        found: torch.Tensor = file.get_tensor(name)
-        return found
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
 
 
 def load_sharded(folder: Path, state: dict[str, torch.Tensor]) -> None:
@@ -94,10 +94,10 @@ def load_sharded(folder: Path, state: dict[str, torch.Tensor]) -> None:
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder}: no shards of a checkpoint are there")
     try:
-        with warnings.catch_warnings():  # it warns that it reads without talking to the other ranks, which is intended
+        with warnings.catch_warnings():  # it warns that it reads without the other ranks, which is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-    # CheckpointException is not an Exception, and safetensors has errors of its own.
+    # CheckpointException is not an Exception, and safetensors raises its own error classes.
     except (CheckpointException, Exception) as error:
         failures = error.failures if isinstance(error, CheckpointException) else None
         reason = next(iter(failures.values()))[0] if failures else error

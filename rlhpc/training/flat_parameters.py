@@ -1,4 +1,4 @@
-"""A module with trainable weights and gradients as views of two flat buffers: one all-reduce, five kernels per step."""
+"""Flat parameters: a module whose trainable weights and gradients are views of two buffers, for one all-reduce per step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 NAMES = ("adam", "adamw")
-#: Elements that one fused kernel is given at most: well within what a 32-bit index reaches.
+#: Maximum number of elements per fused kernel, well within the range of a 32-bit index.
 _PIECE = 1 << 30
 
 
@@ -41,7 +41,7 @@ class AdamOptions:
 
     @classmethod
     def of(cls, optim: OptimConfig) -> AdamOptions:
-        """Options from the section.
+        """Returns the options of the section.
 
         Raises:
             ConfigError: The optimizer's name is unknown.
@@ -60,7 +60,7 @@ class AdamOptions:
         )
 
     def torch_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """torch's own optimizer, fused: the other variants make temporary tensors as large as what is trained."""
+        """Returns torch's own optimizer, fused: the other variants need temporary tensors as large as the trained weights."""
         kind = torch.optim.AdamW if self.name == "adamw" else torch.optim.Adam
         return kind(
             parameters,
@@ -75,8 +75,8 @@ class AdamOptions:
 class FlatAdam:
     """Adam (Kingma & Ba 2015) with torch's conventions: eps outside the root, weight decay coupled or decoupled (AdamW).
 
-    On an accelerator a step is torch's fused kernel, which reads and writes everything once and makes no temporary tensor; on
-    the CPU it is five operations, one of which makes a tensor as large as the parameter. They differ by rounding.
+    On an accelerator a step is torch's fused kernel, which reads and writes everything once and needs no temporary tensor. On
+    the CPU it is five operations, one of which needs a tensor as large as the parameter. They differ by rounding.
 
     Args:
         parameter, gradient: Flat tensors of the same size; the parameter is updated in place.
@@ -110,7 +110,7 @@ class FlatAdam:
 
     @property
     def fuses(self) -> bool:
-        """Whether a step is one kernel."""
+        """True if a step is one kernel."""
         return self.parameter.device.type != "cpu"
 
     def _fused_step(self) -> None:
@@ -118,18 +118,29 @@ class FlatAdam:
         parameters, gradients, first, second = (
             list(one.split(_PIECE)) for one in (self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq)
         )
-        taken = torch.full((), float(self.steps), device=self.parameter.device)
+        step_count = torch.full((), float(self.steps), device=self.parameter.device)
         update(
-            parameters, gradients, first, second, [], [taken] * len(parameters), lr=self.lr, beta1=self.beta1,
-            beta2=self.beta2, weight_decay=self.weight_decay, eps=self.eps, amsgrad=False, maximize=False,
-        )  # fmt: skip
+            parameters,
+            gradients,
+            first,
+            second,
+            [],
+            [step_count] * len(parameters),
+            lr=self.lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 class FlatModule:
-    """A module and its optimizer, the same on every rank.
+    """Module with its optimizer, the same on every rank.
 
     Losses are sums over a rank's part divided by the *global* count, so the ranks' gradients add up to the gradient of
     the whole minibatch, whatever the split. Once wrapped, the module must not be moved.
@@ -142,7 +153,7 @@ class FlatModule:
         look: Read each gradient norm before the update, even if that means waiting for the device.
         dtype: Dtype of the computation; None for that of the weights (float32). With a different one, the module gets
             copies of the weights, and each micro-batch's gradient is added to the flat buffer as soon as it is known.
-        mine: Which trainable parameters are here, by name; None takes all.
+        is_included: Selects the trainable parameters by name; None selects all.
     """
 
     def __init__(
@@ -154,11 +165,15 @@ class FlatModule:
         *,
         look: bool = False,
         dtype: torch.dtype | None = None,
-        mine: Callable[[str], bool] | None = None,
+        is_included: Callable[[str], bool] | None = None,
     ) -> None:
         self.module, self.base_lr, self.clip_grad = module, options.lr, options.clip_grad
         self._reduce, self._ranks, self._look = reduce, ranks, look
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and (mine is None or mine(name))]
+        named = [
+            (name, p)
+            for name, p in module.named_parameters()
+            if p.requires_grad and (is_included is None or is_included(name))
+        ]
         self.names, self._parameters = [name for name, _ in named], [p for _, p in named]
         if not named:
             raise ConfigError("actor.model has no trainable parameters")
@@ -176,7 +191,7 @@ class FlatModule:
 
     @property
     def mixed(self) -> bool:
-        """Whether the module computes with copies of the weights."""
+        """True if the module computes with copies of the weights."""
         return self._compute is not self._weights
 
     def _attach(self) -> None:
@@ -198,7 +213,7 @@ class FlatModule:
         return add
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a flat tensor in the parameters' shapes."""
+        """Returns views of a flat tensor in the parameters' shapes."""
         return [part.view(shape) for part, shape in zip(flat.split(self._sizes), self._shapes, strict=True)]
 
     @property
@@ -207,7 +222,7 @@ class FlatModule:
         return self._weights
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Views of the trained weights by name, as the optimizer has them."""
+        """Returns views of the trained weights by name, as the optimizer has them."""
         return dict(zip(self.names, self.split(self._weights), strict=True))
 
     def zero_grad(self) -> None:
@@ -216,7 +231,7 @@ class FlatModule:
 
     @torch.no_grad()
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """Sums the gradients over the ranks, clips, and updates; nothing is updated if the norm is one that `refuses`.
+        """Sums the gradients over the ranks, clips, and updates; skips the update if the norm is one that `refuses`.
 
         Returns:
             The global gradient norm before clipping, as a tensor (reading it would wait for the device).
@@ -228,7 +243,7 @@ class FlatModule:
 
     @torch.no_grad()
     def gradient_norm(self) -> torch.Tensor:
-        """Sums the gradients over the ranks; their norm."""
+        """Sums the gradients over the ranks and returns their norm."""
         if self._ranks > 1:
             self._reduce(self._gradients)
         return torch.linalg.vector_norm(self._gradients)
@@ -248,12 +263,13 @@ class FlatModule:
             self._compute.copy_(self._weights)
 
     def refuses(self, norm: torch.Tensor) -> bool:
-        """Whether a step with this gradient norm is not taken because the norm is not finite. On an accelerator, this
-        is known only with `look`: otherwise the caller reads the norms at the end of its update, before weights leave."""
+        """Returns whether a step with this gradient norm is not taken because the norm is not finite. On an accelerator, this
+        is known only with `look`: otherwise the caller reads the norms at the end of its update, before weights leave.
+        """
         return (self._look or norm.device.type == "cpu") and not math.isfinite(norm)
 
     def bad_gradients(self) -> list[str]:
-        """Parameters whose gradient, summed over the ranks, is not finite."""
+        """Returns the parameters whose gradient, summed over the ranks, is not finite."""
         return bad_tensors(zip(self.names, self.split(self._gradients), strict=True))
 
     # -- state ----------------------------------------------------------------------------------------------------
@@ -266,7 +282,7 @@ class FlatModule:
         self._copied()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, by parameter name; tensors are views of it."""
+        """Returns the optimizer's state, by parameter name; tensors are views of it."""
         averages = zip(
             self.names, self.split(self.optimizer.exp_avg), self.split(self.optimizer.exp_avg_sq), strict=True
         )
@@ -275,36 +291,36 @@ class FlatModule:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`; also accepts the flat state that language models' checkpoints had at first. Options
+        """Restores the state from `state_dict`; also accepts the flat state of early language model checkpoints. Options
         such as the learning rate stay those of the configuration.
 
         Raises:
             CheckpointError: The state is from a model with other parameters.
         """
-        own = (("exp_avg", self.optimizer.exp_avg), ("exp_avg_sq", self.optimizer.exp_avg_sq))
+        averages = (("exp_avg", self.optimizer.exp_avg), ("exp_avg_sq", self.optimizer.exp_avg_sq))
         foreign = CheckpointError("actor.model: the checkpoint's optimizer belongs to a model with other parameters")
         if "state" not in state:
-            if any(state[kind].shape != flat.shape for kind, flat in own):
+            if any(state[kind].shape != flat.shape for kind, flat in averages):
                 raise foreign
-            for kind, flat in own:
+            for kind, flat in averages:
                 flat.copy_(state[kind])
         else:
             saved, shapes = state["state"], dict(zip(self.names, map(tuple, self._shapes), strict=True))
             if {name: tuple(value["exp_avg"].shape) for name, value in saved.items()} != shapes:
                 raise foreign
-            for kind, flat in own:
+            for kind, flat in averages:
                 flat.copy_(torch.cat([saved[name][kind].reshape(-1) for name in self.names]))
         self.optimizer.steps = int(state["steps"])
 
     def state(self) -> tuple[torch.Tensor, ...]:
-        """What cannot be made again: weights and the optimizer's averages."""
+        """Returns the tensors that cannot be recreated: weights and the optimizer's averages."""
         return self._weights, self.optimizer.exp_avg, self.optimizer.exp_avg_sq
 
     def scratch(self) -> tuple[torch.Tensor, ...]:
-        """What `renew` makes again: gradients, and the weights in the dtype of the computation if that is another."""
+        """Returns the tensors that `renew` recreates: gradients, and the weights in the computation's dtype if it differs."""
         return (self._gradients, self._compute) if self.mixed else (self._gradients,)
 
     def renew(self) -> None:
-        """Makes `scratch` from `state`; the gradients are zero."""
+        """Recreates `scratch` from `state`; the gradients are zero."""
         self.zero_grad()
         self._copied()

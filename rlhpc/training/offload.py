@@ -1,7 +1,7 @@
-"""Gives accelerator memory away and takes it back, with every view of it intact.
+"""Offload of accelerator memory to the host and back, with every view of it intact.
 
-Frameworks keep many views of a few flat buffers, and references to them in places of their own. Moving the tensors
-would break those, so the storage under them is copied to the host and emptied, and filled again later.
+Frameworks keep many views of a few flat buffers, and internal references to them. Moving the tensors would break those, so
+the storage under them is copied to the host and emptied, and filled again later.
 """
 
 from __future__ import annotations
@@ -20,27 +20,26 @@ _ALIGN = 64
 
 
 class HostMemory:
-    """Memory of the host for what leaves an accelerator, kept from one time to the next: to lock pages costs more than to
-    copy into them."""
+    """Host memory for offloaded tensors, kept between uses: locking pages costs more than copying into them."""
 
     def __init__(self) -> None:
         self._flat: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept."""
+        """Number of retained bytes."""
         return 0 if self._flat is None else self._flat.nbytes
 
     def blocks(self, sizes: list[int], device: str) -> list[torch.Tensor]:
-        """Memory of these sizes in bytes, uint8, in place of what was given out before.
+        """Returns memory of these sizes in bytes, uint8, in place of the blocks that were returned before.
 
         Args:
-            sizes: Of the blocks.
+            sizes: Bytes of each block.
             device: Kind of the device that will copy.
         """
         rounded = [size + -size % _ALIGN for size in sizes]
         if self.nbytes < sum(rounded):
-            self._flat = None  # before the next is there
+            self._flat = None  # free it before the next allocation
             self._flat = host_memory(sum(rounded), device)
         if self._flat is None:
             return []
@@ -49,13 +48,13 @@ class HostMemory:
 
 
 class Parked:
-    """Holds the contents of some tensors' storages on the host. The tensors cannot be used until `restore`.
+    """Contents of some tensors' storages on the host. The tensors cannot be used until `restore`.
 
     Args:
-        tensors: Any tensors of one device; memory that they share is stored once. Tensors not among them that share the same
-            memory are emptied with it.
+        tensors: Tensors of one device; memory that they share is stored once. Other tensors that share the same memory are
+            emptied with it.
         scratch: More tensors to empty, whose contents need not be kept.
-        host: Where the contents go; by default memory of its own.
+        host: Memory for the contents; a new one by default.
     """
 
     def __init__(
@@ -64,56 +63,57 @@ class Parked:
         scratch: Iterable[torch.Tensor] = (),
         host: HostMemory | None = None,
     ) -> None:
-        self._seen: set[int] = set()
-        emptied, kept = self._storages(scratch), self._storages(tensors)
-        self._device = device = kept[0].device.type if kept else "cpu"
+        self._storage_ids: set[int] = set()
+        emptied, contents = self._storages(scratch), self._storages(tensors)
+        self._device = device = contents[0].device.type if contents else "cpu"
         self._host = HostMemory() if host is None else host
-        blocks = self._host.blocks([storage.nbytes() for storage in kept], device)
+        blocks = self._host.blocks([storage.nbytes() for storage in contents], device)
         synchronize(device)  # another stream may still write into them
-        for storage, block in zip(kept, blocks, strict=True):
+        for storage, block in zip(contents, blocks, strict=True):
             block.copy_(_bytes_of(storage), non_blocking=True)
         synchronize(device)
-        self._kept = [(storage, storage.nbytes(), block) for storage, block in zip(kept, blocks, strict=True)]
+        self._contents = [(storage, storage.nbytes(), block) for storage, block in zip(contents, blocks, strict=True)]
         self._emptied = [(storage, storage.nbytes()) for storage in emptied]
-        for storage in (*kept, *emptied):
+        for storage in (*contents, *emptied):
             storage.resize_(0)
 
     def _storages(self, tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-        """What lies under them, each once."""
-        found = []
+        """Returns the tensors' storages, each once."""
+        storages = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._seen and storage.nbytes() and storage.resizable():
-                self._seen.add(storage._cdata)
-                found.append(storage)
-        return found
+            if storage._cdata not in self._storage_ids and storage.nbytes() and storage.resizable():
+                self._storage_ids.add(storage._cdata)
+                storages.append(storage)
+        return storages
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that were given away."""
-        return sum(size for _, size, _ in self._kept) + sum(size for _, size in self._emptied)
+        """Number of bytes that were freed."""
+        return sum(size for _, size, _ in self._contents) + sum(size for _, size in self._emptied)
 
     def restore(self) -> None:
-        """Allocates the memory again and puts the contents back; what was scratch has any."""
+        """Allocates the memory again and restores the contents; those of scratch tensors are undefined."""
         for storage, size in self._emptied:
             storage.resize_(size)
-        for storage, size, block in self._kept:
+        for storage, size, block in self._contents:
             storage.resize_(size)
             _bytes_of(storage).copy_(block, non_blocking=True)
-        synchronize(self._device)  # before something else goes where the contents were
-        self._kept, self._emptied = [], []
+        synchronize(self._device)  # before other data overwrites the host copy
+        self._contents, self._emptied = [], []
 
 
 class ParkingBackend(TrainingBackend):
-    """A backend that empties its memory while another role has the accelerator. A subclass says what it has there, and does
-    what reads or writes it inside `awake`."""
+    """Backend that empties its memory while another role has the accelerator. A subclass lists its tensors (`belongings`), and
+    reads or writes them inside `awake`.
+    """
 
     _parked: Parked | None = None
     _host: HostMemory | None = None
 
     @property
     def away(self) -> bool:
-        """Whether all that is left are views of empty memory."""
+        """True while the tensors are views of empty memory."""
         return self._parked is not None
 
     def offload(self) -> None:
@@ -123,10 +123,10 @@ class ParkingBackend(TrainingBackend):
             empty_cache()
 
     def park(self) -> int:
-        """Empties what this rank holds on its device; returns the number of bytes given away."""
+        """Empties the tensors of this rank on its device; returns the number of bytes freed."""
         self._host = self._host or HostMemory()
-        kept, scratch = ([t for t in tensors if t.device.type == self.device.type] for tensors in self.belongings())
-        self._parked = Parked(kept, scratch, self._host)
+        contents, scratch = ([t for t in tensors if t.device.type == self.device.type] for tensors in self.belongings())
+        self._parked = Parked(contents, scratch, self._host)
         return self._parked.nbytes
 
     def reload(self) -> None:
@@ -138,15 +138,14 @@ class ParkingBackend(TrainingBackend):
 
     @abstractmethod
     def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        """What is to be kept, in any order, on any device; and what is not, because nobody needs its contents or they can be
-        made again."""
+        """Returns the tensors to keep, in any order, on any device, and those that are unused or can be recreated."""
 
     def returned(self) -> None:
-        """Makes again what was not kept."""
+        """Recreates the tensors that were not kept."""
 
 
 def tensors_of(*modules: torch.nn.Module | None) -> Iterator[torch.Tensor]:
-    """Parameters and buffers of the modules that there are."""
+    """Yields parameters and buffers of the modules that are not None."""
     for module in modules:
         if module is not None:
             yield from module.parameters()
@@ -158,7 +157,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def tensors_in(value: Any, depth: int = 5) -> Iterator[torch.Tensor]:
-    """Tensors, and their gradients, in nested lists, tuples, sets, dicts and dataclasses."""
+    """Yields tensors, and their gradients, in nested lists, tuples, sets, dicts and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
         if value.is_leaf and value.grad is not None:

@@ -1,8 +1,8 @@
-"""What checkpoints and engines call the parts of a module's tensors.
+"""Checkpoint names of a module's tensors, as views.
 
-transformers keeps the experts of a mixture as two tensors, `experts.gate_up_proj` `[E, 2I, H]` and `experts.down_proj`, and
-files have each expert's matrices under a name of its own. A matrix in a file is a view of the module's tensor here, so nothing
-is converted, gathered or copied: transformers' own conversion would make all experts whole on every rank.
+transformers keeps the experts of a mixture as two tensors, `experts.gate_up_proj` `[E, 2I, H]` and `experts.down_proj`, while
+files have separate names for each expert's matrices. Here a matrix in a file is a view of the module's tensor, so no tensor
+is converted, gathered or copied: transformers' own conversion would gather all experts on every rank.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import nn
 
 from rlhpc.runtime.errors import ConfigError
 
-#: How peft calls what it wraps.
+#: Prefix that peft gives the names of a wrapped module.
 _PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
 class ParameterView:
-    """A tensor of a checkpoint, as a view of a module's.
+    """Checkpoint tensor as a view of a module's tensor.
 
     Attributes:
-        name: In the checkpoint.
-        index: Of the module's tensor, one for each of its dimensions: a number, which drops it, or (start, stop).
+        name: Name in the checkpoint.
+        index: Index into the module's tensor, one entry per dimension: a number, which drops the dimension, or (start, stop).
     """
 
     name: str
@@ -36,21 +36,25 @@ class ParameterView:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the checkpoint's tensor."""
+        """Shape of the checkpoint's tensor."""
         return tuple(one[1] - one[0] for one in self.index if not isinstance(one, int))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The view of the module's whole tensor."""
+        """Returns the view of the module's full tensor."""
         return tensor[tuple(one if isinstance(one, int) else slice(*one) for one in self.index)]
 
 
 def plain(name: str) -> str:
-    """What a tensor of a model with adapters is called without them."""
+    """Returns the name that a tensor of a model with adapters has without them."""
     return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
 
 
 def checkpoint_parts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[ParameterView]]:
-    """What a module's tensors are in a checkpoint of it, as `save_pretrained` would name them.
+    """Returns the checkpoint tensors of each of a module's tensors, as `save_pretrained` would name them.
+
+    Args:
+        module: A model of transformers, with adapters or without, or any other module, whose names are all kept.
+        shapes: Full shapes by the module's own names.
 
     Args:
         module: A model of transformers, with adapters or without, or anything else, of which all names are kept.
@@ -64,22 +68,25 @@ def checkpoint_parts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -
     """
     package = sys.modules.get("transformers")
     model = next((part for part in module.modules() if package and isinstance(part, package.PreTrainedModel)), None)
-    # What is inside something else keeps its names there: only a wrapper of peft's is looked through.
+    # A model inside another module keeps that module's names: only peft's wrapper is unwrapped.
     wrapper: Any = module
     inner = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else module
     reverse = _Reverse(model) if model is not None and model is inner else None
-    found: dict[str, list[ParameterView]] = {}
+    views: dict[str, list[ParameterView]] = {}
     for name, shape in shapes.items():
-        whole = tuple((0, size) for size in shape)
-        found[name] = (
-            [ParameterView(plain(name), whole)] if reverse is None else list(reverse.parts(plain(name), shape))
+        full_range = tuple((0, size) for size in shape)
+        views[name] = (
+            [ParameterView(plain(name), full_range)] if reverse is None else list(reverse.parts(plain(name), shape))
         )
-    return found
+    return views
 
 
 @contextlib.contextmanager
 def _of_its_own_class(model: Any) -> Iterator[None]:
-    """FSDP2 makes what it wraps one of another class, and transformers keeps some conversions by the class's name."""
+    """Restores a model's original class for the block. FSDP2 changes the class of a wrapped module, and transformers looks up
+    some
+    conversions by the class's name.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     wrapped = type(model)
@@ -91,7 +98,7 @@ def _of_its_own_class(model: Any) -> Iterator[None]:
 
 
 class _Reverse:
-    """transformers' conversions of a model's checkpoints, backwards."""
+    """transformers' checkpoint conversions of a model, in reverse."""
 
     def __init__(self, model: Any) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -108,11 +115,11 @@ class _Reverse:
         self._model = type(model).__name__
 
     def parts(self, name: str, shape: tuple[int, ...]) -> Iterator[ParameterView]:
-        """What a tensor is in the checkpoint."""
+        """Yields the checkpoint tensors of a tensor."""
         renamed, pattern = self._rename(name, self._renamings, self._converters, reverse=True)
-        whole = tuple((0, size) for size in shape)
+        full_range = tuple((0, size) for size in shape)
         if pattern is None:
-            yield ParameterView(renamed, whole)
+            yield ParameterView(renamed, full_range)
             return
         forward = self._forward[pattern]
         sources: list[str] = forward._original_source_patterns
@@ -123,14 +130,14 @@ class _Reverse:
                 f"{self._model}: {name} is kept in another form in checkpoints ({', '.join(operations)}), not as a view; "
                 "actor.training_backend=fsdp cannot divide such a model: choose local"
             )
-        # What was renamed has the first of the patterns in the name, and the others differ from it there alone.
+        # The renamed tensor has the first pattern in its name; the other names differ only there.
         first = self._converted(name, sources[0], pattern)
         size = shape[1] // len(sources)
         for expert in range(shape[0]):
             for number, source in enumerate(sources):
                 inner = first.replace(sources[0], source).replace("*", str(expert), 1)
                 rows = (number * size, (number + 1) * size) if joined else (0, shape[1])
-                yield ParameterView(self._named(inner), (expert, rows, *whole[2:]))
+                yield ParameterView(self._named(inner), (expert, rows, *full_range[2:]))
 
     @staticmethod
     def _converted(name: str, source: str, pattern: str) -> str:

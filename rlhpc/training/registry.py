@@ -1,4 +1,4 @@
-"""Chooses a training backend by name."""
+"""Registry of training backends."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def make_backend(blueprint: Blueprint, actor: ActorSection, worker: TrainingRank
     `TrainingBackend`. All ranks of the worker's group call it.
 
     Args:
-        blueprint: What is trained.
+        blueprint: Description of the trained module.
         actor: Section `actor` of the configuration.
         worker: The worker of this rank.
 
     Raises:
-        ConfigError: There is no such backend, or its package is not installed.
+        ConfigError: The backend does not exist, or its package is not installed.
     """
     backend: TrainingBackend = BACKENDS.find(actor.training_backend)(blueprint, actor, worker)
     return backend

@@ -1,4 +1,4 @@
-"""Weights of safetensors files, read box by box: no rank reads more than it keeps."""
+"""Reader of safetensors files by tensor slice, so that no rank reads more than it keeps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", MODEL
 
 
 class Slices:
-    """The tensors of a model's folder.
+    """Tensors of a model's folder.
 
     Args:
         files: The file of each tensor, by name.
@@ -30,13 +30,13 @@ class Slices:
 
     @classmethod
     def of(cls, find: Callable[[str], Path | None]) -> Slices | None:
-        """Those of a model.
+        """Opens the tensors of a model.
 
         Args:
-            find: Gives the path of a file of the model; None where it has none of this name.
+            find: Returns the path of a file of the model; None if it has no file of this name.
 
         Returns:
-            None if its weights are not in safetensors, or not all of them can be found.
+            None if its weights are not in safetensors, or some of them cannot be found.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -44,13 +44,13 @@ class Slices:
             if (index := find(_INDEX)) is not None:
                 names: dict[str, str] = json.loads(index.read_text())["weight_map"]
                 paths = {file: find(file) for file in sorted(set(names.values()))}
-                found = {name: path for name, file in names.items() if (path := paths[file]) is not None}
-                return cls(found) if len(found) == len(names) else None
+                files = {name: path for name, file in names.items() if (path := paths[file]) is not None}
+                return cls(files) if len(files) == len(names) else None
             if (single := find(_SINGLE)) is None:
                 return None
             with safe_open(single, "pt") as file:
                 return cls(dict.fromkeys(file.keys(), single))
-        except (OSError, ValueError, KeyError, SafetensorError):  # transformers says what is wrong with them
+        except (OSError, ValueError, KeyError, SafetensorError):  # transformers reports the error
             return None
 
     def __enter__(self) -> Slices:
@@ -61,20 +61,20 @@ class Slices:
         self._stack.close()
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A box of a tensor, or all of it, on the host; inside the object's `with` block."""
+        """Reads a box of a tensor, or all of it, into host memory; inside the object's `with` block."""
         from safetensors import safe_open
 
         path = self.files[name]
         if path not in self._open:
             self._open[path] = self._stack.enter_context(safe_open(path, "pt"))
         if box is None or not box.sizes:
-            whole: torch.Tensor = self._open[path].get_tensor(name)
-            return whole
+            tensor: torch.Tensor = self._open[path].get_tensor(name)
+            return tensor
         part: torch.Tensor = self._open[path].get_slice(name)[box.slices]
         return part
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a whole tensor."""
+        """Returns the shape of a full tensor."""
         from safetensors import safe_open
 
         with safe_open(self.files[name], "pt") as file:

@@ -1,8 +1,8 @@
-"""Writes a model's folder of safetensors by all ranks at once: each writes the boxes that it holds where they belong.
+"""Writer of a model's safetensors folder by all ranks at once: each writes the tensor slices that it holds.
 
-Where a tensor lies in a file follows from names, shapes and dtypes, which all ranks know. So the first rank writes the
-headers, and then every rank its boxes, with `pwrite` at their offsets; nothing is gathered, and nothing is written twice. Of a
-part that several ranks hold, one writes.
+The location of a tensor in a file follows from names, shapes and dtypes, which all ranks know. So the first rank writes the
+headers, and then every rank writes its boxes, with `pwrite` at their offsets. No tensor is gathered, and none is written
+twice: one of the ranks that hold the same part writes it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from rlhpc.training.safetensors_reader import Slices
 from rlhpc.training.shard_layout import boxes, held, named_tensor, regions
 from rlhpc.training.tensor_parallel import model_in
 
-#: Bytes of tensors in a file, unless one is larger: transformers' own limit.
-MOST = 5 * 10**9
-#: Bytes that are copied at once from a tensor to be written.
+#: Maximum bytes of tensors in a file, unless one is larger: transformers' own limit.
+MAX_FILE_BYTES = 5 * 10**9
+#: Bytes copied at a time from a tensor to be written.
 CHUNK = 1 << 24
 _NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64",
@@ -41,12 +41,12 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor lies.
+    """Location of a tensor.
 
     Attributes:
         file: Name of the file.
-        offset: Of its first byte there.
-        shape, dtype: Of the tensor.
+        offset: Offset of its first byte in the file.
+        shape, dtype: Shape and dtype of the tensor.
     """
 
     file: str
@@ -56,23 +56,25 @@ class TensorLocation:
 
 
 class Layout:
-    """The files of a model's folder, by names, shapes and dtypes alone.
+    """Files of a model's folder, determined by names, shapes and dtypes alone.
 
     Args:
-        tensors: Shape and dtype of each tensor, in the order in which they are to lie.
-        most: Bytes of a file's tensors; by default `MOST`.
+        tensors: Shape and dtype of each tensor, in the order in which they are stored.
+        most: Maximum bytes of a file's tensors; by default `MAX_FILE_BYTES`.
     """
 
-    def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most: int | None = None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], max_file_bytes: int | None = None
+    ) -> None:
         groups: list[list[str]] = [[]]
-        size, most = 0, MOST if most is None else most
+        size, max_file_bytes = 0, MAX_FILE_BYTES if max_file_bytes is None else max_file_bytes
         sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors.items()}
-        for name, own in sizes.items():
-            if groups[-1] and size + own > most:
+        for name, nbytes in sizes.items():
+            if groups[-1] and size + nbytes > max_file_bytes:
                 groups.append([])
                 size = 0
             groups[-1].append(name)
-            size += own
+            size += nbytes
         self.total = sum(sizes.values())
         self.parameters = sum(math.prod(shape) for shape, _ in tensors.values())
         self.places: dict[str, TensorLocation] = {}
@@ -94,14 +96,14 @@ class Layout:
                 self.places[name] = TensorLocation(file, len(header) + start, shape, dtype)
 
     def begin(self, folder: Path) -> None:
-        """Makes the files, with headers and room for the tensors, and the index; one rank calls it."""
+        """Creates the files, with headers and space for the tensors, and the index; one rank calls it."""
         folder.mkdir(parents=True, exist_ok=True)
         for old in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
             old.unlink(missing_ok=True)
         for file, (header, size) in self._headers.items():
-            with (folder / file).open("wb") as made:
-                made.write(header)
-                made.truncate(size)
+            with (folder / file).open("wb") as stream:
+                stream.write(header)
+                stream.truncate(size)
         if len(self._headers) > 1:
             index = {
                 "metadata": {"total_size": self.total, "total_parameters": self.parameters},
@@ -110,7 +112,11 @@ class Layout:
             write_durably(folder / "model.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n")
 
     def write(self, folder: Path, boxes: Iterable[tuple[str, Box, torch.Tensor]]) -> int:
-        """Writes boxes, durably, into files that `begin` made.
+        """Writes boxes durably into files that `begin` created.
+
+        Args:
+            folder: Folder of the files.
+            boxes: Name of the tensor, the box, and its values, in any dtype and on any device; one at a time.
 
         Args:
             folder: Where they are.
@@ -135,12 +141,12 @@ class Layout:
         return written
 
     def finish(self, folder: Path) -> None:
-        """Makes the folder durable, once all ranks have written."""
+        """Makes the folder durable, after all ranks have written."""
         fsync_folder(folder)
 
 
 def _write_box(file: int, place: TensorLocation, box: Box, values: torch.Tensor) -> int:
-    """Writes runs of bytes that are next to each other in the file, as long as they can be."""
+    """Writes the longest runs of bytes that are contiguous in the file."""
     written = 0
     for start, run in _runs(place.shape, box, values):
         at = place.offset + start * place.dtype.itemsize
@@ -156,24 +162,24 @@ def _write_box(file: int, place: TensorLocation, box: Box, values: torch.Tensor)
 
 
 def _runs(shape: tuple[int, ...], box: Box, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Of a box, runs of elements that are neighbours in the whole tensor: where each begins there, and its values, flat."""
+    """Yields runs of a box's elements that are contiguous in the full tensor: start index in that tensor, and flat values."""
     if not shape:
         yield 0, values.reshape(1)
         return
-    # From which dimension on the box has all there is: what is before it is one run for each index.
-    whole = len(shape)
-    while whole > 0 and box.sizes[whole - 1] == shape[whole - 1]:
-        whole -= 1
-    outer = max(0, whole - 1)
+    # First dimension from which on the box is complete; each index of the dimensions before it is one run.
+    first_complete = len(shape)
+    while first_complete > 0 and box.sizes[first_complete - 1] == shape[first_complete - 1]:
+        first_complete -= 1
+    outer = max(0, first_complete - 1)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = sum(a * stride for a, stride in zip(box.starts, strides, strict=True))
     if outer == 0:
         yield from _rows(first, values, strides[0])
         return
     for place in range(math.prod(box.sizes[:outer])):
-        index, rest = [], place
+        index, remainder = [], place
         for size in reversed(box.sizes[:outer]):
-            rest, one = divmod(rest, size)
+            remainder, one = divmod(remainder, size)
             index.append(one)
         index.reverse()
         at = first + sum(one * stride for one, stride in zip(index, strides, strict=False))
@@ -181,7 +187,7 @@ def _runs(shape: tuple[int, ...], box: Box, values: torch.Tensor) -> Iterator[tu
 
 
 def _rows(first: int, values: torch.Tensor, stride: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """One run, some rows at a time, so that no copy has the size of it."""
+    """Yields one run, some rows at a time, so that copies stay small."""
     if values.is_contiguous():
         yield first, values.reshape(-1)
         return
@@ -191,26 +197,35 @@ def _rows(first: int, values: torch.Tensor, stride: int) -> Iterator[tuple[int, 
 
 
 @torch.no_grad()
-def fill(module: nn.Module, mesh: Mesh, slices: Slices, made: Iterable[tuple[str, torch.Tensor]], where: str) -> None:
-    """Gives a divided module its weights: of each tensor the rank reads its boxes.
+def fill(
+    module: nn.Module, mesh: Mesh, slices: Slices, created: Iterable[tuple[str, torch.Tensor]], where: str
+) -> None:
+    """Loads the weights of a sharded module: the rank reads its boxes of each tensor.
+
+    Args:
+        module: Module with uninitialized memory.
+        mesh: Mesh that it is sharded over.
+        slices: The files.
+        created: Tensors that are not in the files, by the module's own names, one at a time: full, the same on every rank.
+        where: Name of the files in messages.
 
     Args:
         module: Its memory holds anything.
         mesh: How it is divided.
         slices: The files.
-        made: What is not in the files, by the module's own names, one at a time: whole tensors, the same on every rank.
+        created: What is not in the files, by the module's own names, one at a time: whole tensors, the same on every rank.
         where: What messages call the files.
 
     Raises:
         ConfigError: A tensor has another shape in the files.
     """
     done = set[str]()
-    for name, whole in made:
+    for name, tensor in created:
         done.add(name)
         target = named_tensor(module, name)
         local: Any = target.to_local() if hasattr(target, "to_local") else target
         for box, here in boxes(target):
-            cut(local.detach(), here).copy_(cut(whole, box))
+            cut(local.detach(), here).copy_(cut(tensor, box))
     checked = set[str]()
     with slices:
         for region in regions(module, mesh, adapters=True):
@@ -218,19 +233,19 @@ def fill(module: nn.Module, mesh: Mesh, slices: Slices, made: Iterable[tuple[str
                 continue
             if region.name not in checked:
                 checked.add(region.name)
-                if (there := slices.shape(region.name)) != region.shape:
+                if (file_shape := slices.shape(region.name)) != region.shape:
                     raise ConfigError(
-                        f"{where}: {region.name} is {list(there)} there, and {list(region.shape)} in the model"
+                        f"{where}: {region.name} is {list(file_shape)} there, and {list(region.shape)} in the model"
                     )
             region.of(module).copy_(slices.read(region.name, region.box))
 
 
-def missing(module: nn.Module, slices: Slices, made: Iterator[str]) -> list[str]:
-    """Names of a module's tensors that are neither in the files nor made."""
-    own = set(made)
+def missing(module: nn.Module, slices: Slices, created: Iterator[str]) -> list[str]:
+    """Returns the names of a module's tensors that are neither in the files nor created."""
+    created_names = set(created)
     model = model_in(module)
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         return ["weight that is not quantized"]
-    shapes = {name: tuple(tensor.shape) for name, tensor in held(module) if name not in own}
+    shapes = {name: tuple(tensor.shape) for name, tensor in held(module) if name not in created_names}
     parts = checkpoint_parts(module, shapes)
     return [part.name for name in shapes for part in parts[name] if part.name not in slices.files]

@@ -1,9 +1,9 @@
-"""Cuts a model of transformers over ranks, by the plans that come with it.
+"""Tensor and expert parallelism of a transformers model, by the plans that come with it.
 
-A plan names a style for each kind of layer: which dimension of its weights is cut, and what is done to what goes in and comes
-out. Plans and styles are transformers' own (`transformers.distributed.tensor_parallel`, which is not public: tests hold what
-is used here for the pinned version); they are applied here, because adapters, tied weights and experts each need something
-else.
+A plan names a style for each kind of layer: the dimension in which its weights are cut, and the communication on its inputs
+and outputs. Plans and styles are transformers' own (`transformers.distributed.tensor_parallel`, which is not public: tests
+check the parts used here for the pinned version). They are applied here, because adapters, tied weights and experts each need
+special treatment.
 """
 
 from __future__ import annotations
@@ -28,12 +28,20 @@ if TYPE_CHECKING:
 
 _SUMMED = "replicated_with_grad_allreduce"
 _DISPATCH = "ep_dispatch_experts"
-#: Which half of an adapter is cut with its layer: it makes the rows that a layer cut by columns has, or reads its parts.
+#: Half of an adapter that is cut with its layer: it computes the rows of a layer cut by columns, or reads its parts.
 _HALF = {"colwise": "lora_B", "colwise_gather_output": "lora_B", "rowwise": "lora_A"}
 
 
 def divide(model: Any, mesh: Mesh, key: str) -> None:
     """Makes the parameters of a model DTensors over the mesh's `tensor` and `expert` ranks, in place.
+
+    Args:
+        model: A `PreTrainedModel`, with adapters or without, on the meta device or with weights.
+        mesh: Mesh of the ranks.
+        key: Name of the section `parallel` in messages.
+
+    Raises:
+        ConfigError: The model has no plan, or the plan is not valid for these sizes.
 
     Args:
         model: A `PreTrainedModel`, with adapters or without, on the meta device or with weights.
@@ -51,17 +59,17 @@ def divide(model: Any, mesh: Mesh, key: str) -> None:
 
 
 def check_heads(model: Any, mesh: Mesh, key: str) -> None:
-    """Refuses to share out attention heads that are too few.
+    """Checks that the attention heads can be distributed over the ranks.
 
     Raises:
         ConfigError: The heads do not divide by the ranks.
     """
     config, sizes = model.config.get_text_config(), mesh.sizes
     heads = int(getattr(config, "num_attention_heads", 0) or 0)
-    kept = int(getattr(config, "num_key_value_heads", None) or heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     cut = "model.layers.*.self_attn.k_proj" in (model.tp_plan or {})
     tensor = sizes.tensor if cut else 1
-    for name, count in (("attention heads", heads), ("heads of keys and values", kept)):
+    for name, count in (("attention heads", heads), ("heads of keys and values", kv_heads)):
         if count % tensor:
             raise ConfigError(f"{key}.tensor({tensor}) does not divide the {count} {name} of {type(model).__name__}")
     if sizes.context > 1 and (not heads or heads // tensor % sizes.context):
@@ -83,11 +91,11 @@ def _tensor_plan(model: Any, size: int, experts: Mapping[str, str], key: str) ->
         vocabulary = head.out_features
         if vocabulary % size:
             raise ConfigError(f"{key}.tensor({size}) does not divide the vocabulary of {vocabulary} tokens")
-    if experts:  # the experts' plan owns what it names, and what is within
-        own = re.compile(rf"(?:{'|'.join(map(re.escape, experts))})(?:\..+)?").fullmatch
-        plan = {name: style for name, style in plan.items() if not own(name)}
-    there = {_wild(name) for name, _ in model.named_parameters()}
-    packed = sorted(name for name, style in plan.items() if style.startswith("packed_") and name in there)
+    if experts:  # the experts' plan applies to the modules it names, and their submodules
+        is_expert = re.compile(rf"(?:{'|'.join(map(re.escape, experts))})(?:\..+)?").fullmatch
+        plan = {name: style for name, style in plan.items() if not is_expert(name)}
+    parameter_names = {_wild(name) for name, _ in model.named_parameters()}
+    packed = sorted(name for name, style in plan.items() if style.startswith("packed_") and name in parameter_names)
     if packed:
         raise ConfigError(
             f"{key}.tensor({size}) would cut {packed[0]} of {type(model).__name__} into interleaved columns, which "
@@ -110,18 +118,18 @@ def _experts(model: Any, size: int, key: str) -> dict[str, str]:
 
 
 def expert_modules(model: Any) -> list[nn.Module]:
-    """The modules whose parameters are shared out by experts."""
+    """Returns the modules whose parameters are sharded by experts."""
     names = [name for name, style in (model.ep_plan or {}).items() if style == _DISPATCH]
     return [module for name, module in model.named_modules() if _wild(plain(name)) in names]
 
 
 def _wild(name: str) -> str:
-    """A name with its numbers as plans have them."""
+    """Returns a name with wildcards for its numbers, as plans have it."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 class _Divider:
-    """Applies styles to the modules of a model."""
+    """Application of styles to the modules of a model."""
 
     def __init__(self, model: Any, key: str) -> None:
         self._model, self._key = model, key
@@ -136,18 +144,18 @@ class _Divider:
         if _SUMMED in styles:
             styles[_SUMMED] = summed_gradient()
         for name, module in list(self._model.named_modules()):
-            if hasattr(module, "base_layer"):  # what an adapter is around comes by itself
+            if hasattr(module, "base_layer"):  # the wrapped layer is visited separately
                 continue
-            own = _wild(plain(f"{name}.").removesuffix("."))
+            wildcard_name = _wild(plain(f"{name}.").removesuffix("."))
             for rules, mesh in ((plan, tensor), (experts, expert)):
                 if mesh is None:
                     continue
                 for parameter in list(module._parameters):
-                    full = f"{own}.{parameter}" if own else parameter
-                    style = rules.get(full) or rules.get(own)
+                    full = f"{wildcard_name}.{parameter}" if wildcard_name else parameter
+                    style = rules.get(full) or rules.get(wildcard_name)
                     if style is not None and module._parameters[parameter] is not None:
                         self._shard(styles[style], module, parameter, mesh, full)
-                if (style := rules.get(own)) is None:
+                if (style := rules.get(wildcard_name)) is None:
                     continue
                 if style == "mla_kv_a_proj":
                     module.config = self._model.config.get_text_config()
@@ -173,7 +181,7 @@ class _Divider:
             half = getattr(layer, _HALF[style])[ADAPTER]
             chosen = ALL_PARALLEL_STYLES["colwise" if style.startswith("colwise") else style]
             self._shard(chosen, half, "weight", mesh, f"{name}.{_HALF[style]}")
-            if style != "colwise_gather_output":  # the head, whose factors are asked for themselves
+            if style != "colwise_gather_output":  # the head, whose factors are used directly
                 chosen.install_forward(half, mesh)
 
     def _shard(self, style: Any, module: nn.Module, name: str, mesh: DeviceMesh, full: str) -> None:
@@ -194,14 +202,16 @@ class _Divider:
                     f"{self._key}: {mesh.size()} ranks cannot share dimension {dim} of {full} {list(before.shape)} evenly"
                 )
         self._cut[id(before)] = after
-        self._kept = [*getattr(self, "_kept", []), before]  # or its id could be another's
+        self._replaced = [*getattr(self, "_replaced", []), before]  # keeps its id from being reused
 
 
 def summed_gradient() -> Any:
-    """A style for weights that are whole on each rank, of whose gradient each rank makes a part: it is summed as it flows.
+    """Returns a style for weights that are replicated on each rank, while each rank computes a part of their gradient: the
+    gradient
+    is summed during the backward pass.
 
-    transformers' own sums `.grad` when a backward pass is over, so where gradients are accumulated without FSDP it sums those
-    of earlier micro-batches again with each.
+    transformers' own style sums `.grad` after a backward pass, so with gradient accumulation without FSDP it sums the
+    gradients of earlier micro-batches again each time.
     """
     from transformers.distributed.tensor_parallel import TensorParallelLayer, _AllReduceBackward
 
@@ -225,7 +235,7 @@ def summed_gradient() -> Any:
 
 
 def model_in(module: nn.Module) -> Any:
-    """The outermost model of transformers in a module; None if there is none."""
+    """Returns the outermost model of transformers in a module; None without one."""
     package = sys.modules.get("transformers")
     if package is None:
         return None
@@ -233,7 +243,7 @@ def model_in(module: nn.Module) -> Any:
 
 
 def made_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that no checkpoint has, such as a table of positions: they are made when a model is."""
+    """Yields the buffers that no checkpoint has, such as a table of positions: they are computed when a model is built."""
     for name, part in module.named_modules():
         for buffer in part._non_persistent_buffers_set:
             if part._buffers.get(buffer) is not None:
@@ -242,21 +252,21 @@ def made_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def make_buffers(module: nn.Module) -> list[str]:
-    """Gives such buffers of a model that was made empty their values, as transformers does after it has read the weights.
+    """Computes the values of such buffers for a model that was built empty, as transformers does after reading the weights.
 
     Returns:
-        Names of those that got none.
+        Names of the buffers that got no value.
     """
     model = model_in(module)
-    for parameter in module.parameters():  # some families make weights of what is below a module, too
+    for parameter in module.parameters():  # some families also initialize the weights of submodules
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    found: list[dict[str, torch.Tensor]] = []
-    for fill in (0, 1):  # what nobody has made differs
+    buffers_by_fill: list[dict[str, torch.Tensor]] = []
+    for fill in (0, 1):  # buffers without a value differ between the two passes
         for _, tensor in made_buffers(module):
             tensor.fill_(fill)
         for part in model.modules():
             if part._non_persistent_buffers_set and not part._parameters:
                 with contextlib.suppress(NotImplementedError):
                     model._init_weights(part)
-        found.append({name: tensor.clone() for name, tensor in made_buffers(module)})
-    return [name for name, tensor in found[0].items() if not torch.equal(tensor, found[1][name])]
+        buffers_by_fill.append({name: tensor.clone() for name, tensor in made_buffers(module)})
+    return [name for name, tensor in buffers_by_fill[0].items() if not torch.equal(tensor, buffers_by_fill[1][name])]

@@ -1,4 +1,4 @@
-"""How weights get from a trainer to the workers that act with them: the contract, and the strategies by name."""
+"""Weight sync contract between a trainer and the workers that act with its weights, and the registry of strategies."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ DELTAS = ("off", "frozen", "elements")
 
 @dataclass(frozen=True)
 class Update:
-    """One version, as a receiver gets it.
+    """One version of the weights, as a receiver gets it.
 
     Attributes:
         version: Version of the weights.
-        complete: Whether it contains all tensors; otherwise it contains those that changed, and the rest stay as they are.
-        tensors: To be iterated once, to the end. Tensors may be views of shared memory, which stays mapped while one is
-            kept. Nobody may write into them, except the Elements of a later version.
-        receipt: What the version was to be, once the tensors have been iterated to the end; None where the strategy does not
-            know.
-        proven: The strategy itself compares what comes with what was sent, and raises where they differ. Of the tensors, only
-            what the receiver has said that it wants need be there.
+        complete: True if it contains all tensors. Otherwise it contains the tensors that changed; all others stay as they are.
+        tensors: Iterator, to be consumed once and to the end. Tensors may be views of shared memory, which stays mapped while
+            a view exists. They are read-only, except for the Elements of a later version.
+        receipt: Returns the digests of the version after the tensors have been iterated to the end; None if the strategy has
+            no digests.
+        proven: True if the strategy itself compares the received tensors with those sent, and raises if they differ. Then only
+            the tensors that the receiver requested are complete.
     """
 
     version: int
@@ -44,7 +44,7 @@ class Update:
 
 
 class WeightSync(Protocol):
-    """One end of a channel for weights: the sender calls `send`, each receiver `receive`, once per version, in one order.
+    """One end of a weight channel: the sender calls `send`, each receiver `receive`, once per version and in the same order.
 
     A strategy is a class or function that each end calls with `(worker, src, receivers, delta, whole)`, the arguments
     of `make_sync`; it returns that end.
@@ -61,15 +61,17 @@ class WeightSync(Protocol):
         """
 
     def receive(self) -> Update:
-        """Waits for the next version. It is taken in while its tensors are iterated, between two forward passes: nobody
-        acts with half of one."""
+        """Waits for the next version. The receiver applies it while iterating its tensors, between two forward passes, so no
+        worker
+        acts with a partial version.
+        """
 
     def forget(self) -> None:
         """Forgets what was sent or received so far, so that nothing builds upon it: the next version is complete."""
 
 
 def frozen_names(module: torch.nn.Module) -> frozenset[str]:
-    """Names of a module's parameters that are not trained. Buffers are not among them: they change in training too."""
+    """Returns the names of a module's untrained parameters. Buffers are not included, since training changes them too."""
     return frozenset(name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad)
 
 
@@ -86,8 +88,9 @@ register_sync = STRATEGIES.register
 
 
 def sends_shards(name: str) -> bool:
-    """Whether every rank of the trainer sends what it holds by the strategy of a name (`reshard.SendsShards`), rather than the
-    first what all have gathered."""
+    """Returns whether every trainer rank sends its own shards with this strategy (`reshard.SendsShards`), instead of the first
+    rank sending gathered tensors.
+    """
     return hasattr(STRATEGIES.find(name), "send_shards")
 
 
@@ -100,7 +103,7 @@ def make_sync(
     *,
     whole: bool = False,
 ) -> WeightSync:
-    """Makes this worker's end of the strategy `name`.
+    """Builds this worker's end of the strategy `name`.
 
     Args:
         name: `rollout.weight_sync`.
@@ -108,9 +111,9 @@ def make_sync(
         src: Group and rank of the sender.
         receivers: Groups and ranks that receive.
         delta: `rollout.weight_delta`, in lower case for the strategy.
-        whole: Set by a receiver that wants every update complete, with tensors only.
+        whole: Set by a receiver that needs every update complete, with tensors only.
 
     Raises:
-        ConfigError: There is no such strategy.
+        ConfigError: The strategy does not exist.
     """
     return STRATEGIES.find(name)(worker, src, receivers, delta.lower(), whole)

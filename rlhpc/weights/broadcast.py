@@ -1,4 +1,4 @@
-"""Weights through shared memory: written once per host, straight from the sender's tensors; all receivers map them."""
+"""Weight sync through shared memory: one copy per host, written from the sender's tensors and mapped by all receivers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BroadcastSync:
         whole: Make every update complete, with tensors only.
 
     Attributes:
-        road: One of `roads`, or what that chooses.
+        road: Transport, one of those of `transport_select`.
         part_bytes: Size of a part.
     """
 

@@ -1,4 +1,4 @@
-"""Finds exactly which elements of a tensor changed, and writes them into another tensor."""
+"""Exact deltas of tensors: finds the elements that changed, and writes them into another tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 #: Elements compared at a time: few enough to stay in the processor's cache until the changed ones are taken out.
 _CHUNK = 1 << 17
 #: If more than this fraction of a tensor changed, sending all of it is quicker.
-_MOST = 1 / 8
+_MAX_CHANGED_FRACTION = 1 / 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -48,17 +48,18 @@ def put(target: torch.Tensor, update: torch.Tensor | Elements) -> None:
 
 
 class Shadow:
-    """Keeps what was last sent, to find out what has changed since. It takes as much memory as the tensors."""
+    """Copy of the tensors as last sent, from which changes are found. It needs as much memory as the tensors."""
 
     def __init__(self) -> None:
         self._held: dict[str, torch.Tensor] = {}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors as they were last sent."""
+        """Yields names and tensors as they were last sent."""
         yield from self._held.items()
 
     def changes(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Elements | None:
-        """What to send to a holder of the last values: the whole tensor, some elements, or nothing.
+        """Returns the update for a receiver that has the last values: the tensor, some of its elements, or None if nothing
+        changed.
 
         Bits are compared, so −0 differs from 0 and a NaN equals itself.
 
@@ -71,18 +72,18 @@ class Shadow:
             self._held[name] = tensor.clone()
             return tensor
         new, old = _bits(tensor), _bits(held)
-        found, count = [], 0
+        index_chunks, count = [], 0
         for start in range(0, new.size, _CHUNK):
             different = np.flatnonzero(new[start : start + _CHUNK] != old[start : start + _CHUNK])
             if different.size:
-                found.append(different + start)
+                index_chunks.append(different + start)
                 count += different.size
-                if count > new.size * _MOST:
+                if count > new.size * _MAX_CHANGED_FRACTION:
                     held.copy_(tensor)
                     return tensor
         if not count:
             return None
-        index = np.concatenate(found)
+        index = np.concatenate(index_chunks)
         old[index] = values = new[index]
         kind = np.int32 if new.size <= np.iinfo(np.int32).max else np.int64
         changed = torch.from_numpy(values).view(tensor.dtype)
@@ -90,7 +91,7 @@ class Shadow:
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
-    """A contiguous tensor's memory as flat integers."""
+    """Returns a contiguous tensor's memory as flat integers."""
     flat = tensor.reshape(-1)
     bits: np.ndarray = flat.view(_BITS[flat.element_size()]).numpy()
     return bits

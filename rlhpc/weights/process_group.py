@@ -1,8 +1,8 @@
-"""A process group of those who send weights and those who take them in.
+"""Process group of weight senders and receivers.
 
-It is no part of torch's default group, which an engine or a trainer has for itself, and it meets in a store over the run's
-own sockets. Who is lost in the middle, or breaks off, ends it for all: the others abort it at once, since a communicator with
-a dead peer waits for ever, and take what they lack by another road.
+It is separate from torch's default group, which an engine or a trainer uses for its own communication. Its ranks meet in a
+store over the run's own sockets. If a rank is lost or aborts an update, the group ends for all ranks: the other ranks abort
+it at once, because a communicator with a dead peer waits forever, and get the missing weights by another transport.
 """
 
 from __future__ import annotations
@@ -32,55 +32,56 @@ from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.registry import MEMBERS
 
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.02
-#: How often somebody who waits looks who is still there, and at how many: in files, as all do. Who finds one gone tells all.
+#: Interval at which a waiting rank checks its peers in the registry's files, and the number of peers it checks each time. A
+#: rank that finds a missing peer notifies all ranks.
 _LOOK_S, _AT_A_LOOK = 0.5, 8
-#: Has NCCL's watchdog leave the process alone, which it would end where a peer is lost. A group reads it when it is made.
+#: Keeps NCCL's watchdog from ending the process when a peer is lost. A group reads the variable when it is created.
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 #: Group and rank.
-Who = tuple[str, int]
-#: A rank of the group, and what goes to it or comes from it: flat, uint8.
+RankAddress = tuple[str, int]
+#: Rank of the group, and the flat uint8 tensor sent to it or received from it.
 Parcel = tuple[int, torch.Tensor]
 
 
 class GroupLost(ChannelError):
-    """The group ended before all had what was sent."""
+    """End of the group before all ranks received the data."""
 
 
 class Presence:
-    """Which of some ranks are still the processes that they were when this was made.
+    """Liveness of a set of ranks: whether each one is still the process that it was when this object was created.
 
     Args:
         members: Groups and ranks.
-        me: Which of them this is.
+        me: The member that this process is.
     """
 
-    def __init__(self, members: tuple[Who, ...], me: Who) -> None:
+    def __init__(self, members: tuple[RankAddress, ...], me: RankAddress) -> None:
         self._members = members
-        for who in members:
-            current().member(*who)
-        self._known = {rank: self._version(rank) for rank, who in enumerate(members) if who != me}
-        #: All but this one.
-        self.others = sorted(self._known)
-        self._turn = itertools.cycle(self.others)
+        for member in members:
+            current().member(*member)
+        self._versions = {rank: self._version(rank) for rank, member in enumerate(members) if member != me}
+        #: All ranks except this one.
+        self.peers = sorted(self._versions)
+        self._turn = itertools.cycle(self.peers)
 
-    def gone(self, most: int | None = None) -> list[int]:
-        """Those whose process is another, or whose group goes on without them.
+    def missing_ranks(self, max_ranks: int | None = None) -> list[int]:
+        """Returns the ranks whose process was replaced, or that have left their group.
 
         Args:
-            most: How many are looked at, in turn: all, if not given.
+            max_ranks: Number of ranks to check, in rotation; all by default.
         """
-        ranks = itertools.islice(self._turn, min(len(self.others), most or len(self.others)))
+        ranks = itertools.islice(self._turn, min(len(self.peers), max_ranks or len(self.peers)))
         return [rank for rank in ranks if self._has_gone(rank)]
 
     def _has_gone(self, rank: int) -> bool:
-        return self._version(rank) != self._known[rank] or current().has_left(*self._members[rank])
+        return self._version(rank) != self._versions[rank] or current().has_left(*self._members[rank])
 
     def name(self, rank: int) -> str:
-        """What a rank is called."""
+        """Returns a rank's name."""
         return "{}-{}".format(*self._members[rank])
 
     def names(self, ranks: Sequence[int]) -> str:
-        """What some are called."""
+        """Returns the names of several ranks, joined by commas."""
         return ", ".join(map(self.name, ranks))
 
     def _version(self, rank: int) -> int:
@@ -88,59 +89,62 @@ class Presence:
 
 
 class WeightProcessGroup:
-    """This process's end.
+    """This process's end of the group.
 
     Args:
         kind: `nccl` or `gloo`.
         members: Groups and ranks; the first holds the store.
-        me: Which of them this is.
-        name: As the first has named it.
+        me: The member that this process is.
+        name: Name that the first member chose.
     """
 
-    def __init__(self, kind: str, members: tuple[Who, ...], me: Who, name: str = "") -> None:
+    def __init__(self, kind: str, members: tuple[RankAddress, ...], me: RankAddress, name: str = "") -> None:
         self.kind, self.members, self.name = kind, members, name or f"weights-{uuid.uuid4().hex}"
         self._rank = members.index(me)
         self._presence = Presence(members, me)
-        self._made: Any = None
+        self._torch_group: Any = None
         self._work: Future[None] | _Works | None = None
         self._peers: Sequence[int] = ()
-        self._kept: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
 
     def memory(self, size: int) -> torch.Tensor:
-        """Memory for a bucket, uint8."""
+        """Allocates memory for a bucket, uint8."""
         device = own() if self.kind == "nccl" else None
         return torch.empty(size, dtype=torch.uint8) if device is None else device.empty(size)
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Begins to send a bucket from the first to all, or to take it."""
+        """Starts to send a bucket from the first rank to all others, or to receive it."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        peers = [0] if self._rank else self._presence.others
-        self._begin(lambda made: [made.broadcast([flat], options)], [flat], peers)
+        peers = [0] if self._rank else self._presence.peers
+        self._begin(lambda torch_group: [torch_group.broadcast([flat], options)], [flat], peers)
 
     def confirm(self) -> None:
-        """Begins to hear from all that they have what came before: who passes it on may be lost when the first has sent it."""
-        self._begin(lambda made: [made.allreduce([self.memory(1).zero_()])], [], self._presence.others)
+        """Starts an all-reduce that completes when all ranks have the data before it. A rank that forwards data may be lost
+        after
+        the first rank has sent it.
+        """
+        self._begin(lambda torch_group: [torch_group.allreduce([self.memory(1).zero_()])], [], self._presence.peers)
 
     def exchange(self, sends: Sequence[Parcel], takes: Sequence[Parcel]) -> None:
-        """Begins to send to some, and to take from others, all at a time."""
+        """Starts to send to some ranks and to receive from others, all at the same time."""
 
-        def begin(made: Any) -> list[Any]:
+        def begin(torch_group: Any) -> list[Any]:
             if self.kind == "nccl":
-                made._start_coalescing()
-            works = [made.send([flat], rank, 0) for rank, flat in sends]
-            works += [made.recv([flat], rank, 0) for rank, flat in takes]
-            return [made._end_coalescing()] if self.kind == "nccl" else works
+                torch_group._start_coalescing()
+            works = [torch_group.send([flat], rank, 0) for rank, flat in sends]
+            works += [torch_group.recv([flat], rank, 0) for rank, flat in takes]
+            return [torch_group._end_coalescing()] if self.kind == "nccl" else works
 
         parcels = [*sends, *takes]
         self._begin(begin, [flat for _, flat in parcels], sorted({rank for rank, _ in parcels}))
 
     def settle(self) -> None:
-        """Waits until what was begun is done.
+        """Waits until the operations that were started are done.
 
         Raises:
-            DeadlineExceeded: Somebody did not take part.
-            GroupLost: Somebody was lost, or has broken off.
+            DeadlineExceeded: A rank did not take part.
+            GroupLost: A rank was lost, or has aborted.
         """
         if (work := self._work) is None:
             return
@@ -149,26 +153,26 @@ class WeightProcessGroup:
         try:
             work.result()
         except RuntimeError as error:
-            raise self._lost(self._peers, str(error).strip().partition("\n")[0]) from error
-        self._work, self._kept = None, []
+            raise self._group_lost(self._peers, str(error).strip().partition("\n")[0]) from error
+        self._work, self._buffers = None, []
 
     def end(self, *, tell: bool = False) -> None:
-        """Ends it, without waiting for anybody.
+        """Ends the group without waiting for other ranks.
 
         Args:
-            tell: Others may be in the middle of something: they give it up, too.
+            tell: Notify the other ranks, which may be in the middle of an operation, so that they abort it too.
         """
-        made, work, kept = self._made, self._work, self._kept
-        self._made, self._work, self._kept = None, None, []
-        if made is not None and self.kind == "nccl":
+        torch_group, work, buffers = self._torch_group, self._work, self._buffers
+        self._torch_group, self._work, self._buffers = None, None, []
+        if torch_group is not None and self.kind == "nccl":
             with contextlib.suppress(RuntimeError):
-                made.abort()
-        elif work is not None:  # gloo cannot be aborted: what nobody waits for ends when a peer does, or in time
-            threading.Thread(target=_outlive, args=(made, work, kept), daemon=True).start()
-        for rank in {*self._presence.others} - {*self._presence.gone()} if tell else ():
+                torch_group.abort()
+        elif work is not None:  # gloo cannot be aborted: the operation ends when a peer ends, or by its timeout
+            threading.Thread(target=_outlive, args=(torch_group, work, buffers), daemon=True).start()
+        for rank in {*self._presence.peers} - {*self._presence.missing_ranks()} if tell else ():
             in_background(f"over-{self._presence.name(rank)}", functools.partial(self._tell, rank))
 
-    # -- who is there -----------------------------------------------------------------------------------------------
+    # -- liveness ---------------------------------------------------------------------------------------------------
 
     def _tell(self, rank: int) -> None:
         with contextlib.suppress(RlhpcError):
@@ -179,24 +183,25 @@ class WeightProcessGroup:
         return f"over/{self.name}"
 
     def _look(self) -> None:
-        """
-        Raises:
-            GroupLost: Somebody has gone, or broken off.
-        """
-        if gone := self._presence.gone(_AT_A_LOOK):
-            raise self._lost(gone, "its process has ended")
-        with contextlib.suppress(queue.Empty):
-            raise self._lost([], f"{p2p.poll(self._key)} has given it up", known=True)
+        """Checks some of the peers.
 
-    def _lost(self, ranks: Sequence[int], why: str, *, known: bool = False) -> GroupLost:
-        """Ends it; tells the others, unless they know."""
-        self.end(tell=not known)
+        Raises:
+            GroupLost: A rank has ended, or has aborted.
+        """
+        if missing_ranks := self._presence.missing_ranks(_AT_A_LOOK):
+            raise self._group_lost(missing_ranks, "its process has ended")
+        with contextlib.suppress(queue.Empty):
+            raise self._group_lost([], f"{p2p.poll(self._key)} has given it up", notified=True)
+
+    def _group_lost(self, ranks: Sequence[int], why: str, *, notified: bool = False) -> GroupLost:
+        """Ends the group and returns the error to raise; notifies the other ranks unless they have been `notified`."""
+        self.end(tell=not notified)
         whom = self._presence.names(ranks) or "others"
         more = ", or one of these," if len(ranks) > 1 else ""
         return GroupLost(f"{current().name} lost {whom}{more} in an update of weights by {self.kind}: {why}")
 
     def _wait(self, missing: Callable[[], Sequence[int]]) -> None:
-        """Waits until nobody is missing."""
+        """Waits until no rank is missing."""
         context, pause, start = current(), _SHORTEST_S, time.monotonic()
         look = start + _LOOK_S
         while ranks := missing():
@@ -216,39 +221,39 @@ class WeightProcessGroup:
 
     # -- torch's group ----------------------------------------------------------------------------------------------
 
-    def _begin(self, begin: Callable[[Any], list[Any]], kept: list[torch.Tensor], peers: Sequence[int]) -> None:
-        made = self._form()
+    def _begin(self, begin: Callable[[Any], list[Any]], buffers: list[torch.Tensor], peers: Sequence[int]) -> None:
+        torch_group = self._form()
         self.settle()
-        self._kept, self._peers = kept, peers
+        self._buffers, self._peers = buffers, peers
         try:
-            works = begin(made)
+            works = begin(torch_group)
         except RuntimeError as error:
-            raise self._lost(peers, str(error).strip().partition("\n")[0]) from error
+            raise self._group_lost(peers, str(error).strip().partition("\n")[0]) from error
         self._work = _Works(works) if self.kind == "nccl" else _waited_for(works)
 
     def _form(self) -> Any:
-        if self._made is None:
+        if self._torch_group is None:
             context, size = current(), len(self.members)
             limit = min(context.wait_deadline, 1800)
             store = ServiceStore(context, self.members[0][0], self.name, limit, self.members[0][1])
-            # Torch waits for all without looking who is there: it is asked once all are at it.
+            # Torch waits for all ranks without checking their liveness, so it is called when all are ready.
             store.set(f"at-it-{self._rank}", b"1")
-            self._wait(functools.partial(_not_at_it, store, [*self._presence.others]))
+            self._wait(functools.partial(_not_at_it, store, [*self._presence.peers]))
             timeout = datetime.timedelta(seconds=limit)
             if self.kind == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 with _left_alone():
-                    self._made = dist.ProcessGroupNCCL(store, self._rank, size, options)
-                self.confirm()  # its communicator is made by the first thing that all take part in
+                    self._torch_group = dist.ProcessGroupNCCL(store, self._rank, size, options)
+                self.confirm()  # the first collective creates the communicator
                 self.settle()
             else:
-                self._made = dist.ProcessGroupGloo(store, self._rank, size, timeout)
-        return self._made
+                self._torch_group = dist.ProcessGroupGloo(store, self._rank, size, timeout)
+        return self._torch_group
 
 
 class _Works:
-    """What NCCL was asked for."""
+    """Handles of operations started with NCCL."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
@@ -263,19 +268,21 @@ class _Works:
                 raise RuntimeError("NCCL has failed")
 
 
-def _not_at_it(store: ServiceStore, left: list[int]) -> list[int]:
-    """Who is left of those who have yet to come; waits a moment for the first of them."""
+def _not_at_it(store: ServiceStore, pending_ranks: list[int]) -> list[int]:
+    """Returns the ranks that are not ready yet; waits a moment for the first of them."""
     try:
-        while left:
-            store.wait([f"at-it-{left[0]}"], datetime.timedelta(seconds=_LOOK_S))
-            del left[0]
+        while pending_ranks:
+            store.wait([f"at-it-{pending_ranks[0]}"], datetime.timedelta(seconds=_LOOK_S))
+            del pending_ranks[0]
     except DeadlineExceeded:
-        left[:] = [rank for rank in left if not store.check([f"at-it-{rank}"])]
-    return left
+        pending_ranks[:] = [rank for rank in pending_ranks if not store.check([f"at-it-{rank}"])]
+    return pending_ranks
 
 
 def _waited_for(works: Sequence[Any]) -> Future[None]:
-    """What gloo was asked for. Of what goes from one to another it says whether it is done only to who waits."""
+    """Returns a future of operations started with gloo, which reports completion of point-to-point operations only to a
+    waiter.
+    """
     future: Future[None] = Future()
 
     def wait() -> None:
@@ -290,11 +297,11 @@ def _waited_for(works: Sequence[Any]) -> Future[None]:
     return future
 
 
-def _outlive(made: Any, work: Any, kept: list[torch.Tensor]) -> None:
-    """Holds a group, and memory that it may write to, for as long as it is at work."""
+def _outlive(torch_group: Any, work: Any, buffers: list[torch.Tensor]) -> None:
+    """Keeps a group, and the memory it may write to, alive until its operations end."""
     with contextlib.suppress(BaseException):
         work.result()
-    del made, kept
+    del torch_group, buffers
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The receiver's side of an update: takes in the parts it does not have yet."""
+"""Receiver of weight updates: opens the chunks that it does not have yet and yields their tensors."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from rlhpc.weights.verification import Proof
 from rlhpc.weights.version_digest import Receipt
 
 #: `(part, late) -> memory of its segment`, which lives as long as a view of it, or the tensors of its cargo. The memory of a
-#: kept part may be written to. `late`: the part was announced to others with an earlier version.
+#: kept part is writable. `late`: the part was announced with an earlier version.
 Open = Callable[[WeightChunk, bool], Any]
-#: Does without a part: of a version that was broken off, or one that has come already.
+#: Skips a part of an aborted version, or one that was received before.
 Skip = Callable[[WeightChunk], None]
-#: An announcement, and the memory of its part.
+#: Announcement, and the memory of its part.
 Piece = tuple[Announcement, Any]
 
 
 class Subscriber:
-    """Tracks what one receiver holds of a stream.
+    """State of one receiver: its position in a stream and the tensors that it holds.
 
     Args:
-        whole: Make every update complete, with tensors only, for receivers that take in all weights at once. Tensors
-            that did not change then stay mapped, and changes are made in the mapped memory.
+        whole: Make every update complete, with tensors only, for receivers that load all weights at once. Tensors that did
+            not change then stay mapped, and changes are made in the mapped memory.
     """
 
     def __init__(self, whole: bool = False) -> None:
-        self._whole = whole
+        self._complete_updates = whole
         self._held: dict[str, torch.Tensor] = {}
         self._receipt: Receipt | None = None
         self.forget()
@@ -57,45 +57,51 @@ class Subscriber:
         Args:
             following: Waits for the next announcement and returns it.
             read: Opens a part.
+            ahead: Prefetches pieces while an earlier one is in use.
+            skip: Skips a part; by default it is opened and released.
+
+        Args:
+            following: Waits for the next announcement and returns it.
+            read: Opens a part.
             ahead: Takes pieces while an earlier one is in use.
             skip: Does without a part, which otherwise is opened and let go.
         """
         skip = skip or (lambda part: read(part, False))
         first = following()
-        while first.number:  # the rest of a version that this receiver did not take in to the end
+        while first.number:  # the remainder of a version that this receiver did not iterate to the end
             if first.part is not None:
                 skip(first.part)
             first = following()
-        known = self._serial if first.stream == self._stream else -1
-        if known < 0:
+        known_serial = self._serial if first.stream == self._stream else -1
+        if known_serial < 0:
             self.forget()
-        complete = known < 0 or self._whole
+        complete = known_serial < 0 or self._complete_updates
         self._receipt = None
         pieces = _pieces(first, following, read, skip)
         pieces = pieces if first.last else ahead(pieces)
-        return Update(first.version, complete, self._tensors(first, known, pieces, read), lambda: self._receipt)
+        return Update(first.version, complete, self._tensors(first, known_serial, pieces, read), lambda: self._receipt)
 
-    def _tensors(self, first: Announcement, known: int, pieces: Iterator[Piece], read: Open) -> NamedUpdates:
-        assembles = self._whole or known < 0
+    def _tensors(self, first: Announcement, known_serial: int, pieces: Iterator[Piece], read: Open) -> NamedUpdates:
+        assembles = self._complete_updates or known_serial < 0
         held, self._held = self._held, {}
-        self.forget()  # until all of the version has been taken in
+        self.forget()  # until the complete version has been received
         for part in first.log:
-            if part.serial > known:
-                yield from _taken(part, read(part, True), held if assembles else None)
+            if part.serial > known_serial:
+                yield from _iter_entries(part, read(part, True), held if assembles else None)
         now = first
         for now, memory in pieces:
             if now.part is not None:
-                yield from _taken(now.part, memory, held if assembles else None)
-            del memory  # before the next is waited for
+                yield from _iter_entries(now.part, memory, held if assembles else None)
+            del memory  # before waiting for the next
         self._receipt = now.receipt
         if assembles:
             yield from held.items()
-        self._held = held if self._whole else {}
+        self._held = held if self._complete_updates else {}
         self._stream, self._serial = first.stream, now.serial
 
 
 def _pieces(first: Announcement, following: Callable[[], Announcement], read: Open, skip: Skip) -> Iterator[Piece]:
-    """The pieces of a version, each opened as it is announced."""
+    """Yields the pieces of a version, and opens each one when it is announced."""
     now = first
     while True:
         yield now, None if now.part is None else read(now.part, False)
@@ -106,35 +112,35 @@ def _pieces(first: Announcement, following: Callable[[], Announcement], read: Op
             before.stream,
             before.version,
             before.number,
-        ):  # again, for others who have not got it
+        ):  # repeated for receivers that missed it
             skip(now.part)
             now = following()
         if (now.stream, now.version, now.number) != (before.stream, before.version, before.number + 1):
             raise RlhpcError(f"weights of version {before.version} were followed by a part of {now.version}")
 
 
-def _taken(part: WeightChunk, memory: Any, held: dict[str, torch.Tensor] | None) -> NamedUpdates:
-    """Yields the contents of a part or, given `held`, puts those of a kept part there instead."""
+def _iter_entries(part: WeightChunk, memory: Any, held: dict[str, torch.Tensor] | None) -> NamedUpdates:
+    """Yields the contents of a part or, given `held`, stores those of a kept part there instead."""
     if part.cargo is not None:
         for name, tensor in zip(part.cargo[1], memory, strict=True):
             if held is not None:
                 held.pop(name, None)
             yield name, tensor
         return
-    for name, what in entries_of(memoryview(memory), part.table):
+    for name, value in entries_of(memoryview(memory), part.table):
         if held is None:
-            yield name, what
+            yield name, value
         elif not part.kept:
             held.pop(name, None)
-            yield name, what
-        elif isinstance(what, Elements):
-            put(held[name], what)
+            yield name, value
+        elif isinstance(value, Elements):
+            put(held[name], value)
         else:
-            held[name] = what
+            held[name] = value
 
 
 def entries_of(memory: Any, table: tuple[int, int]) -> NamedUpdates:
-    """What is in the memory of a segment, by its table."""
+    """Yields the tensors and elements in a segment's memory, by its table."""
     offset, size = table
     entries: list[Entry] = pickle.loads(memory[offset : offset + size])
     spans = spans_of(size for entry in entries for size in entry[3])
@@ -150,18 +156,19 @@ def entries_of(memory: Any, table: tuple[int, int]) -> NamedUpdates:
 
 
 def _vectors(flat: torch.Tensor, spans: list[tuple[int, int]], dtypes: list[str]) -> Iterator[torch.Tensor]:
-    """What is at places of a memory, each as a vector. One call cuts up all of a dtype: there are hundreds of small tensors,
-    and acting waits for them."""
-    found = {}
+    """Yields a vector for each span of a memory. Splits once per dtype: a model has hundreds of small tensors, and acting
+    waits.
+    """
+    vectors_by_dtype = {}
     for name in {*dtypes}:
-        own = flat.view(getattr(torch, name))
-        here = [span for span, dtype in zip(spans, dtypes, strict=True) if dtype == name]
-        starts = [start // own.itemsize for start, _ in here]
-        rooms = [end - start for start, end in itertools.pairwise([*starts, len(own)])]
-        counts = [size // own.itemsize for _, size in here]
-        pieces = zip(counts, rooms, own[starts[0] :].split(rooms), strict=True)
-        found[name] = (piece if count == room else piece[:count] for count, room, piece in pieces)
-    return map(next, (found[name] for name in dtypes))
+        typed = flat.view(getattr(torch, name))
+        dtype_spans = [span for span, dtype in zip(spans, dtypes, strict=True) if dtype == name]
+        starts = [start // typed.itemsize for start, _ in dtype_spans]
+        rooms = [end - start for start, end in itertools.pairwise([*starts, len(typed)])]
+        counts = [size // typed.itemsize for _, size in dtype_spans]
+        pieces = zip(counts, rooms, typed[starts[0] :].split(rooms), strict=True)
+        vectors_by_dtype[name] = (piece if count == room else piece[:count] for count, room, piece in pieces)
+    return map(next, (vectors_by_dtype[name] for name in dtypes))
 
 
 def apply(sync: WeightSync, named_tensors: NamedTensors, *, adopt: torch.nn.Module | None = None) -> int:
@@ -189,17 +196,17 @@ def apply(sync: WeightSync, named_tensors: NamedTensors, *, adopt: torch.nn.Modu
 
 
 class UpdateTarget:
-    """The tensors that an update goes into.
+    """Tensors that an update is applied to.
 
     Args:
         named_tensors: The tensors to fill.
-        adopt: A module that is only ever read. Its parameters and buffers of these names, if they are on the CPU, become
-            views of what was received instead of copies: no byte is moved, and all receivers on a host share the memory.
+        adopt: A module that is only read. Its parameters and buffers of these names, if they are on the CPU, become views of
+            the received memory instead of copies: no byte is copied, and all receivers on a host share the memory.
     """
 
     def __init__(self, named_tensors: NamedTensors, adopt: torch.nn.Module | None = None) -> None:
         self._tensors = dict(named_tensors)
-        self._own = {} if adopt is None else adopt.state_dict(keep_vars=True)
+        self._adopted = {} if adopt is None else adopt.state_dict(keep_vars=True)
 
     @torch.no_grad()
     def take(self, update: Update) -> None:
@@ -210,9 +217,9 @@ class UpdateTarget:
         """
         changes: list[tuple[str, torch.Tensor | Elements]] = []
         bad, proof = None, Proof(update, look=False)
-        for name, change in proof.tensors():  # as they arrive: the sender is still writing the rest
-            theirs = self._tensors.get(name)
-            if theirs is None or theirs.shape != change.shape or theirs.dtype != change.dtype:
+        for name, change in proof.tensors():  # as they arrive, while the sender is still writing
+            target = self._tensors.get(name)
+            if target is None or target.shape != change.shape or target.dtype != change.dtype:
                 bad = bad or name
             changes.append((name, change))
         if update.complete and bad is None and len(changes) != len(self._tensors):
@@ -223,17 +230,17 @@ class UpdateTarget:
                 f"{_described(bad, self._tensors.get(bad))}, got {_described(bad, dict(changes).get(bad))}"
             )
         for name, change in changes:
-            mine = self._own.get(name)
-            if mine is None:
+            adopted = self._adopted.get(name)
+            if adopted is None:
                 put(self._tensors[name], change)
-            elif mine.is_cpu and not isinstance(change, Elements) and change.is_cpu:
-                mine.data = change
+            elif adopted.is_cpu and not isinstance(change, Elements) and change.is_cpu:
+                adopted.data = change
             else:
-                put(mine, change)
+                put(adopted, change)
         proof.check(self._held)
 
     def _held(self, name: str) -> torch.Tensor:
-        return self._own[name] if name in self._own else self._tensors[name]
+        return self._adopted[name] if name in self._adopted else self._tensors[name]
 
 
 def _described(name: str, tensor: torch.Tensor | Elements | None) -> str:

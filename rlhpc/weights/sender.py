@@ -1,7 +1,7 @@
-"""The sender's side of an update: what changed is written once per host, in parts, and each part is announced.
+"""Sender of weight updates: writes what changed once per host, in parts, and announces each part.
 
 A part is a shared-memory segment with a table of its contents. Parts that later versions build upon are kept. Together
-they form a log, from which a receiver with no weights yet, or none that fit, takes all weights without asking anybody.
+they form a log, from which a receiver without valid weights reads all weights without a request to another rank.
 
     off         every version holds all tensors; nothing is kept
     frozen      tensors that are not trained are written once and kept; every version holds all others
@@ -33,23 +33,23 @@ from rlhpc.weights.transport_select import Cargo, Carries
 from rlhpc.weights.verification import COST
 from rlhpc.weights.version_digest import Receipt, digests
 
-#: Where to and where from: flat, uint8, of one size.
+#: Destination and source of each copy: flat, uint8, of the same size.
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class HostCopies(Protocol):
-    """Copies into host memory beside whatever else is done."""
+    """Asynchronous copies into host memory."""
 
     def begin(self, pairs: Pairs) -> Callable[[], None]:
-        """Begins to copy; what it returns waits until all has been copied. Until then nobody changes the sources."""
+        """Starts to copy; the returned function waits until all is copied. Until then the sources must not change."""
 
 
 class Carrier:
-    """Writes parts from tensors that are not on the CPU.
+    """Writer of parts from tensors that are not on the CPU.
 
     Args:
-        pool: Of this process.
-        copies: What copies.
+        pool: Segment pool of this process.
+        copies: Copies to host memory.
     """
 
     def __init__(self, pool: SegmentPool, copies: HostCopies) -> None:
@@ -57,22 +57,22 @@ class Carrier:
 
     @classmethod
     def of(cls, pool: SegmentPool, device: str) -> Carrier:
-        """For tensors of a kind of device."""
+        """Returns a carrier for tensors of a kind of device."""
         return cls(pool, SideCopies(device))
 
     def begin(
         self, tensors: Sequence[torch.Tensor], table: bytes, readers: int, *, keep: bool
     ) -> tuple[str, tuple[int, int], Callable[[], None]]:
-        """Begins to write a segment, as `SegmentPool.write` would.
+        """Starts to write a segment, as `SegmentPool.write` would.
 
         Args:
             tensors: Contiguous.
-            table: What comes behind them.
-            readers: How many will read it.
+            table: Bytes that follow the tensors.
+            readers: Number of readers.
             keep: See `SegmentPool.write`.
 
         Returns:
-            Path of the segment, (offset, size) of the table, and what waits until all is there.
+            Path of the segment, (offset, size) of the table, and a function that waits until all is written.
         """
         spans = spans_of([*(tensor.nbytes for tensor in tensors), len(table)])
         segment = self._pool.reserve(sum(size + -size % ALIGN for _, size in spans), readers, keep=keep)
@@ -85,36 +85,36 @@ class Carrier:
 
 
 def _locked(segment: ShmSegment) -> torch.Tensor:
-    """A segment's memory, its pages locked for as long as the pool has it: it goes from part to part."""
+    """Returns a segment's memory with its pages locked for as long as the pool has it, since segments are reused."""
     if segment.locked is None:
         segment.locked = locked(segment.memory)
-    found: torch.Tensor = segment.locked
-    return found
+    memory: torch.Tensor = segment.locked
+    return memory
 
 
-#: Parts that a reader who has begun need not have come for: one on its way, and one that is written meanwhile. With fewer, a
-#: sender would wait for readers to come for what it has not announced yet.
+#: Unread parts allowed for a reader that has started: one in transit, and one being written. With fewer, a sender would wait
+#: for readers of a part that it has not announced yet.
 PARTS = 2
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.02
 
 
 class ChunkLocation(Protocol):
-    """Where parts are."""
+    """Location of parts."""
 
     def awaited(self, path: str) -> list[bool]:
-        """Which readers of a part have not come yet; empty once none is to come."""
+        """Returns which readers of a part have not read it yet; empty once no reader is missing."""
 
 
 class ChunkWindow:
-    """The parts of a version that somebody has yet to come for.
+    """Flow control of a version's parts: bounds the number of unread parts.
 
     Args:
         pool: Holds the parts.
         readers: Names of the readers, by number.
         check: Called while waiting; raises when the run has failed.
-        there: Whether a reader is still the one that the version was announced to.
+        there: Returns whether a reader is still the one that the version was announced to.
         deadline: Seconds after which a wait gives up.
-        parts: How many parts may be there for a reader that has begun.
+        parts: Maximum number of unread parts of a reader that has started.
     """
 
     def __init__(
@@ -123,55 +123,55 @@ class ChunkWindow:
         readers: Sequence[str],
         *,
         check: Callable[[], None] = lambda: None,
-        there: Callable[[int], bool] = lambda reader: True,
+        is_present: Callable[[int], bool] = lambda reader: True,
         deadline: float = 1800.0,
         parts: int = PARTS,
     ) -> None:
         self._pool, self._readers, self._parts = pool, list(readers), parts
-        self._check, self._there, self._deadline = check, there, deadline
+        self._check, self._is_present, self._deadline = check, is_present, deadline
         self._open: list[str] = []
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
 
     def wrote(self, path: str) -> None:
         """Counts a part that was written for all readers."""
-        if path in self._open:  # all had come for what was there before
+        if path in self._open:  # all readers have read the previous part of this path
             self._open.remove(path)
-            self._begun.update(range(len(self._readers)))
+            self._started.update(range(len(self._readers)))
         self._open.append(path)
 
     def wait(self) -> None:
-        """Returns when there is room for another part.
+        """Returns when another part may be written.
 
         Raises:
-            DeadlineExceeded: There was none for too long; names those who did not come.
+            DeadlineExceeded: The wait took too long; names the readers that did not read.
         """
         started, pause = time.monotonic(), _SHORTEST_S
-        while late := self._late():
+        while behind := self._behind():
             self._check()
-            gone = {reader for reader in late if not self._there(reader)}
-            if gone:
-                self._begun -= gone
+            replaced = {reader for reader in behind if not self._is_present(reader)}
+            if replaced:
+                self._started -= replaced
                 continue
             if time.monotonic() - started > self._deadline:
-                names = ", ".join(self._readers[reader] for reader in sorted(late))
+                names = ", ".join(self._readers[reader] for reader in sorted(behind))
                 raise DeadlineExceeded(f"waited {self._deadline:.0f} s for {names} to take in a part of the weights")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_S)
 
-    def begun(self) -> bool:
-        """Whether all have begun, and go on to the version's end."""
-        self._late()
-        return len(self._begun) == len(self._readers)
+    def all_started(self) -> bool:
+        """Returns whether all readers have started, and continue to the version's end."""
+        self._behind()
+        return len(self._started) == len(self._readers)
 
-    def _late(self) -> set[int]:
-        """Those who have begun and have yet to come for as many parts as may be there."""
+    def _behind(self) -> set[int]:
+        """Returns the readers that have started and have the maximum number of unread parts."""
         awaited = {path: self._pool.awaited(path) for path in self._open}
         self._open = [path for path in self._open if any(awaited[path])]
         for states in awaited.values():
             came = (reader for reader in range(len(self._readers)) if not (states and states[reader]))
-            self._begun.update(came)
+            self._started.update(came)
         counts = [sum(awaited[path][reader] for path in self._open) for reader in range(len(self._readers))]
-        return {reader for reader in self._begun if counts[reader] >= self._parts}
+        return {reader for reader in self._started if counts[reader] >= self._parts}
 
 
 #: Bytes of a part: large enough to make its fixed costs negligible, small enough for two of them to be no burden.
@@ -184,13 +184,13 @@ class WeightChunk:
 
     Attributes:
         stream: The stream it belongs to.
-        serial: Number in the stream; a receiver that has taken in all parts up to a number needs those beyond it.
+        serial: Number in the stream; a receiver that has read all parts up to a number needs those beyond it.
         path: Path of the segment.
         table: (offset, size) of the pickled table of `Entry`.
-        kept: Others may want the part later, so every reader maps it privately.
+        kept: True if other receivers may need the part later, so that every reader maps it privately.
         nbytes: Bytes of the tensors.
-        fixed: Nobody ever changes it where it has landed: its tensors are not trained.
-        cargo: Where its tensors are if they are in no segment (`roads`), and their names.
+        fixed: True if it never changes after a receiver has loaded it: its tensors are not trained.
+        cargo: Location of its tensors if they are in no segment (`transport_select`), and their names.
     """
 
     stream: str
@@ -204,7 +204,7 @@ class WeightChunk:
 
     @property
     def name(self) -> str:
-        """A unique name."""
+        """Unique name of the part."""
         return f"{self.stream}-{self.serial}"
 
     @property
@@ -220,17 +220,17 @@ Entry = tuple[str, tuple[int, ...], str, tuple[int, ...], str]
 
 @dataclass(frozen=True)
 class Announcement:
-    """Announces a piece of one version; pieces come in order.
+    """Announcement of a piece of one version; pieces come in order.
 
     Attributes:
-        stream: The stream it belongs to; serials of two streams have nothing in common.
+        stream: The stream it belongs to; serials of two streams are unrelated.
         version: Version of the weights.
         number: Number of the piece within the version, from 0.
         serial: Serial of the stream's newest part.
-        part: The new part; None if there is nothing new.
+        part: The new part; None if there is no new part.
         last: Whether this is the version's last piece.
         log: The kept parts from before this version, in order; in the first announcement only.
-        receipt: What the version is; in the last announcement only.
+        receipt: Digests of the version; in the last announcement only.
     """
 
     stream: str
@@ -251,20 +251,20 @@ class _Bucket:
         self.nbytes = 0
         self.tensors: list[torch.Tensor] = []
 
-    def add(self, name: str, what: torch.Tensor | Elements) -> None:
+    def add(self, name: str, value: torch.Tensor | Elements) -> None:
         sizes: tuple[int, ...]
-        if isinstance(what, Elements):
-            index, sizes = _name(what.index.dtype), (what.index.nbytes, what.values.nbytes)
-            self.tensors += [what.index, what.values]
+        if isinstance(value, Elements):
+            index, sizes = _name(value.index.dtype), (value.index.nbytes, value.values.nbytes)
+            self.tensors += [value.index, value.values]
         else:
-            index, sizes = "", (what.nbytes,)
-            self.tensors.append(what)
-        self.entries.append((name, tuple(what.shape), _name(what.dtype), sizes, index))
+            index, sizes = "", (value.nbytes,)
+            self.tensors.append(value)
+        self.entries.append((name, tuple(value.shape), _name(value.dtype), sizes, index))
         self.nbytes += sum(sizes)
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """A contiguous tensor's memory; ten times as fast as through views and numpy, and there are hundreds of tensors."""
+    """Returns a contiguous tensor's memory. This is ten times as fast as views and numpy, for hundreds of tensors."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
 
 
@@ -274,14 +274,14 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class Publisher:
-    """Writes versions for a fixed set of receivers.
+    """Writer of versions for a fixed set of receivers.
 
     Args:
         pool: This process's pool.
         readers: Number of receivers.
         delta: One of `DELTAS`.
         part_bytes: Size of a part.
-        carrier: Writes parts beside what is gathered next; by default where tensors are on an accelerator.
+        carrier: Writes parts while the next tensors are gathered; by default used for tensors on an accelerator.
         roads: Carries parts that are not kept, where it can.
     """
 
@@ -305,13 +305,13 @@ class Publisher:
         self.forget()
 
     def forget(self) -> None:
-        """Begins a new stream: whatever the receivers hold, the next version contains all tensors."""
+        """Starts a new stream: whatever the receivers hold, the next version contains all tensors."""
         for part in [*self._frozen, *self._base, *self._changes, *self._dropping]:
             self._pool.drop(part.path)
         self._stream, self._serial = uuid.uuid4().hex, -1
         self._frozen, self._base, self._changes, self._dropping = [], [], [], []
-        #: Frozen tensors that were sent, with torch's count of in-place changes; and those that did change after all.
-        self._known: dict[str, int] = {}
+        #: Frozen tensors that were sent, with torch's count of in-place changes; and those that changed nevertheless.
+        self._frozen_counts: dict[str, int] = {}
         self._moved: set[str] = set()
         self._shadow = Shadow()
 
@@ -324,56 +324,65 @@ class Publisher:
             version: Version of the weights.
             tensors: Names and tensors; each is dropped before the next part begins. Tensors in `frozen` that have been
                 in the stream before may be left out.
+            frozen: Names of tensors that are not trained. An in-place change of one is detected.
+            window: Flow control; without it, parts are written without a wait.
+
+        Args:
+            version: Version of the weights.
+            tensors: Names and tensors; each is dropped before the next part begins. Tensors in `frozen` that have been
+                in the stream before may be left out.
             frozen: Names of tensors that are not trained. If one is changed in place all the same, this is noticed.
             window: Says when there is room for a part; always, without one.
         """
-        late: tuple[Announcement, Callable[[], None]] | None = None  # written, but not all there
+        pending: tuple[Announcement, Callable[[], None]] | None = None  # started, but not fully written
         try:
             for announcement, landed in self._announcements(version, tensors, frozen, window):
-                if late is not None:
-                    (due, wait), late = late, None
+                if pending is not None:
+                    (announced, wait), pending = pending, None
                     wait()
-                    yield due
+                    yield announced
                 if landed is None:
                     yield announcement
                 else:
-                    late = announcement, landed
-            if late is not None:
-                (due, wait), late = late, None
+                    pending = announcement, landed
+            if pending is not None:
+                (announced, wait), pending = pending, None
                 wait()
-                yield due
+                yield announced
         finally:
-            if late is not None:  # the version broke off: nobody is told of this part
-                late[1]()
-                if (part := late[0].part) is not None and not part.kept:
+            if pending is not None:  # the version was aborted: this part is not announced
+                pending[1]()
+                if (part := pending[0].part) is not None and not part.kept:
                     for reader in range(self._readers):
                         self._pool.release(part.path, reader)
 
     def _announcements(
         self, version: int, tensors: NamedTensors, frozen: Container[str], window: ChunkWindow | None
     ) -> Iterator[tuple[Announcement, Callable[[], None] | None]]:
-        """What to announce, and what to wait for before; None if nothing."""
+        """Yields each announcement with the function to wait for before sending it; None if no wait is needed."""
         self._settle()
-        log, sent = (*self._frozen, *self._base, *self._changes), set(self._known)
+        log, sent = (*self._frozen, *self._base, *self._changes), set(self._frozen_counts)
         number = 0
         fixed, moving = _Bucket(), _Bucket()
-        given: list[tuple[str, torch.Tensor]] = []  # not proven yet: together, for there are hundreds of small ones
+        undigested: list[
+            tuple[str, torch.Tensor]
+        ] = []  # not digested yet: in batches, since there are hundreds of small ones
         proven: dict[str, int] = {}
 
         @COST.proving()
         def prove() -> None:
-            proven.update(digests(given, version))
-            given.clear()
+            proven.update(digests(undigested, version))
+            undigested.clear()
 
         def announce(bucket: _Bucket | None, last: bool) -> tuple[Announcement, Callable[[], None] | None]:
             nonlocal number
             part, landed = None, None
             prove()
             if bucket is not None:
-                kept = bucket is fixed or self._delta == "elements"
+                is_kept = bucket is fixed or self._delta == "elements"
                 if window is not None:
                     window.wait()
-                part, landed = self._write(bucket, kept=kept, readers=self._readers, fixed=bucket is fixed)
+                part, landed = self._write(bucket, keep=is_kept, readers=self._readers, fixed=bucket is fixed)
                 if window is not None and part.path:
                     window.wrote(part.path)
                 if bucket is fixed:
@@ -381,31 +390,33 @@ class Publisher:
                 elif self._delta == "elements":
                     (self._changes if log else self._base).append(part)
             receipt = Receipt(version, proven) if last else None
-            made = Announcement(self._stream, version, number, self._serial, part, last, () if number else log, receipt)
+            announcement = Announcement(
+                self._stream, version, number, self._serial, part, last, () if number else log, receipt
+            )
             number += 1
-            return made, landed
+            return announcement, landed
 
         for name, tensor in tensors:
             still = self._delta != "off" and name in frozen and name not in self._moved
-            if still and (count := _changes_in_place(tensor)) != self._known.setdefault(name, count):
+            if still and (count := _changes_in_place(tensor)) != self._frozen_counts.setdefault(name, count):
                 self._moved.add(name)  # a moving average, for example
                 still = False
             elif still and name in sent:
                 continue
-            what: torch.Tensor | Elements | None = self._gathered(tensor)
-            assert isinstance(what, torch.Tensor)
-            given.append((name, what))
+            update: torch.Tensor | Elements | None = self._gathered(tensor)
+            assert isinstance(update, torch.Tensor)
+            undigested.append((name, update))
             if self._delta == "elements" and not still:
-                prove()  # it may leave nothing to be sent, and is not kept for that
-                what = self._shadow.changes(name, what)
-            if what is None:
+                prove()  # the delta may be empty, so the digests must not wait for it
+                update = self._shadow.changes(name, update)
+            if update is None:
                 continue
             bucket = fixed if still else moving
-            if bucket.entries and bucket.nbytes + _size(what) > self._part_bytes:
+            if bucket.entries and bucket.nbytes + _size(update) > self._part_bytes:
                 yield announce(bucket, last=False)
                 bucket = _Bucket()
                 fixed, moving = (bucket, moving) if still else (fixed, bucket)
-            bucket.add(name, what)
+            bucket.add(name, update)
         if fixed.entries and moving.entries:
             yield announce(fixed, last=False)
             fixed = _Bucket()
@@ -414,7 +425,7 @@ class Publisher:
             self._compact()
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As it is written: from where it is, unless it is looked at element by element."""
+        """Returns the tensor in the form in which it is written: on its device, unless elements are compared."""
         if tensor.is_cpu:
             tensor = tensor.detach() if tensor.requires_grad else tensor
             return tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -424,10 +435,10 @@ class Publisher:
         return tensor.detach().cpu().contiguous()
 
     def _write(
-        self, bucket: _Bucket, *, kept: bool, readers: int, serial: int | None = None, fixed: bool = False
+        self, bucket: _Bucket, *, keep: bool, readers: int, serial: int | None = None, fixed: bool = False
     ) -> tuple[WeightChunk, Callable[[], None] | None]:
-        """A part, and what waits until it is all there; None if it is."""
-        cargo = None if kept or self._roads is None or serial is not None else self._roads.carry(bucket.tensors)
+        """Returns a part, and a function that waits until it is fully written; None if it is."""
+        cargo = None if keep or self._roads is None or serial is not None else self._roads.carry(bucket.tensors)
         if cargo is not None:
             self._serial += 1
             path = cargo.path if isinstance(cargo, Crossing) else ""
@@ -437,23 +448,23 @@ class Publisher:
             ), None
         table, landed = pickle.dumps(bucket.entries), None
         if self._carrier is not None:
-            path, span, landed = self._carrier.begin(bucket.tensors, table, readers, keep=kept)
+            path, span, landed = self._carrier.begin(bucket.tensors, table, readers, keep=keep)
         else:
-            path, spans = self._pool.write([*map(_memory, bucket.tensors), table], readers, keep=kept)
+            path, spans = self._pool.write([*map(_memory, bucket.tensors), table], readers, keep=keep)
             span = spans[-1]
         if serial is None:
             self._serial += 1
         return WeightChunk(
-            self._stream, self._serial if serial is None else serial, path, span, kept, bucket.nbytes, fixed
+            self._stream, self._serial if serial is None else serial, path, span, keep, bucket.nbytes, fixed
         ), landed
 
     def again(self, announcement: Announcement, tensors: Sequence[torch.Tensor]) -> Announcement:
-        """Announces a part again that was in no segment, from what was sent: not all have got it."""
+        """Announces a part again from the data that was sent. It was in no segment, and some receivers did not get it."""
         old, bucket = announcement.part, _Bucket()
         assert old is not None and old.cargo is not None
         for name, tensor in zip(old.cargo[1], tensors, strict=True):
             bucket.add(name, self._gathered(tensor))
-        part, landed = self._write(bucket, kept=False, readers=self._readers, serial=old.serial)
+        part, landed = self._write(bucket, keep=False, readers=self._readers, serial=old.serial)
         if landed is not None:
             landed()
         return replace(announcement, part=part)
@@ -461,13 +472,14 @@ class Publisher:
     # -- the log ----------------------------------------------------------------------------------------------------
 
     def _compact(self) -> None:
-        """Replaces the old copy of the weights and its changes by a new copy. Only receivers that come later read it:
-        the present ones have, or are about to have, everything in it."""
+        """Replaces the old copy of the weights and its changes by a new copy. Only receivers that join later read it:
+        the present ones have, or are about to have, everything in it.
+        """
         base: list[WeightChunk] = []
         bucket = _Bucket()
 
         def write() -> None:
-            part, landed = self._write(bucket, kept=True, readers=0, serial=self._serial)
+            part, landed = self._write(bucket, keep=True, readers=0, serial=self._serial)
             if landed is not None:
                 landed()
             base.append(part)
@@ -482,8 +494,9 @@ class Publisher:
         self._base, self._changes = base, []
 
     def _settle(self) -> None:
-        """Drops what compaction has replaced, once no announcement that names it is under way: every receiver has taken
-        the last part of it or, if it was restarted, something newer."""
+        """Drops what compaction has replaced, once no announcement that names it is in transit: every receiver has read
+        the last part of it or, if it was restarted, something newer.
+        """
         if not self._dropping:
             return
         newer = [self._dropping[-1], *self._changes]
@@ -497,5 +510,5 @@ def _changes_in_place(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _size(what: torch.Tensor | Elements) -> int:
-    return what.index.nbytes + what.values.nbytes if isinstance(what, Elements) else what.nbytes
+def _size(value: torch.Tensor | Elements) -> int:
+    return value.index.nbytes + value.values.nbytes if isinstance(value, Elements) else value.nbytes

@@ -1,16 +1,17 @@
-"""By which road a part of a version gets from its sender to those who take it in.
+"""Transport selection for the parts of a version.
 
-    host    shared memory on one host, TCP to others (`transport`): whatever is kept, and whoever is not at it yet
-    ipc     all compute on the sender's accelerator, or on peers of it: a buffer there, which they open and copy from
+    host    shared memory on one host, TCP to other hosts (`transport`): for kept parts, and for receivers that are not ready
+    ipc     all ends compute on the sender's accelerator or on its peers: a device buffer that receivers open and copy from
             (`comm.device_pool`)
-    nccl    each computes on an accelerator of its own: buckets, over a process group of sender and receivers
-    gloo    the same through the host's memory; taken only if it is asked for
+    nccl    each end computes on its own accelerator: buckets, over a process group of sender and receivers
+    gloo    the same through host memory; only by explicit request
 
-Receivers say in the registry where they compute, once they do; the sender looks before each version, and asks nobody. Until
-all have said so, or where some share an accelerator and others do not, a version takes the host's road.
+Receivers publish in the registry which device they compute on, as soon as they compute. The sender reads this before each
+version, without a request to the receivers. Until all have published it, or where some ends share an accelerator and others
+do not, a version takes the host transport.
 
-A group's ranks have to come together, and a receiver may be busy with something that waits for the sender. So buckets are sent
-only when all receivers have begun with the version, which they then take to its end: its first parts take the host's road.
+The ranks of a group have to meet, and a receiver may be busy with a call that waits for the sender. So buckets are sent only
+after all receivers have started on the version, which they then read to its end: its first parts take the host transport.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rlhpc.runtime.comm.payload import Origin
 from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.registry import WEIGHTS
-from rlhpc.weights.process_group import GroupLost, WeightProcessGroup, Who
+from rlhpc.weights.process_group import GroupLost, RankAddress, WeightProcessGroup
 
 if TYPE_CHECKING:
     import torch
@@ -34,17 +35,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AUTO, HOST, IPC, NCCL, GLOO = "auto", "host", "ipc", "nccl", "gloo"
-#: As `AUTO`, for one of several streams: a rank's NCCL groups must not wait for each other.
+#: Like `AUTO`, for one of several streams: a rank's NCCL groups must not wait for each other.
 SEVERAL = "several"
 
 
 class End(NamedTuple):
-    """Where one end computes.
+    """Device that one end computes on.
 
     Attributes:
-        incarnation: Of its process.
+        incarnation: Incarnation of its process.
         host: Its host.
-        card: Which accelerator of that host's; empty for the CPU.
+        card: Accelerator of that host; empty for the CPU.
         nccl: Whether it has NCCL.
         reads: Accelerators of that host whose memory it can open.
     """
@@ -56,11 +57,11 @@ class End(NamedTuple):
     reads: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, context: Context, who: Who) -> End:
-        """This process's."""
+    def of(cls, context: Context, member: RankAddress) -> End:
+        """Returns the device of this process."""
         device = own()
         card, reads = ("", ()) if device is None else (device.address, device.reads)
-        return cls(context.member(*who)["incarnation"], context.host, card, bool(card) and _has_nccl(), reads)
+        return cls(context.member(*member)["incarnation"], context.host, card, bool(card) and _has_nccl(), reads)
 
 
 def _has_nccl() -> bool:
@@ -70,24 +71,24 @@ def _has_nccl() -> bool:
 
 
 class Bucket(NamedTuple):
-    """A part that is sent over a process group.
+    """Part that is sent over a process group.
 
     Attributes:
         group: Name of the group.
         kind: `nccl` or `gloo`.
-        members: Its ranks, the sender first.
-        size: Bytes.
-        parts: Where the tensors lie.
+        members: Ranks of the group, the sender first.
+        size: Size in bytes.
+        parts: Layout of the tensors.
     """
 
     group: str
     kind: str
-    members: tuple[Who, ...]
+    members: tuple[RankAddress, ...]
     size: int
     parts: list[crossings.TensorView]
 
     def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """What lies in its memory."""
+        """Returns views of the tensors in the bucket's memory."""
         import torch
 
         return [
@@ -96,90 +97,90 @@ class Bucket(NamedTuple):
         ]
 
 
-#: What an announcement says of a part that is in no segment.
+#: Location of a part that is in no segment, as an announcement gives it.
 Cargo = Crossing | Bucket
 
 
 class Carries(Protocol):
-    """What carries parts for a `Publisher`."""
+    """Carrier of parts for a `Publisher`."""
 
     def carry(self, tensors: Sequence[torch.Tensor]) -> Cargo | None:
-        """Takes the tensors of a part; None where it is to be written to a segment."""
+        """Takes the tensors of a part; returns None if the part has to be written to a segment."""
 
 
-def choose(sender: End, receivers: Sequence[End | None], wanted: str = AUTO) -> tuple[str, str]:
-    """The road of a version, and why.
+def choose(sender: End, receivers: Sequence[End | None], requested: str = AUTO) -> tuple[str, str]:
+    """Returns the transport of a version, and the reason.
 
     Args:
-        sender: Who sends.
-        receivers: Who receive; None of those who have not said where they compute.
-        wanted: `AUTO`, `SEVERAL`, or the one that is asked for.
+        sender: Device of the sender.
+        receivers: Devices of the receivers; None for those that have not published theirs.
+        requested: `AUTO`, `SEVERAL`, or the configured transport.
 
     Raises:
-        ConfigError: There is no such way between these.
+        ConfigError: The configured transport is not possible between these ends.
     """
-    known = [one for one in receivers if one is not None]
-    if wanted == HOST or len(known) < len(receivers) or not known:
-        return HOST, "it is asked for" if wanted == HOST else "not all have said where they compute"
-    if wanted == GLOO:
+    ends = [one for one in receivers if one is not None]
+    if requested == HOST or len(ends) < len(receivers) or not ends:
+        return HOST, "it is asked for" if requested == HOST else "not all have said where they compute"
+    if requested == GLOO:
         return GLOO, "it is asked for"
-    cards = [(one.host, one.card) for one in (sender, *known)]
+    cards = [(one.host, one.card) for one in (sender, *ends)]
     if not all(card for _, card in cards):
         road, why = HOST, "not all compute on an accelerator"
     elif len({*cards}) == 1:
         road, why = IPC, "all compute on one accelerator"
-    elif all(one.host == sender.host and sender.card in (one.card, *one.reads) for one in known):
+    elif all(one.host == sender.host and sender.card in (one.card, *one.reads) for one in ends):
         road, why = IPC, "all can read the sender's accelerator"
     elif len({*cards}) < len(cards):
         road, why = HOST, "some share an accelerator, and others do not"
-    elif wanted == SEVERAL:
+    elif requested == SEVERAL:
         road, why = HOST, "shards go to several at once"
-    elif not all(one.nccl for one in (sender, *known)):
+    elif not all(one.nccl for one in (sender, *ends)):
         road, why = HOST, "not all have NCCL"
     else:
         road, why = NCCL, "each computes on an accelerator of its own"
-    if wanted not in (AUTO, SEVERAL, road):
-        raise ConfigError(f"rollout.weight_sync is {wanted!r}, and {why}: take auto, which takes {road} here")
+    if requested not in (AUTO, SEVERAL, road):
+        raise ConfigError(f"rollout.weight_sync is {requested!r}, and {why}: take auto, which takes {road} here")
     return road, why
 
 
 class Sending:
-    """The sender's side.
+    """The sender's side of the transport.
 
     Args:
-        me: The sender.
+        me: Group and rank of the sender.
         wanted: See `choose`.
 
     Attributes:
-        road: That of the present version.
-        carried: Parts that were in no segment.
-        lost: The last bucket, and its memory, if not all have got it.
+        road: Transport of the current version.
+        carried: Number of parts that were in no segment.
+        lost_bucket: The last bucket and its memory, if some receivers did not get it.
     """
 
-    def __init__(self, me: Who, wanted: str) -> None:
-        self._me, self._wanted = me, wanted
-        self._receivers: tuple[Who, ...] = ()
-        self._begun: Callable[[], bool] = lambda: False
+    def __init__(self, me: RankAddress, requested: str) -> None:
+        self._me, self._requested = me, requested
+        self._receivers: tuple[RankAddress, ...] = ()
+        self._all_started: Callable[[], bool] = lambda: False
         self.road, self._why, self.carried = HOST, "", 0
         self._group: WeightProcessGroup | None = None
         self._ends: tuple[End, ...] = ()
         self._sent: tuple[Bucket, torch.Tensor] | None = None
         self._waits = False
-        self.lost: tuple[Bucket, torch.Tensor] | None = None
+        self.lost_bucket: tuple[Bucket, torch.Tensor] | None = None
 
-    def open(self, receivers: Sequence[Who], begun: Callable[[], bool]) -> None:
-        """Chooses the road of a version: receivers may have come, or be others.
+    def open(self, receivers: Sequence[RankAddress], all_started: Callable[[], bool]) -> None:
+        """Chooses the transport of a version, since receivers may have joined or changed.
 
         Args:
             receivers: In the order of their numbers as readers.
-            begun: Whether all of them have begun with the version.
+            all_started: Returns whether all of them have started on the version.
         """
         context = current()
-        self._receivers, self._begun = tuple(receivers), begun
-        if self._wanted == HOST or (own() is None and self._wanted in (AUTO, SEVERAL)):
+        self._receivers, self._all_started = tuple(receivers), all_started
+        if self._requested == HOST or (own() is None and self._requested in (AUTO, SEVERAL)):
             return
-        me, ends = End.of(context, self._me), [said(context, who) for who in self._receivers]
-        road, why = choose(me, ends, self._wanted)
+        me, ends = End.of(context, self._me), [find_end(context, receiver) for receiver in self._receivers]
+        road, why = choose(me, ends, self._requested)
         if (road, why) != (self.road, self._why):
             log.info("weights of %s-%d take the road %s: %s", *self._me, road, why)
             self.road, self._why = road, why
@@ -188,17 +189,17 @@ class Sending:
         self._ends = tuple(filter(None, ends))
 
     def carry(self, tensors: Sequence[torch.Tensor]) -> Cargo | None:
-        """See `Carries.carry`."""
-        found: Cargo | None = None
+        """Takes the tensors of a part (`Carries.carry`)."""
+        cargo: Cargo | None = None
         if self.road == IPC:
             device = own()
             if device is not None and all(map(device.holds, tensors)):
-                found = current().service.lane.pool.write(tensors, len(self._receivers))
-        elif self.road in (NCCL, GLOO) and self._begun():
-            self.settle()  # one is on its way while the next is gathered, and no more
-            found = self._bucket(tensors) if self.road != HOST else None
-        self.carried += found is not None
-        return found
+                cargo = current().service.lane.pool.write(tensors, len(self._receivers))
+        elif self.road in (NCCL, GLOO) and self._all_started():
+            self.settle()  # at most one bucket is in transit while the next is gathered
+            cargo = self._bucket(tensors) if self.road != HOST else None
+        self.carried += cargo is not None
+        return cargo
 
     def _bucket(self, tensors: Sequence[torch.Tensor]) -> Bucket:
         if self._group is None:
@@ -214,14 +215,14 @@ class Sending:
         return bucket
 
     def depart(self) -> None:
-        """Sends the bucket, once all have been told of it: they meet there."""
+        """Broadcasts the bucket, after it was announced to all receivers, which meet there."""
         if self._sent is not None and self._group is not None and self._waits:
             self._waits = False
             with self._or_lost():
                 self._group.broadcast(self._sent[1])
 
     def settle(self) -> None:
-        """Waits until all have the last bucket. Where somebody was lost, the rest of the version takes the host's road."""
+        """Waits until all receivers have the last bucket. If one was lost, the rest takes the host transport."""
         if self._group is not None and self._sent is not None and not self._waits:
             with self._or_lost():
                 self._group.settle()
@@ -236,45 +237,45 @@ class Sending:
         except GroupLost as error:
             log.warning("%s; what is left of this version goes through the host", error)
             self.road, self._why, self._group = HOST, "the group has ended", None
-            self.lost, self._sent = self._sent, None
+            self.lost_bucket, self._sent = self._sent, None
 
     def forget(self, *, tell: bool = False) -> None:
-        """Ends the group: its members may be others, or, where they are told, are to give up what they are at."""
-        group, self._group, self._sent, self.lost = self._group, None, None, None
+        """Ends the group, since its members may change; `tell` makes them abort what they are doing."""
+        group, self._group, self._sent, self.lost_bucket = self._group, None, None, None
         if group is not None:
             group.end(tell=tell)
 
 
 class Receiving:
-    """A receiver's side.
+    """A receiver's side of the transport.
 
     Args:
-        me: The receiver.
+        me: Group and rank of the receiver.
         wanted: See `choose`.
     """
 
-    def __init__(self, me: Who, wanted: str) -> None:
-        self._me, self._wanted, self._told = me, wanted, False
+    def __init__(self, me: RankAddress, requested: str) -> None:
+        self._me, self._requested, self._published = me, requested, False
         self._group: WeightProcessGroup | None = None
-        self._ended = ""  # the group that this process has left
+        self._left_group = ""  # the group that this process has left
 
     def tell(self) -> None:
-        """Says where this process computes, once it does."""
-        if self._told or self._wanted == HOST or (own() is None and self._wanted != GLOO):
+        """Publishes the device of this process, as soon as it computes."""
+        if self._published or self._requested == HOST or (own() is None and self._requested != GLOO):
             return
         context = current()
         context.registry.put(WEIGHTS, _named(self._me), End.of(context, self._me)._asdict())
-        self._told = True
+        self._published = True
 
     def take(self, cargo: Cargo, origin: Origin, reader: int) -> list[torch.Tensor]:
-        """The tensors of a part; they are this process's own.
+        """Returns the tensors of a part, in this process's own memory.
 
         Raises:
-            GroupLost: The part has not come. If others go on, it is announced again.
+            GroupLost: The part did not arrive. If the other ranks continue, it is announced again.
         """
         if isinstance(cargo, Crossing):
             return current().service.lane.land(cargo, origin, reader)
-        if cargo.group == self._ended:
+        if cargo.group == self._left_group:
             self.refuse(cargo)
             raise GroupLost(f"{_named(self._me)} has left the group {cargo.group}")
         if self._group is None or self._group.name != cargo.group:
@@ -285,38 +286,38 @@ class Receiving:
             self._group.broadcast(flat)
             self._group.settle()
         except GroupLost:
-            self._group, self._ended = None, cargo.group
+            self._group, self._left_group = None, cargo.group
             raise
-        with contextlib.suppress(GroupLost):  # it has come here, and the sender announces it again for others
+        with contextlib.suppress(GroupLost):  # it has arrived here, and the sender announces it again for others
             self._group.confirm()
         return cargo.tensors(flat)
 
     def refuse(self, cargo: Cargo) -> None:
-        """Says that a part is not taken, of a version that this process has broken off."""
+        """Declines a part of a version that this process has aborted."""
         if isinstance(cargo, Bucket):
             WeightProcessGroup(cargo.kind, cargo.members, self._me, cargo.group).end(tell=True)
 
     def forget(self) -> None:
-        """Ends the group. Who is in the middle of a version breaks it off."""
+        """Ends the group. A rank in the middle of a version aborts it."""
         self._leave(tell=True)
 
     def _leave(self, *, tell: bool = False) -> None:
         group, self._group = self._group, None
         if group is not None:
-            self._ended = group.name
+            self._left_group = group.name
             group.end(tell=tell)
 
 
-def said(context: Context, who: Who) -> End | None:
-    """What a receiver has said, unless it has been started again since."""
-    record = context.registry.get(WEIGHTS, _named(who))
-    if record is None or record["incarnation"] != context.member(*who)["incarnation"]:
+def find_end(context: Context, receiver: RankAddress) -> End | None:
+    """Returns the device that a receiver has published; None if it has not, or was restarted since."""
+    record = context.registry.get(WEIGHTS, _named(receiver))
+    if record is None or record["incarnation"] != context.member(*receiver)["incarnation"]:
         return None
     return End(*(record[field] for field in End._fields))
 
 
-def _named(who: Who) -> str:
-    return f"{who[0]}-{who[1]}"
+def _named(member: RankAddress) -> str:
+    return f"{member[0]}-{member[1]}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""Proof that what acts is what was trained: what was handed over beside what was taken in."""
+"""Verification that workers act with the trained weights: compares the tensors that were sent with those applied."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import time
 
 
 class Cost:
-    """Seconds of the processor, of this process, since somebody last asked."""
+    """CPU seconds of this process since the last `pop`."""
 
     def __init__(self) -> None:
         self._proof, self._since, self._at_it = 0.0, time.process_time(), False
 
     @contextlib.contextmanager
     def proving(self, clock: Callable[[], float] = time.thread_time) -> Iterator[None]:
-        """Counts what the block takes; within another such block, nothing twice.
+        """Counts the CPU time of a block; a nested block is not counted twice.
 
         Args:
-            clock: Of this thread, which digests alone; `time.process_time` where torch's threads help.
+            clock: Clock of this thread, which computes the digests alone; `time.process_time` where torch's threads take part.
         """
         if self._at_it:
             yield
@@ -42,96 +42,101 @@ class Cost:
             self._proof += clock() - start
 
     def pop(self) -> dict[str, float]:
-        """proof_s and, for all that the process did, cpu_s."""
+        """Returns and resets `proof_s` and, for everything the process did, `cpu_s`."""
         now = time.process_time()
-        found = {"proof_s": self._proof, "cpu_s": now - self._since}
+        seconds = {"proof_s": self._proof, "cpu_s": now - self._since}
         self._proof, self._since = 0.0, now
-        return found
+        return seconds
 
 
-#: Of this process.
+#: Cost of verification in this process.
 COST = Cost()
 
 
-#: Names in a message.
-_SHOWN = 4
+#: Maximum number of names in a message.
+_MAX_NAMES = 4
 
 
 class WeightsDiffer(RlhpcError):
-    """What was taken in is not what was handed over. Nobody may act with it."""
+    """Received weights that differ from the weights sent. No worker may act with them."""
 
 
 class Proof:
-    """Follows an update to where it is taken in.
+    """Verification of one update from its arrival until it has been applied.
 
     Args:
-        update: As a `WeightSync` gave it.
-        source: Who sent it, for messages.
-        look: Whether what passes is looked at; not where all that is held afterwards is.
+        update: Update returned by a `WeightSync`.
+        source: Name of the sender, for messages.
+        look: Digest the tensors as they pass; False if all applied tensors are digested afterwards.
     """
 
     def __init__(self, update: Update, source: str = "the sender", *, look: bool = True) -> None:
         self._update, self._source, self._look = update, source, look
-        self._seen: dict[str, int] = {}
+        self._passed_digests: dict[str, int] = {}
         self._twice: list[str] = []
 
     def tensors(self) -> NamedUpdates:
-        """The update's tensors, each looked at as it passes."""
+        """Yields the update's tensors, each digested as it passes."""
         version = self._update.version
-        for name, what in self._update.tensors:
-            if name in self._seen:
+        for name, tensor in self._update.tensors:
+            if name in self._passed_digests:
                 self._twice.append(name)
-            self._seen[name] = 0
-            if self._look and not isinstance(what, Elements):
+            self._passed_digests[name] = 0
+            if self._look and not isinstance(tensor, Elements):
                 with COST.proving():
-                    self._seen[name] = digest(what, version)
-            yield name, what
+                    self._passed_digests[name] = digest(tensor, version)
+            yield name, tensor
 
-    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same, for who asked for tensors alone."""
-        for name, what in self.tensors():
-            assert not isinstance(what, Elements), "whole updates were asked for"
-            yield name, what
+    def complete_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the same for receivers that requested complete tensors only."""
+        for name, tensor in self.tensors():
+            assert not isinstance(tensor, Elements), "whole updates were asked for"
+            yield name, tensor
 
     @COST.proving()
     def check(self, held: Callable[[str], torch.Tensor | None] | None = None) -> None:
-        """Compares, once all is taken in.
+        """Compares the digests, after all tensors have been applied.
 
         Args:
-            held: The tensor of a name as it is held now; None where it is held in another form or dtype: what passed counts
-                then.
+            held: Returns the current tensor of a name; None if the receiver has it in another form or dtype, so that the
+            digest
+                of the tensor that passed counts.
 
         Raises:
-            WeightsDiffer: Names tensors that are others, or did not come, or came twice.
+            WeightsDiffer: Names the tensors that differ, are missing, or came twice.
         """
         receipt = self._update.receipt()
-        if receipt is None:  # a strategy of the user's own, which gives none
+        if receipt is None:  # a user's strategy without digests
             return
-        other = self._others(receipt, held)
-        lacking = [name for name in receipt.digests if name not in self._seen] if self._update.complete else []
+        other = self._differing_names(receipt, held)
+        lacking = (
+            [name for name in receipt.digests if name not in self._passed_digests] if self._update.complete else []
+        )
         if receipt.version != self._update.version:
             raise WeightsDiffer(
                 f"weights of version {self._update.version} came with the receipt of version {receipt.version} from "
                 f"{self._source}: nobody acts with them"
             )
-        for names, what in (
+        for names, relation in (
             (other, "are others than"),
             (lacking, "did not come from"),
             (self._twice, "came twice from"),
         ):
             if names:
-                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+                more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
                 raise WeightsDiffer(
-                    f"weights of version {receipt.version}: {', '.join(names[:_SHOWN])}{more} {what} "
+                    f"weights of version {receipt.version}: {', '.join(names[:_MAX_NAMES])}{more} {relation} "
                     f"{'those that ' if names is other else ''}{self._source}{' handed over' if names is other else ''}: "
                     "nobody acts with them"
                 )
 
-    def _others(self, receipt: Receipt, held: Callable[[str], torch.Tensor | None] | None) -> list[str]:
-        """Names of tensors that are others than the receipt says: as they are held or, if that is unseen, as they passed."""
-        there = [] if held is None else [(name, held(name)) for name in receipt.digests]
-        found = digests([(name, tensor) for name, tensor in there if tensor is not None], self._update.version)
-        if found == receipt.digests:
+    def _differing_names(self, receipt: Receipt, held: Callable[[str], torch.Tensor | None] | None) -> list[str]:
+        """Returns the names of tensors whose digest differs from the receipt: of the current tensor or, without one, as it
+        passed.
+        """
+        current = [] if held is None else [(name, held(name)) for name in receipt.digests]
+        actual = digests([(name, tensor) for name, tensor in current if tensor is not None], self._update.version)
+        if actual == receipt.digests:
             return []
-        passed = {name: seen for name, seen in self._seen.items() if seen}  # of elements nothing is known
-        return [name for name, given in receipt.digests.items() if found.get(name, passed.get(name, given)) != given]
+        passed = {name: value for name, value in self._passed_digests.items() if value}  # 0: elements are not digested
+        return [name for name, value in receipt.digests.items() if actual.get(name, passed.get(name, value)) != value]

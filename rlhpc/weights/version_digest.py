@@ -1,9 +1,9 @@
-"""What a version of the weights was to be, tensor by tensor: `rlhpc.weights.verification` compares it with what was taken in.
+"""Digests of a version's tensors, which `rlhpc.weights.verification` compares with the tensors that a receiver applied.
 
-A tensor's digest is that of a sample of its bytes: all of a small one, every so many pages of a large one, other pages with
-each version. So it costs next to nothing, on an accelerator, too. An optimizer changes elements everywhere, so one tensor in
-place of another, or of an older version, differs in the sample; that it differs in a few elements alone is noticed within as
-many versions as there are samples.
+A digest covers a sample of a tensor's bytes: all bytes of a small tensor, every n-th page of a large one. Each version samples
+other pages. This costs little, also on an accelerator. An optimizer changes elements everywhere, so a tensor swapped with
+another one, or with an older version, differs in the sample. A difference in a few elements only is detected within as many
+versions as there are samples.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ import numpy as np
 import torch
 import xxhash
 
-#: Bytes that are taken together, and those of a sample at least.
-_PAGE, _LEAST = 4096, 1 << 16
-#: 64 bits of a buffer.
+#: Bytes of a page.
+_PAGE = 4096
+#: Minimum bytes of a sample.
+_MIN_SAMPLE_BYTES = 1 << 16
+#: Returns 64 bits of a buffer.
 _digest: Callable[[Any], int] = xxhash.xxh3_64_intdigest
-#: Samples in which a large tensor is looked at whole.
+#: Number of samples that cover a large tensor completely.
 _SAMPLES = 64
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a version was to be.
+    """Digests of a version, as its sender computed them.
 
     Attributes:
         version: Version of the weights.
-        digests: Of each tensor that the sender was given, by name. Those that never change and were sent before may be
+        digests: Digest of each tensor passed to the sender, by name. Tensors that never change and were sent before may be
             missing.
     """
 
@@ -40,7 +42,7 @@ class Receipt:
 
 
 def digest(tensor: torch.Tensor, version: int) -> int:
-    """64 bits that stand for a tensor's bytes in a version.
+    """Returns a 64-bit digest of a tensor's bytes in a version.
 
     Args:
         tensor: Any dtype, shape and device.
@@ -49,7 +51,7 @@ def digest(tensor: torch.Tensor, version: int) -> int:
     nbytes = tensor.nbytes
     if not nbytes:
         return 0
-    every = min(_SAMPLES, nbytes // _LEAST)
+    every = min(_SAMPLES, nbytes // _MIN_SAMPLE_BYTES)
     if not tensor.is_cpu or not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()
         if every > 1 and not tensor.is_cpu:  # so that only the sample leaves the accelerator
@@ -58,30 +60,30 @@ def digest(tensor: torch.Tensor, version: int) -> int:
     memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
     if every <= 1:
         return _digest(memory)
-    # By numpy: it copies pages as such, and torch byte by byte.
+    # numpy copies whole pages, torch single bytes.
     return _of(*map(np.ascontiguousarray, _sample(np.frombuffer(memoryview(memory), np.uint8), version, every)))
 
 
 def digests(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[str, int]:
-    """The digest of each of many tensors, by name: there are hundreds of small ones, and acting waits for them."""
-    found: dict[str, int] = {}
+    """Returns the digest of each tensor, by name. It is fast for hundreds of small tensors, since acting waits for it."""
+    digests_by_name: dict[str, int] = {}
     for name, tensor in tensors:
         nbytes = tensor.nbytes
-        if 0 < nbytes < 2 * _LEAST and tensor.is_cpu and tensor.is_contiguous():  # as `digest` would, in fewer calls
-            found[name] = _digest((ctypes.c_char * nbytes).from_address(tensor.data_ptr()))
+        if 0 < nbytes < 2 * _MIN_SAMPLE_BYTES and tensor.is_cpu and tensor.is_contiguous():  # `digest` inlined
+            digests_by_name[name] = _digest((ctypes.c_char * nbytes).from_address(tensor.data_ptr()))
         else:
-            found[name] = digest(tensor, version)
-    return found
+            digests_by_name[name] = digest(tensor, version)
+    return digests_by_name
 
 
 def _sample(data: Any, version: int, every: int) -> tuple[Any, Any]:
-    """Of bytes, those behind the last page; and one of every so many pages."""
+    """Returns the bytes after the last complete page, and one of every `every` pages."""
     pages = len(data) // _PAGE
     return data[pages * _PAGE :], data[: pages * _PAGE].reshape(pages, _PAGE)[version % every :: every]
 
 
 def _of(*parts: Any) -> int:
-    found = xxhash.xxh3_64()
+    hasher = xxhash.xxh3_64()
     for part in parts:
-        found.update(part)
-    return int(found.intdigest())
+        hasher.update(part)
+    return int(hasher.intdigest())

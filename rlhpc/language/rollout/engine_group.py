@@ -293,9 +293,9 @@ class EngineWeights:
         held = engine.held if isinstance(engine, TellsWeights) else None
         proof = Proof(update, self._sender, look=not update.proven)
         if update.proven and isinstance(engine, TakesShards):
-            engine.update_shards(update.version, proof.whole())
+            engine.update_shards(update.version, proof.complete_tensors())
         elif self._in_parts is None:
-            engine.update_weights(update.version, proof.whole())
+            engine.update_weights(update.version, proof.complete_tensors())
         else:
             self._in_parts.update_weights(update.version, proof.tensors(), complete=update.complete)
         proof.check(held)

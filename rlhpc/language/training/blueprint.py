@@ -127,7 +127,7 @@ class LanguageBlueprint(Blueprint):
             add_value_head(model, self.seed)
         if self.lora_rank:
             model = lora.attach_lora(
-                model, actor.lora, seed=self.seed, head=self.head, beside=bool(self._aside), names=self.policies
+                model, actor.lora, seed=self.seed, head=self.head, has_lm_head=bool(self._aside), names=self.policies
             )
         if not self.dropout and disable_dropout(model):
             log.info("%s: dropout is off, so that log-probs of rollout and update are those of one model", self.key)
@@ -174,8 +174,8 @@ class LanguageBlueprint(Blueprint):
         """See `Blueprint.exported`: not a second head."""
         return not (self._aside and name.startswith(self._aside))
 
-    def made(self, module: nn.Module) -> Named:
-        """See `Blueprint.made`: adapters, and a new head."""
+    def created_tensors(self, module: nn.Module) -> Named:
+        """See `Blueprint.created_tensors`: adapters, and a new head."""
         if self.lora_rank:
             yield from lora.initial_adapters(module, self.seed)
         if self._aside:
@@ -276,9 +276,9 @@ class ScalarBlueprint(LanguageBlueprint):
         """A model of this kind: `load_scalar_model`."""
         return load_scalar_model(model, seed=self.seed, key=f"{self.key}.model.model_path", **options)
 
-    def made(self, module: nn.Module) -> Named:
-        """See `Blueprint.made`: a causal model's trunk gets a new head."""
-        yield from super().made(module)
+    def created_tensors(self, module: nn.Module) -> Named:
+        """See `Blueprint.created_tensors`: a causal model's trunk gets a new head."""
+        yield from super().created_tensors(module)
         if not is_classifier(self.actor.model, f"{self.key}.model.model_path"):
             yield from new_head(module, HEAD, self.seed)
 

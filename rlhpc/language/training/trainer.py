@@ -129,7 +129,7 @@ class ModelTrainer:
             dtype: As they are sent; None is that of the computation.
         """
         backend, sent, found = self.backend, dtype or self.blueprint.dtype, list[Shard]()
-        for one, values in pieces(backend.module, backend.mesh, backend.full, wanted=self.blueprint.exported):
+        for one, values in pieces(backend.module, backend.mesh, backend.full, is_included=self.blueprint.exported):
             kept = sent if one.dtype.is_floating_point else one.dtype
             found.append(Shard(one.name, one.shape, kept, one.box, values, one.frozen))
         return found

@@ -86,7 +86,7 @@ class Begun(ChunkWindow):
 
     def __init__(self, pool: Any, readers: Any, **options: Any) -> None:
         super().__init__(pool, readers, **options)
-        self._begun = set(range(len(readers)))
+        self._started = set(range(len(readers)))
 
 
 def small_parts(part: int = PART) -> None:

@@ -194,7 +194,7 @@ def exported(rank: Rank, model: str, folder: str, cases: list[dict[str, Any]]) -
 
 def exported_in_files(rank: Rank, model: str, folder: str, changes: dict[str, Any]) -> list[tuple[Any, torch.Tensor]]:
     """Exports to files of few tensors after a step; samples, and what the model says of each but its first token."""
-    safetensors_writer.MOST = 1 << 16
+    safetensors_writer.MAX_FILE_BYTES = 1 << 16
     trainer = TokenTrainer(make_config(model, **changes), rank)
     _step(trainer, rank)
     trainer.export(Path(folder))

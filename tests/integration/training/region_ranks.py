@@ -26,7 +26,7 @@ def mesh_of(rank: Rank, parallel: dict[str, Any]) -> Mesh:
 def placed(rank: Rank) -> list[tuple[str, bool]]:
     """Of tensors cut in all the ways that there are: whether the boxes' values are those of the whole tensor, and cover what
     the rank holds."""
-    mesh = mesh_of(rank, {"shard": 2, "tensor": 2}).whole
+    mesh = mesh_of(rank, {"shard": 2, "tensor": 2}).world
     whole = torch.arange(7 * 10 * 3).view(7, 10, 3)
     even = torch.arange(8 * 12).view(8, 12)
     cases = {

@@ -138,7 +138,7 @@ def test_files_are_laid_out_as_safetensors_says(tmp_path: Path) -> None:
         "c": torch.arange(60).view(3, 4, 5).to(torch.bfloat16),
         "d": torch.zeros(0, 3),
     }
-    layout = Layout({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, most=100)
+    layout = Layout({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, max_file_bytes=100)
     layout.begin(tmp_path)
     parts = {
         "a": [between((0, 0), (4, 2)), between((0, 2), (3, 6)), between((3, 2), (4, 6))],

@@ -133,12 +133,12 @@ def test_who_is_gone_is_named_or_if_it_was_started_again_left_alone(pool: Segmen
     """A receiver begins, and dies."""
     loaders, there = [Loader(0), Loader(1)], {0: True, 1: True}
     threads = [started(loader) for loader in loaders]
-    window = ChunkWindow(pool, NAMES, there=lambda reader: there[reader], deadline=0.5 if not anew else 20.0)
+    window = ChunkWindow(pool, NAMES, is_present=lambda reader: there[reader], deadline=0.5 if not anew else 20.0)
     sending = Sending(pool, window, loaders)
     loaders[0].let.release(TENSORS)
     wait_until(lambda: sending.written >= PARTS, timeout=10)
     if anew:
-        wait_until(lambda: 1 in window._begun, timeout=10)
+        wait_until(lambda: 1 in window._started, timeout=10)
         there[1] = False
     sending.thread.join(20)
     if anew:

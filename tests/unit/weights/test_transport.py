@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlhpc.weights.transport import Ahead
+from rlhpc.weights.transport import Prefetcher
 from tests.eventually import wait_until
 
 
@@ -20,7 +20,7 @@ def test_the_next_is_made_while_one_is_used_and_no_more() -> None:
             yield number
 
     seen = []
-    for number in Ahead(depth=1)(numbers()):
+    for number in Prefetcher(depth=1)(numbers()):
         expected = min(number + 2, 6)
         wait_until(lambda expected=expected: len(made) == expected, timeout=10)
         seen.append(number)
@@ -40,7 +40,7 @@ def test_it_holds_nothing_back_and_nothing_of_what_was_used() -> None:
             alive.discard(self.number)
 
     most = 0
-    for held in Ahead(depth=1)(Held(number) for number in range(50)):
+    for held in Prefetcher(depth=1)(Held(number) for number in range(50)):
         most = max(most, len(alive))
         del held
     assert most <= 2
@@ -52,14 +52,14 @@ def test_what_is_raised_comes_where_the_item_would() -> None:
         yield 1
         raise OSError("the other host is gone")
 
-    ahead = Ahead()(numbers())
+    ahead = Prefetcher()(numbers())
     assert next(ahead) == 1
     with pytest.raises(OSError, match="the other host is gone"):
         next(ahead)
 
 
 def test_who_stops_leaves_nobody_waiting() -> None:
-    ahead, announced = Ahead(), threading.Event()
+    ahead, announced = Prefetcher(), threading.Event()
 
     def numbers() -> Iterator[int]:
         yield 1

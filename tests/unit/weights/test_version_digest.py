@@ -77,7 +77,7 @@ def test_sound_updates_never_raise(pool: SegmentPool, delta: str, dtype: torch.d
         for receiver in receivers[:2]:
             assert receiver.apply() == version
         proof = Proof(receivers[2].take())
-        taken = {name: tensor.clone() for name, tensor in proof.whole()}
+        taken = {name: tensor.clone() for name, tensor in proof.complete_tensors()}
         proof.check()
         assert all(torch.equal(taken[name], one) for name, one in trainer.named().items())
 
