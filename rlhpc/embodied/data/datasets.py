@@ -52,9 +52,14 @@ class WriteOptions:
             fps = DEFAULT_FPS
             note(f"{folder}: nothing says the frame rate; {fps} frames a second are written (--fps)")
         return LeRobotWriter(
-            folder, fps=whole_rate(fps), task=self.task or facts.task or env_id, videos=self.videos,
-            robot=facts.robot_type or env_id, names=facts.names, cameras=facts.cameras,
-        )  # fmt: skip
+            folder,
+            fps=whole_rate(fps),
+            task=self.task or facts.task or env_id,
+            videos=self.videos,
+            robot=facts.robot_type or env_id,
+            names=facts.names,
+            cameras=facts.cameras,
+        )
 
 
 def read(paths: Sequence[str]) -> Iterator[Trajectory]:
@@ -78,9 +83,13 @@ def inspect(paths: Sequence[str]) -> dict[str, Any]:
         if trajectory["success"] is not None:
             successes.append(bool(trajectory["success"].any()))
     summary: dict[str, Any] = {
-        "env_id": _env_info(paths).get("env_id"), "episodes": len(lengths), "steps": sum(lengths),
-        "length": [min(lengths), max(lengths)], "of_a_step": shape, "truncated": cut,
-    }  # fmt: skip
+        "env_id": _env_info(paths).get("env_id"),
+        "episodes": len(lengths),
+        "steps": sum(lengths),
+        "length": [min(lengths), max(lengths)],
+        "of_a_step": shape,
+        "truncated": cut,
+    }
     if returns:
         summary["return"] = {"mean": float(np.mean(returns)), "min": min(returns), "max": max(returns)}
     if successes:
@@ -131,12 +140,17 @@ def _writer(paths: Sequence[str], output: str, options: WriteOptions) -> Episode
     facts = merge_facts(source_facts(paths, _KEY), options.fps)
     makers: dict[str, Callable[[], EpisodeWriter]] = {
         "hdf5": lambda: TrajectoryWriter(
-            target, env_id=env_id, env_kwargs=info.get("env_kwargs"), max_episode_steps=info.get("max_episode_steps"),
-            source_type="converted", source_desc=", ".join(paths), facts=facts.to_json(),
+            target,
+            env_id=env_id,
+            env_kwargs=info.get("env_kwargs"),
+            max_episode_steps=info.get("max_episode_steps"),
+            source_type="converted",
+            source_desc=", ".join(paths),
+            facts=facts.to_json(),
         ),
         "lerobot": lambda: options.lerobot_writer(target, env_id, facts),
         "minari": lambda: MinariWriter(target, env_id=env_id, spaces=minari_spaces(paths)),
-    }  # fmt: skip
+    }
     return makers[options.to]()
 
 

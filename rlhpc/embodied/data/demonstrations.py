@@ -32,10 +32,12 @@ def read_demos(cfg: BcConfig, left_out: list[str] | None = None) -> Iterator[Tra
         raise ConfigError("demos.path is not set; name trajectories: a .h5 file, a folder, or a LeRobot dataset")
     return read_trajectories(
         path if isinstance(path, str) else [str(one) for one in path],
-        only_success=cfg.demos.only_success, limit=cfg.demos.limit, key="demos.path",
+        only_success=cfg.demos.only_success,
+        limit=cfg.demos.limit,
+        key="demos.path",
         require=("obs", "actions", *_required_fields(cfg)),
         left_out=left_out,
-    )  # fmt: skip
+    )
 
 
 def _required_fields(cfg: BcConfig) -> list[str]:

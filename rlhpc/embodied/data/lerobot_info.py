@@ -48,9 +48,11 @@ def facts_of(values: Mapping[str, Any]) -> DatasetFacts:
     rated = isinstance(fps, int | float) and math.isfinite(fps) and fps > 0
     texts = {name: values[name] if isinstance(values.get(name), str) else None for name in ("robot_type", "task")}
     return DatasetFacts(
-        fps=fps if rated else None, names=dict(names) if isinstance(names, Mapping) else {},
-        cameras=tuple(map(str, cameras)) if isinstance(cameras, list) else (), **texts,
-    )  # fmt: skip
+        fps=fps if rated else None,
+        names=dict(names) if isinstance(names, Mapping) else {},
+        cameras=tuple(map(str, cameras)) if isinstance(cameras, list) else (),
+        **texts,
+    )
 
 
 def source_facts(paths: Iterable[str], key: str) -> list[tuple[str, DatasetFacts]]:

@@ -224,9 +224,12 @@ def lerobot_facts(folder: Path) -> dict[str, Any]:
     names = {name: each["names"] for name, each in features.items() if each.get("names") and name not in cameras}
     tasks = set(_Frames(folder, info).tasks().values())
     return {
-        "fps": info.get("fps"), "robot_type": info.get("robot_type"), "names": names, "cameras": cameras,
+        "fps": info.get("fps"),
+        "robot_type": info.get("robot_type"),
+        "names": names,
+        "cameras": cameras,
         "task": tasks.pop() if len(tasks) == 1 else None,
-    }  # fmt: skip
+    }
 
 
 def camera_columns(features: dict[str, Any]) -> list[str]:
@@ -255,8 +258,10 @@ class _Frames:
 
     def __init__(self, folder: Path, info: dict[str, Any]) -> None:
         arrow = arrow_package()
-        self._parquet, self._errors = arrow.parquet, (OSError, arrow.ArrowException)
-        self._folder, self._info = folder, info
+        self._parquet = arrow.parquet
+        self._errors = (OSError, arrow.ArrowException)
+        self._folder = folder
+        self._info = info
         self._files = sorted((folder / "data").glob("chunk-*/*.parquet"))
         if not self._files:
             raise ConfigError(f"{folder}/data has no file chunk-*/*.parquet")
@@ -318,9 +323,14 @@ class _Frames:
             raise ConfigError(f"{self._folder}/meta/info.json has videos but no video_path")
         chunk = episode // max(1, int(self._info.get("chunks_size", 1000)))
         path = self._folder / video_name(
-            str(pattern), f"{self._folder}/meta/info.json", video_key=camera, episode_chunk=chunk, episode_index=episode,
-            chunk_index=place.get(f"videos/{camera}/chunk_index", 0), file_index=place.get(f"videos/{camera}/file_index", 0),
-        )  # fmt: skip
+            str(pattern),
+            f"{self._folder}/meta/info.json",
+            video_key=camera,
+            episode_chunk=chunk,
+            episode_index=episode,
+            chunk_index=place.get(f"videos/{camera}/chunk_index", 0),
+            file_index=place.get(f"videos/{camera}/file_index", 0),
+        )
         reader = self._readers.get(camera)
         if reader is None or reader.path != path:
             if reader is not None:
@@ -434,10 +444,14 @@ def _trajectory(
             "obs": final["state"] if list(final) == ["state"] else final or None,
             "actions": actions if actions.dtype.kind in "iu" else actions.astype(np.float32),
             "rewards": np.asarray(reward, np.float32).reshape(T) if reward is not None else None,
-            "terminations": terminations, "truncations": truncations, "success": reached,
-            "env_states": None, "seed": None, "source": source,
+            "terminations": terminations,
+            "truncations": truncations,
+            "success": reached,
+            "env_states": None,
+            "seed": None,
+            "source": source,
         }
-    )  # fmt: skip
+    )
 
 
 def _array(rows: Any, dtype: Any) -> np.ndarray:

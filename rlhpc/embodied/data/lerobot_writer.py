@@ -120,8 +120,13 @@ class CameraFiles:
     """
 
     def __init__(self, root: Path, camera: str, fps: float) -> None:
-        self._av, self._root, self._camera, self._fps = pyav(), root, camera, fps
-        self._number, self._frames, self._size = 0, 0, (0, 0)
+        self._av = pyav()
+        self._root = root
+        self._camera = camera
+        self._fps = fps
+        self._number = 0
+        self._frames = 0
+        self._size = (0, 0)
         self._file: Any = None
 
     @property
@@ -143,9 +148,11 @@ class CameraFiles:
         first, self._frames = self._frames, self._frames + len(pictures)
         key = f"videos/{self._camera}"
         return {
-            f"{key}/chunk_index": self._number // CHUNK, f"{key}/file_index": self._number % CHUNK,
-            f"{key}/from_timestamp": first / self._fps, f"{key}/to_timestamp": self._frames / self._fps,
-        }  # fmt: skip
+            f"{key}/chunk_index": self._number // CHUNK,
+            f"{key}/file_index": self._number % CHUNK,
+            f"{key}/from_timestamp": first / self._fps,
+            f"{key}/to_timestamp": self._frames / self._fps,
+        }
 
     def _open(self, pictures: np.ndarray) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,9 +173,15 @@ class CameraFiles:
         """Ends the last file; returns the column's `info`."""
         self._finish()
         return {
-            "video.height": self._size[0], "video.width": self._size[1], "video.codec": "h264", "video.pix_fmt": "yuv420p",
-            "video.is_depth_map": False, "video.fps": self._fps, "video.channels": 3, "has_audio": False,
-        }  # fmt: skip
+            "video.height": self._size[0],
+            "video.width": self._size[1],
+            "video.codec": "h264",
+            "video.pix_fmt": "yuv420p",
+            "video.is_depth_map": False,
+            "video.fps": self._fps,
+            "video.channels": 3,
+            "has_audio": False,
+        }
 
     def discard(self) -> None:
         """Closes the open file."""
@@ -195,21 +208,33 @@ class LeRobotWriter(FolderWriter):
     """
 
     def __init__(
-        self, folder: Path, *, fps: float, task: str, videos: bool = False, robot: str | None = None,
-        names: Mapping[str, Any] | None = None, cameras: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        *,
+        fps: float,
+        task: str,
+        videos: bool = False,
+        robot: str | None = None,
+        names: Mapping[str, Any] | None = None,
+        cameras: Sequence[str] = (),
+    ) -> None:
         self._arrow = arrow_package()
         super().__init__(folder)
         self._parquet = self._arrow.parquet
-        self._fps, self._task, self._videos, self._robot = fps, task, videos, robot
-        self._names, self._camera_names = dict(names or {}), tuple(cameras)
+        self._fps = fps
+        self._task = task
+        self._videos = videos
+        self._robot = robot
+        self._names = dict(names or {})
+        self._camera_names = tuple(cameras)
         self._features: dict[str, Any] = {}
         self._cameras: dict[str, CameraFiles] = {}
         self._rows: list[dict[str, Any]] = []
         self._tasks: dict[str, int] = {}
         self._totals = Totals()
         self._table: Any = None
-        self._file, self._frames = 0, 0
+        self._file = 0
+        self._frames = 0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -241,10 +266,12 @@ class LeRobotWriter(FolderWriter):
         number, length = len(self._rows), len(columns["action"])
         tasks = tasks_of(trajectory, self._task)
         columns |= {
-            "timestamp": np.arange(length, dtype=np.float32) / np.float32(self._fps), "frame_index": np.arange(length),
-            "episode_index": np.full(length, number), "index": self._frames + np.arange(length),
+            "timestamp": np.arange(length, dtype=np.float32) / np.float32(self._fps),
+            "frame_index": np.arange(length),
+            "episode_index": np.full(length, number),
+            "index": self._frames + np.arange(length),
             "task_index": np.array([self._tasks.setdefault(task, len(self._tasks)) for task in tasks], np.int64),
-        }  # fmt: skip
+        }
         statistics = {
             name: self._totals.add(name, column, name in images(features)) for name, column in columns.items()
         }
@@ -252,13 +279,21 @@ class LeRobotWriter(FolderWriter):
         for name, camera in self._cameras.items():
             places |= camera.add(columns[name])
         self._write(table_of(columns, self._features, self._arrow))
-        self._rows.append({
-            "episode_index": number, "tasks": list(dict.fromkeys(tasks)), "length": length,
-            "data/chunk_index": self._file // CHUNK, "data/file_index": self._file % CHUNK,
-            "dataset_from_index": self._frames, "dataset_to_index": self._frames + length, **places,
-            **{f"stats/{name}/{key}": v.tolist() for name, each in statistics.items() for key, v in each.items()},
-            "meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0,
-        })  # fmt: skip
+        self._rows.append(
+            {
+                "episode_index": number,
+                "tasks": list(dict.fromkeys(tasks)),
+                "length": length,
+                "data/chunk_index": self._file // CHUNK,
+                "data/file_index": self._file % CHUNK,
+                "dataset_from_index": self._frames,
+                "dataset_to_index": self._frames + length,
+                **places,
+                **{f"stats/{name}/{key}": v.tolist() for name, each in statistics.items() for key, v in each.items()},
+                "meta/episodes/chunk_index": 0,
+                "meta/episodes/file_index": 0,
+            }
+        )
         self._frames += length
 
     def _write(self, table: Any) -> None:

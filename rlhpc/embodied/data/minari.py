@@ -108,10 +108,13 @@ class MinariWriter(FolderWriter):
 
     def __init__(self, folder: Path, *, env_id: str, spaces: Mapping[str, Any] | None = None) -> None:
         super().__init__(folder)
-        self._env_id, self._spaces, self._source_spaces = env_id, dict[str, Any](), dict(spaces or {})
+        self._env_id = env_id
+        self._spaces = dict[str, Any]()
+        self._source_spaces = dict(spaces or {})
         (self.root / MAIN).parent.mkdir()
         self._file = h5py.File(self.root / MAIN, "w", track_order=True)
-        self._steps, self._count = 0, 0
+        self._steps = 0
+        self._count = 0
 
     def __len__(self) -> int:
         return self._count
@@ -159,11 +162,15 @@ class MinariWriter(FolderWriter):
                 raise ConfigError("there is no episode to write")
             self._file.close()
             described = {
-                "total_episodes": self._count, "total_steps": self._steps, "data_format": "hdf5", "jpeg_encoding": False,
+                "total_episodes": self._count,
+                "total_steps": self._steps,
+                "data_format": "hdf5",
+                "jpeg_encoding": False,
                 **{name: json.dumps(space) for name, space in self._spaces.items()},
-                "dataset_id": f"{self._env_id.lower()}/rlhpc-v0", "minari_version": "0.5.4",
+                "dataset_id": f"{self._env_id.lower()}/rlhpc-v0",
+                "minari_version": "0.5.4",
                 "dataset_size": round((self.root / MAIN).stat().st_size / 1e6, 1),
-            }  # fmt: skip
+            }
             (self.root / "data" / "metadata.json").write_text(json.dumps(described) + "\n")
 
     def discard(self) -> None:

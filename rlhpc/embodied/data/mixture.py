@@ -54,11 +54,16 @@ class Mixture:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        self.replay, self.batch_size, self.seed, self.action_dim = replay, batch_size, seed, action_dim
+        self.replay = replay
+        self.batch_size = batch_size
+        self.seed = seed
+        self.action_dim = action_dim
         self.demos = None if demos is None else demos.view(np.uint8).reshape(len(demos), demos.dtype.itemsize)
         self._demo_dtype = None if demos is None else demos.dtype
         count = 0 if demos is None else round(demo_ratio * batch_size)
-        self.demo_rows, self._rank, self._ranks = count, rank, ranks
+        self.demo_rows = count
+        self._rank = rank
+        self._ranks = ranks
         self._out = np.empty((0, 0), np.uint8)
 
     def draw(self, update: int, *, alone: bool = False) -> MixtureDraw:

@@ -123,7 +123,9 @@ class StoredReplay:
             raise CheckpointError(
                 f"{self.folder}: the ranks' parts do not fit together; a file of some rank is missing"
             )
-        self.num_envs, self.decisions, self.held = first.num_envs, first.decisions, first.held
+        self.num_envs = first.num_envs
+        self.decisions = first.decisions
+        self.held = first.held
         self._parts = [self._open(index) for index in self.ranks]
         dtypes = {part.dtype for parts in self._parts for part in parts}
         if len(dtypes) > 1:
@@ -308,7 +310,10 @@ class ReplayBuffer:
 
     def __init__(self, capacity: int, share: range, num_envs: int, rank: int, folder: Path) -> None:
         self.capacity = max(1, capacity // num_envs)
-        self.share, self.num_envs, self.rank, self._folder = share, num_envs, rank, folder
+        self.share = share
+        self.num_envs = num_envs
+        self.rank = rank
+        self._folder = folder
         self.decisions = 0
         self._first = 0  # earlier decisions were never in this buffer
         self.dtype: np.dtype[Any] | None = None
@@ -416,7 +421,8 @@ class ReplayBuffer:
             segments.append(segment)
         index = Index((self.share.start, self.share.stop), self.num_envs, self.decisions, self.held, segments)
         (folder / f"index-{self.rank}.json").write_bytes(index.dump())
-        self._segments, self._saved = segments, final_folder(checkpoint) / FOLDER
+        self._segments = segments
+        self._saved = final_folder(checkpoint) / FOLDER
 
     def _link(self, segments: list[ReplayFile], folder: Path) -> bool:
         """Links all files of the last checkpoint; returns False and links none if one cannot be linked (it is gone, or
@@ -445,7 +451,10 @@ class ReplayBuffer:
             stored = StoredReplay(checkpoint)
         except ConfigError as error:
             raise CheckpointError(str(error)) from error
-        self.decisions, self._first, self._segments, self._saved = 0, 0, [], None
+        self.decisions = 0
+        self._first = 0
+        self._segments = []
+        self._saved = None
         if stored.dtype is None:
             return
         if self.dtype != stored.dtype:
@@ -458,7 +467,8 @@ class ReplayBuffer:
             flat = stored.transitions()[len(stored) - count * self.num_envs :]
             rows = flat.reshape(count, self.num_envs)[:, self.share.start : self.share.stop]
             pieces = iter([(0, slice(None), rows)])
-        self.decisions, self._first = decisions, decisions - min(count, self.capacity)
+        self.decisions = decisions
+        self._first = decisions - min(count, self.capacity)
         for at, place, rows in pieces:
             begin = decisions - count + at
             newer = max(0, self._first - begin)
@@ -471,4 +481,5 @@ class ReplayBuffer:
             and file.is_file()
             and Index.load(file) == local_indices[0]
         ):
-            self._segments, self._saved = local_indices[0].segments, stored.folder
+            self._segments = local_indices[0].segments
+            self._saved = stored.folder

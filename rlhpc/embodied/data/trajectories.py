@@ -272,9 +272,13 @@ class TrajectoryWriter(EpisodeWriter):
             info["dataset"] = dict(facts)
         self._control_mode = kwargs.get("control_mode")
         self._described: dict[str, Any] = {
-            "env_info": info, "commit_info": None, "source_type": source_type, "source_desc": source_desc,
-            **(extra or {}), "episodes": [],
-        }  # fmt: skip
+            "env_info": info,
+            "commit_info": None,
+            "source_type": source_type,
+            "source_desc": source_desc,
+            **(extra or {}),
+            "episodes": [],
+        }
 
     def __len__(self) -> int:
         return len(self._described["episodes"])
@@ -302,9 +306,12 @@ class TrajectoryWriter(EpisodeWriter):
         group.create_dataset("truncated", data=fields["truncations"], dtype=bool)
         seed = fields["seed"]
         episode: dict[str, Any] = {
-            "episode_id": number, "episode_seed": seed, "control_mode": self._control_mode, "elapsed_steps": T,
+            "episode_id": number,
+            "episode_seed": seed,
+            "control_mode": self._control_mode,
+            "elapsed_steps": T,
             "reset_kwargs": {"options": None, **({} if seed is None else {"seed": seed})},
-        }  # fmt: skip
+        }
         if fields["success"] is not None:
             group.create_dataset("success", data=fields["success"], dtype=bool)
             episode["success"] = bool(T and fields["success"][-1])

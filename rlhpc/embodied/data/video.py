@@ -113,7 +113,8 @@ class VideoReader:
     """
 
     def __init__(self, path: Path, size: tuple[int, int] | None = None) -> None:
-        self.path, self.decoded = path, 0
+        self.path = path
+        self.decoded = 0
         self._size = size
         self._packed_bytes = 0
         self._av = pyav()

@@ -301,8 +301,10 @@ def check_step(env: VectorEnv, name: str, answer: Any) -> None:
     obs, rewards, terminations, truncations, infos = answer
     _check_observations(env, name, obs)
     for label, values, kinds in (
-        ("rewards", rewards, "fiu"), ("terminations", terminations, "b"), ("truncations", truncations, "b"),
-    ):  # fmt: skip
+        ("rewards", rewards, "fiu"),
+        ("terminations", terminations, "b"),
+        ("truncations", truncations, "b"),
+    ):
         if not isinstance(values, np.ndarray) or values.shape != (env.num_envs,) or values.dtype.kind not in kinds:
             raise _refusal(env, f"{name}() returned {describe(values)} as {label}")
     if (terminations | truncations).any() and not ("final_obs" in infos or "lost" in infos):

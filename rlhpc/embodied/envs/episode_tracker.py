@@ -22,7 +22,8 @@ class EpisodeTracker:
     """
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, limit: int) -> None:
-        self.num_envs, self.limit = num_envs, limit
+        self.num_envs = num_envs
+        self.limit = limit
         #: Seed of each slot's series of episodes: a restarted simulator begins another series.
         self.seeds = np.full(num_envs, seed, np.int64)
         self._groups = (slot_offset + np.arange(num_envs)) // max(1, cfg.group_size)

@@ -162,7 +162,9 @@ class GymnasiumVectorEnv(VectorEnv):
     """
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
-        self.num_envs, self._offset, self._env_id = num_envs, slot_offset, cfg.env_id
+        self.num_envs = num_envs
+        self._offset = slot_offset
+        self._env_id = cfg.env_id
         envs_and_limits = [make_one(cfg) for _ in range(num_envs)]
         self.envs = [env for env, _ in envs_and_limits]
         self._statistics = [_statistics(env) for env in self.envs]
@@ -245,7 +247,8 @@ class GymnasiumVectorEnv(VectorEnv):
     def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
         """Starts an episode in every slot (`VectorEnv.reset`)."""
         if seed is not None:
-            self._seed, self._fresh = seed, True
+            self._seed = seed
+            self._fresh = True
         obs = self._rows()
         for i in range(self.num_envs):
             observed = self._reset(i, self._fresh)
@@ -346,8 +349,10 @@ class GymnasiumVectorEnv(VectorEnv):
             n = self.num_envs
             infos["final_obs"] = self._rows()
             infos["episode"] = {
-                "return": np.zeros(n, np.float64), "length": np.zeros(n, np.int64), "mask": np.zeros(n, bool),
-            }  # fmt: skip
+                "return": np.zeros(n, np.float64),
+                "length": np.zeros(n, np.int64),
+                "mask": np.zeros(n, bool),
+            }
         self._write(infos["final_obs"], i, final)
         episode, counted = infos["episode"], self._statistics[i]
         total = self._returns[i] if counted is None else counted.episode_returns
@@ -367,12 +372,17 @@ class GymnasiumVectorEnv(VectorEnv):
         """Returns the slots' state, for a checkpoint (`VectorEnv.state_dict`)."""
         return {
             "slots": [
-                {"simulator": save_simulator(env, self._replay_log(i)),
-                 "elapsed": self._elapsed[i], "return": self._returns[i], "episodes": self._episodes[i],
-                 "before": self._before[i], "once": self._once[i]}
+                {
+                    "simulator": save_simulator(env, self._replay_log(i)),
+                    "elapsed": self._elapsed[i],
+                    "return": self._returns[i],
+                    "episodes": self._episodes[i],
+                    "before": self._before[i],
+                    "once": self._once[i],
+                }
                 for i, env in enumerate(self.envs)
             ]
-        }  # fmt: skip
+        }
 
     def load_state_dict(self, state: Any) -> None:
         """Restores the slots from a checkpoint whose checksums were verified (`VectorEnv.load_state_dict`)."""

@@ -75,7 +75,8 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         size = text_bytes(words.values())
         self._texts = {task: encode_text(text, size) for task, text in words.items()}
         self._enumerates = stage == "eval" and not cfg.use_fixed_reset_state_ids
-        self._stride, self._slot_offset = cfg.num_envs, slot_offset
+        self._stride = cfg.num_envs
+        self._slot_offset = slot_offset
         #: Task of each slot's episode, and its simulator.
         self._tasks = [chosen[0]] * num_envs
         self._envs: list[Any] = [None] * num_envs

@@ -168,7 +168,8 @@ class ManiSkillVectorEnv(VectorEnv):
         return sim not in _ON_CPU or render not in (*_ON_CPU, "none", None)
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
-        self.num_envs, self._env_id = num_envs, cfg.env_id
+        self.num_envs = num_envs
+        self._env_id = cfg.env_id
         if cfg.wrappers:
             raise ConfigError(f"env.train.wrappers is {list(cfg.wrappers)}; ManiSkill tasks take none")
         spec = find_task(self._env_id)
@@ -300,9 +301,11 @@ class ManiSkillVectorEnv(VectorEnv):
                 success.append(flags["success"].astype(bool))
             start += part.num_envs
         return (
-            join(obs), np.concatenate(rewards).astype(np.float32), np.concatenate(failed).astype(bool),
+            join(obs),
+            np.concatenate(rewards).astype(np.float32),
+            np.concatenate(failed).astype(bool),
             np.concatenate(success) if success else None,
-        )  # fmt: skip
+        )
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -382,7 +385,8 @@ class ManiSkillVectorEnv(VectorEnv):
         """Frees the scenes."""
         for env in [*self._parts, *([self._camera] if self._camera else [])]:
             env.close()
-        self._parts, self._camera = [], None
+        self._parts = []
+        self._camera = None
 
 
 def build_seed(seed: int, group: int) -> int:

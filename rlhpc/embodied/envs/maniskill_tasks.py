@@ -21,7 +21,8 @@ class Generators(Sequence[np.random.RandomState]):
     """
 
     def __init__(self, seeds: Sequence[int]) -> None:
-        self._seeds, self._generators = list(seeds), dict[int, np.random.RandomState]()
+        self._seeds = list(seeds)
+        self._generators = dict[int, np.random.RandomState]()
 
     def __getitem__(self, slot: Any) -> Any:
         if slot not in self._generators:
@@ -146,9 +147,12 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
             self._set_scene_config()
             scenes = [sapien.Scene([physx.PhysxCpuSystem()]) for _ in range(self.num_envs)]
             self.scene = BatchedScene(
-                scenes, sim_config=self.sim_config, device=self.device, parallel_in_single_scene=False,
+                scenes,
+                sim_config=self.sim_config,
+                device=self.device,
+                parallel_in_single_scene=False,
                 backend=self.backend,
-            )  # fmt: skip
+            )
             self.scene.px.timestep = 1.0 / self._sim_freq
 
     chosen = Batched if batched else SeededTask

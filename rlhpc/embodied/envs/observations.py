@@ -248,8 +248,13 @@ def space_to_json(space: Any) -> dict[str, Any]:
     if isinstance(space, spaces.Dict):
         return {"type": "Dict", "spaces": {key: space_to_json(part) for key, part in space.spaces.items()}}
     if isinstance(space, spaces.Box):
-        return {"type": "Box", "shape": list(space.shape), "dtype": str(space.dtype), "low": _numbers(space.low),
-                "high": _numbers(space.high)}  # fmt: skip
+        return {
+            "type": "Box",
+            "shape": list(space.shape),
+            "dtype": str(space.dtype),
+            "low": _numbers(space.low),
+            "high": _numbers(space.high),
+        }
     if isinstance(space, spaces.Discrete):
         return {"type": "Discrete", "n": int(space.n), "start": int(space.start)}
     if isinstance(space, spaces.MultiDiscrete):
@@ -269,8 +274,12 @@ def space_from_json(data: dict[str, Any]) -> Any:
         return spaces.Dict({key: space_from_json(part) for key, part in data["spaces"].items()})
     if kind == "Box":
         dtype, shape = np.dtype(data["dtype"]), tuple(data["shape"])
-        low, high = (np.broadcast_to(np.asarray(data[k], np.float64).reshape(-1), (int(np.prod(shape)),)) if
-                     np.size(data[k]) == 1 else np.asarray(data[k], np.float64) for k in ("low", "high"))  # fmt: skip
+        low, high = (
+            np.broadcast_to(np.asarray(data[k], np.float64).reshape(-1), (int(np.prod(shape)),))
+            if np.size(data[k]) == 1
+            else np.asarray(data[k], np.float64)
+            for k in ("low", "high")
+        )
         return spaces.Box(low.reshape(shape).astype(dtype), high.reshape(shape).astype(dtype), dtype=dtype.type)
     if kind == "Discrete":
         return spaces.Discrete(data["n"], start=data["start"])

@@ -44,7 +44,8 @@ class _Simulator:
     """Simulator process and its slots."""
 
     def __init__(self, share: range, on_wait: Callable[[str], None]) -> None:
-        self.share, self._on_wait = share, on_wait
+        self.share = share
+        self._on_wait = on_wait
         self.failures = 0
         self.holds_hardware = False
         self._timeout_s = _START_S
@@ -73,7 +74,8 @@ class _Simulator:
 
     def call(self, name: str, *args: Any, timeout_s: float) -> None:
         """Sends a call to the process; `answer` waits for its result."""
-        self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
         self._exchange(send, self._sock, (name, args), self._deadline)
 
     def answer(self) -> Any:
@@ -139,18 +141,28 @@ class ProcessVectorEnv(VectorEnv):
     """
 
     def __init__(
-        self, factory: EnvFactory, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, processes: int,
+        self,
+        factory: EnvFactory,
+        cfg: EnvSideConfig,
+        num_envs: int,
+        slot_offset: int,
+        seed: int,
+        processes: int,
         stage: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._stage = {} if stage is None else {"stage": stage}
         #: Episodes of each slot that were reported.
         self._reported = np.zeros(num_envs, np.int64)
-        self.num_envs, self._offset, self._seed = num_envs, slot_offset, seed
+        self.num_envs = num_envs
+        self._offset = slot_offset
+        self._seed = seed
         from rlhpc.config.typed import alone
 
         cfg = alone(cfg)  # values that refer to other sections are looked up here, where those are
-        self._factory, self._cfg = factory, cfg
-        self._timeout_s, self._waits_because = cfg.simulator_timeout_s, ""
+        self._factory = factory
+        self._cfg = cfg
+        self._timeout_s = cfg.simulator_timeout_s
+        self._waits_because = ""
         bounds = np.linspace(0, num_envs, min(processes, num_envs) + 1).astype(int).tolist()
         self._simulators = [_Simulator(range(a, b), self._wait) for a, b in pairwise(bounds)]
         self._restarted_obs: dict[int, Any] = {}  # first observation of simulators that were restarted between steps
@@ -162,8 +174,10 @@ class ProcessVectorEnv(VectorEnv):
             self.close()
             raise
         self.observation_space, self.action_space = facts[0]["observation_space"], facts[0]["action_space"]
-        self.supports_state, self.holds_hardware = facts[0]["supports_state"], facts[0]["holds_hardware"]
-        self.max_episode_steps, self.record_kwargs = facts[0]["max_episode_steps"], facts[0]["record_kwargs"]
+        self.supports_state = facts[0]["supports_state"]
+        self.holds_hardware = facts[0]["holds_hardware"]
+        self.max_episode_steps = facts[0]["max_episode_steps"]
+        self.record_kwargs = facts[0]["record_kwargs"]
         self.control_hz = facts[0]["control_hz"]
         if facts[0]["timed"]:
             self.timing = Timing()

@@ -50,8 +50,10 @@ def entry(item: Any, key: str) -> tuple[str, dict[str, Any]]:
         ((name, settings),) = item.items()
         if isinstance(name, str) and (settings is None or isinstance(settings, Mapping)):
             return name, {str(setting): _value(value) for setting, value in (settings or {}).items()}
-    raise ConfigError(f"{key} is {plain(item)!r}; allowed: a name, module:Class, or one of them with its settings: "
-                      "{frame_stack: {stack_size: 4}}")  # fmt: skip
+    raise ConfigError(
+        f"{key} is {plain(item)!r}; allowed: a name, module:Class, or one of them with its settings: "
+        "{frame_stack: {stack_size: 4}}"
+    )
 
 
 def _value(value: Any) -> Any:
@@ -90,7 +92,8 @@ class LifeLoss(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
-        self._lives, self._goes_on = 0, False
+        self._lives = 0
+        self._goes_on = False
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Steps the game; a lost life ends the episode."""
@@ -110,7 +113,8 @@ class LifeLoss(gymnasium.Wrapper[Any, Any, Any, Any]):
             game_over = terminated or truncated
         if game_over:
             obs, info = self.env.reset(seed=seed, options=options)
-        self._lives, self._goes_on = info["lives"], False
+        self._lives = info["lives"]
+        self._goes_on = False
         return obs, info
 
 

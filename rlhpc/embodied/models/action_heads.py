@@ -36,7 +36,9 @@ class CategoricalHead(nn.Module):
 
     def __init__(self, sizes: list[int], chunk: int = 1) -> None:
         super().__init__()
-        self.sizes, self.inputs, self.chunk = sizes, sum(sizes), chunk
+        self.sizes = sizes
+        self.inputs = sum(sizes)
+        self.chunk = chunk
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Draws Gumbel noise `[*shape, sum(sizes)]`: argmax(logits + noise) is a sample (Gumbel-max)."""
@@ -87,7 +89,8 @@ class GaussianHead(nn.Module):
 
     def __init__(self, dim: int, log_std_init: float, chunk: int = 1) -> None:
         super().__init__()
-        self.inputs, self.chunk = chunk * dim, chunk
+        self.inputs = chunk * dim
+        self.chunk = chunk
         self.log_std = nn.Parameter(torch.full((self.inputs,), float(log_std_init)))
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -135,7 +138,8 @@ class BoundedHead(nn.Module):
     def __init__(self, space: Any, chunk: int = 1) -> None:
         super().__init__()
         require_bounded(space)
-        self.dim, self.chunk = chunk * math.prod(space.shape), chunk
+        self.dim = chunk * math.prod(space.shape)
+        self.chunk = chunk
         for name, bound in (("low", space.low), ("high", space.high)):
             each = torch.as_tensor(bound, dtype=torch.float32).reshape(-1).repeat(chunk)
             self.register_buffer(name, each, persistent=False)
@@ -225,7 +229,8 @@ class DeterministicHead(BoundedHead):
 
     def __init__(self, space: Any, std: float, chunk: int = 1) -> None:
         super().__init__(space, chunk)
-        self.inputs, self.std = self.dim, std
+        self.inputs = self.dim
+        self.std = std
 
     def near(self, inputs: Tensor, offset: Tensor) -> Tensor:
         """Returns actions `[B, chunk, d]` off the best ones by `offset` `[B, chunk · d]`, in halves of the bounds'

@@ -182,10 +182,12 @@ class TokenPolicy(Policy):
             if i:
                 mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
                 out = self._run_body(
-                    input_ids=sampled_bins[-1] + self.tokens.first, attention_mask=mask,
+                    input_ids=sampled_bins[-1] + self.tokens.first,
+                    attention_mask=mask,
                     position_ids=positions(mask)[:, -1:],
-                    past_key_values=out.past_key_values, use_cache=True,
-                )  # fmt: skip
+                    past_key_values=out.past_key_values,
+                    use_cache=True,
+                )
                 hidden = out.last_hidden_state[:, -1]
             bins, chosen = self._choose(hidden[:, None], None if noise is None else noise[:, i : i + 1])
             logprobs.append(chosen)
@@ -236,9 +238,12 @@ class VLAPolicy(TokenPolicy):
         if token_ids is not None:
             ids, mask = torch.cat([ids, token_ids], 1), torch.cat([mask, torch.ones_like(token_ids)], 1)
         out = self.vlm.model(
-            input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=cache,
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions(mask),
+            use_cache=cache,
             pixel_values=pixels.flatten(0, 1).to(self.vlm.dtype),
-        )  # fmt: skip
+        )
         return out, mask
 
     def _run_body(self, **inputs: Any) -> Any:

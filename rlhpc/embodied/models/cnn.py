@@ -42,7 +42,8 @@ class ImagePolicy(Policy):
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any, heads: bool = True) -> None:
         self.has_head = heads
         super().__init__(cfg, observation_space, action_space)
-        self._name, self._orthogonal = cfg.model_type, cfg.ortho_init
+        self._name = cfg.model_type
+        self._orthogonal = cfg.ortho_init
         self.options = dict(cfg.kwargs)
         self.hidden = hidden = cfg.hidden_sizes[-1] if len(cfg.hidden_sizes) else 512
         boxes = boxes_of(observation_space)

@@ -46,7 +46,8 @@ class Flow:
             raise ConfigError(
                 f"actor.model.kwargs: num_steps is {steps} and noise_level {noise_level}; both must be greater than 0"
             )
-        self.steps, self.noise_level = steps, noise_level
+        self.steps = steps
+        self.noise_level = noise_level
         self.times = [1 - k / steps for k in range(steps)]
 
     def moments(self, x: Tensor, v: Tensor, t: float) -> tuple[Tensor, float]:

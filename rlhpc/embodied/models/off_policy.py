@@ -264,7 +264,8 @@ class SpreadActor(nn.Module):
 
     def __init__(self, mean: nn.Module, outputs: int) -> None:
         super().__init__()
-        self.mean, self.log_std = mean, nn.Parameter(torch.zeros(outputs))
+        self.mean = mean
+        self.log_std = nn.Parameter(torch.zeros(outputs))
 
     def forward(self, obs: Tensor) -> Tensor:
         """Returns `[B, 2 · outputs]` for flat observations `[B, D]`."""

@@ -112,9 +112,16 @@ class OpenVLAPolicy(TokenPolicy):
         )  # Llama's, which was there in training before the first action
         end = [] if blank is None or blank == self.tokenizer.unk_token_id else [int(blank)]
         self.inputs = VlmInputs(
-            space, self.tokenizer, self.eye, -1, self.vlm.vision_backbone.patches, str(options.get("prompt") or PROMPT),
-            more=int(self.numbers > 0), end=end, lower=True,
-        )  # fmt: skip
+            space,
+            self.tokenizer,
+            self.eye,
+            -1,
+            self.vlm.vision_backbone.patches,
+            str(options.get("prompt") or PROMPT),
+            more=int(self.numbers > 0),
+            end=end,
+            lower=True,
+        )
 
     def _scale(self, options: dict[str, Any]) -> None:
         """Sets the scaling from the statistics of `kwargs`, or from those of the model. The bounds of the action space

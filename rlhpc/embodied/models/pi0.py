@@ -131,9 +131,12 @@ class Pi0Policy(FlowActing):
         camera_mask = torch.ones(pixels.shape[:2], dtype=torch.bool, device=pixels.device)
         embedded = body.embed_prefix(ids, pixels.to(dtype), camera_mask)
         read = body.vlm(
-            inputs_embeds=embedded, attention_mask=mask, position_ids=positions(mask), use_cache=policy,
+            inputs_embeds=embedded,
+            attention_mask=mask,
+            position_ids=positions(mask),
+            use_cache=policy,
             token_type_ids=torch.zeros_like(ids),
-        )  # fmt: skip
+        )
         cache, state = read.past_key_values, self._state(obs, len(ids)).to(dtype)
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:

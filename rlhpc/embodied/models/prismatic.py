@@ -112,9 +112,11 @@ class ViTBlock(nn.Module):
     def __init__(self, shape: ViTShape) -> None:
         super().__init__()
         dim = shape.embed_dim
-        self.norm1, self.attn = nn.LayerNorm(dim, _EPS), Attention(dim, shape.num_heads)
+        self.norm1 = nn.LayerNorm(dim, _EPS)
+        self.attn = Attention(dim, shape.num_heads)
         self.ls1 = LayerScale(dim) if shape.scaled else nn.Identity()
-        self.norm2, self.mlp = nn.LayerNorm(dim, _EPS), Mlp(dim, int(dim * shape.mlp_ratio))
+        self.norm2 = nn.LayerNorm(dim, _EPS)
+        self.mlp = Mlp(dim, int(dim * shape.mlp_ratio))
         self.ls2 = LayerScale(dim) if shape.scaled else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,7 +134,8 @@ class AttentionPool(nn.Module):
         dim = shape.embed_dim
         self.latent = nn.Parameter(torch.zeros(1, 1, dim))
         self.q, self.kv, self.proj = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
-        self.norm, self.mlp = nn.LayerNorm(dim, _EPS), Mlp(dim, int(dim * shape.mlp_ratio))
+        self.norm = nn.LayerNorm(dim, _EPS)
+        self.mlp = Mlp(dim, int(dim * shape.mlp_ratio))
 
 
 class PatchEmbed(nn.Module):
@@ -160,7 +163,8 @@ class ViT(nn.Module):
     def __init__(self, shape: ViTShape, size: int) -> None:
         super().__init__()
         dim, self.patches = shape.embed_dim, (size // shape.patch_size) ** 2
-        self.embed_dim, self.registers = dim, shape.reg_tokens
+        self.embed_dim = dim
+        self.registers = shape.reg_tokens
         if shape.reg_tokens:
             self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
             self.reg_token = nn.Parameter(torch.randn(1, shape.reg_tokens, dim) * 0.02)
@@ -228,7 +232,9 @@ class OpenVLAConfig(PretrainedConfig):
                 f"the model's config.json has text_config.model_type {text['model_type']!r}; allowed: llama"
             )
         self.text_config = LlamaConfig(**text)
-        self.pad_to_multiple_of, self.n_action_bins, self.norm_stats = pad_to_multiple_of, n_action_bins, norm_stats
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.n_action_bins = n_action_bins
+        self.norm_stats = norm_stats
         super().__init__(**kwargs)
 
     @property
@@ -247,7 +253,9 @@ class VisionBackbone(nn.Module):
     def __init__(self, config: OpenVLAConfig) -> None:
         super().__init__()
         first, *second = (ViT(shape, size) for shape, size in zip(config.shapes, config.image_sizes, strict=True))
-        self.featurizer, self.patches, self.width = first, first.patches, first.embed_dim
+        self.featurizer = first
+        self.patches = first.patches
+        self.width = first.embed_dim
         if second:
             (self.fused_featurizer,) = second
             self.width += self.fused_featurizer.embed_dim
@@ -342,9 +350,11 @@ class ResidualMlp(nn.Module):
 
     def __init__(self, inputs: int, width: int, outputs: int) -> None:
         super().__init__()
-        self.layer_norm1, self.fc1 = nn.LayerNorm(inputs), nn.Linear(inputs, width)
+        self.layer_norm1 = nn.LayerNorm(inputs)
+        self.fc1 = nn.Linear(inputs, width)
         self.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(width) for _ in range(_BLOCKS))
-        self.layer_norm2, self.fc2 = nn.LayerNorm(width), nn.Linear(width, outputs)
+        self.layer_norm2 = nn.LayerNorm(width)
+        self.fc2 = nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns outputs `[..., outputs]` for `[..., inputs]`."""
@@ -362,7 +372,8 @@ class ActionHead(nn.Module):
 
     def __init__(self, width: int, dim: int) -> None:
         super().__init__()
-        self.dim, self.model = dim, ResidualMlp(width * dim, width, dim)
+        self.dim = dim
+        self.model = ResidualMlp(width * dim, width, dim)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Converts hidden states `[B, chunk · dim, width]` to actions `[B, chunk, dim]`."""

@@ -270,9 +270,19 @@ class VlmInputs:
     """
 
     def __init__(
-        self, observation_space: Any, tokenizer: Any, eye: Eye, image: int, image_tokens: int, prompt: str, *,
-        image_first: bool = False, more: int = 0, end: Sequence[int] = (), lower: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        observation_space: Any,
+        tokenizer: Any,
+        eye: Eye,
+        image: int,
+        image_tokens: int,
+        prompt: str,
+        *,
+        image_first: bool = False,
+        more: int = 0,
+        end: Sequence[int] = (),
+        lower: bool = False,
+    ) -> None:
         boxes = boxes_of(observation_space)
         self.pictures = [key for key, box in boxes.items() if len(box.shape) == 3]
         for key in self.pictures:
@@ -284,8 +294,12 @@ class VlmInputs:
         if not self.pictures:
             raise ConfigError(f"vision-language policies need pictures; the observations are {observation_space}")
         self.has_text = "instruction" in boxes
-        self._tokenizer, self._prompt, self._image_first = tokenizer, prompt, image_first
-        self._eye, self._end, self._lower = eye, list(end), lower
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._image_first = image_first
+        self._eye = eye
+        self._end = list(end)
+        self._lower = lower
         cameras = sum(boxes[key].shape[2] // 3 for key in self.pictures)
         self._image_ids = [image] * (image_tokens * cameras + more)
         self._pad = int(tokenizer.pad_token_id or 0)

@@ -110,14 +110,17 @@ class SuccessRewardEnv(VectorEnv):
     """
 
     def __init__(self, env: VectorEnv, cfg: PlayedEnvConfig, device: torch.device) -> None:
-        self.env, self.device = env, device
+        self.env = env
+        self.device = device
         self.model = reward_model(str(cfg.reward_model), env.observation_space).to(device)
         self.num_envs = env.num_envs
         self.observation_space, self.action_space = env.observation_space, env.action_space
         self.supports_state = env.supports_state
-        self.max_episode_steps, self.record_kwargs = env.max_episode_steps, env.record_kwargs
+        self.max_episode_steps = env.max_episode_steps
+        self.record_kwargs = env.record_kwargs
         self.timing = env.timing
-        self._scale, self._relative = np.float32(cfg.reward_scale), cfg.use_rel_reward
+        self._scale = np.float32(cfg.reward_scale)
+        self._relative = cfg.use_rel_reward
         self._before = np.zeros(env.num_envs, np.float32)
 
     @property

@@ -188,8 +188,10 @@ def match_cameras(
     if chosen is not None:
         if not isinstance(chosen, Mapping):
             raise ConfigError(f"actor.model.kwargs.cameras is {chosen!r}; it is a mapping: {{theirs: ours}}")
-        named = {str(name).removeprefix("observation.").removeprefix("images."): str(camera)
-                 for name, camera in chosen.items()}  # fmt: skip
+        named = {
+            str(name).removeprefix("observation.").removeprefix("images."): str(camera)
+            for name, camera in chosen.items()
+        }
         if set(named) != set(short.values()) or not set(named.values()) <= set(cameras):
             raise ConfigError(
                 f"actor.model.kwargs.cameras is {named}; it names one of the environment's for each of the folder's: {lists}"

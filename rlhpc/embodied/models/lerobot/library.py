@@ -98,7 +98,9 @@ class Processors:
     """
 
     def __init__(self, described: Described, config: Any, statistics: Any, vlm: str | None = None) -> None:
-        self._path, self._config, self._vlm = described.path, config, vlm
+        self._path = described.path
+        self._config = config
+        self._vlm = vlm
         self._stats = None if statistics is None else _statistics(expand_home(str(statistics)))
         if self._stats is None and not (described.path / "policy_preprocessor.json").is_file():
             raise ConfigError(

@@ -478,8 +478,10 @@ class PiPolicy(LeRobotFlowPolicy):
         both.paligemma.language_model.config._attn_implementation = "eager"
         (read, _), cache = both.forward(
             attention_mask=model._prepare_attention_masks_4d(make_att_2d_masks(mask, causal)),
-            position_ids=mask.cumsum(1) - 1, inputs_embeds=[embedded, None], use_cache=True,
-        )  # fmt: skip
+            position_ids=mask.cumsum(1) - 1,
+            inputs_embeds=[embedded, None],
+            use_cache=True,
+        )
         state = [inner.prepare_state(batch)] if self._has_state else []
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
@@ -512,9 +514,13 @@ class SmolVlaPolicy(LeRobotFlowPolicy):
             pictures, picture_mask, words, spoken, state=inner.prepare_state(batch)
         )
         (read, _), cache = inner.model.vlm_with_expert.forward(
-            attention_mask=make_att_2d_masks(mask, causal), position_ids=mask.cumsum(1) - 1, past_key_values=None,
-            inputs_embeds=[embedded, None], use_cache=True, fill_kv_cache=True,
-        )  # fmt: skip
+            attention_mask=make_att_2d_masks(mask, causal),
+            position_ids=mask.cumsum(1) - 1,
+            past_key_values=None,
+            inputs_embeds=[embedded, None],
+            use_cache=True,
+            fill_kv_cache=True,
+        )
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
             velocities: Tensor = inner.model.denoise_step(mask, cache, x, t)
