@@ -66,7 +66,7 @@ def read(paths: Sequence[str]) -> Iterator[Trajectory]:
     """Yields the episodes of files and folders (see `read_trajectories`), one after the other.
 
     Raises:
-        ConfigError: See there.
+        ConfigError: As `read_trajectories`.
     """
     return read_trajectories(paths, require=("actions",), key=_KEY)
 
@@ -191,9 +191,9 @@ def page(title: str, facts: Mapping[str, Any], trajectories: Iterable[Trajectory
     """Returns a self-contained HTML page.
 
     Args:
-        title: Its heading.
+        title: Heading of the page.
         facts: Facts of the complete dataset, by name.
-        trajectories: The episodes that it shows.
+        trajectories: Episodes on the page.
     """
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in facts.items())
     sections = "".join(_episode(number, trajectory) for number, trajectory in enumerate(trajectories))

@@ -78,7 +78,7 @@ def merge_facts(sources: Iterable[tuple[str, DatasetFacts]], fps: int | None = N
         fps: Rate chosen by the user, instead of the sources'.
 
     Raises:
-        ConfigError: Two differ.
+        ConfigError: Two sources differ.
     """
     merged: dict[str, tuple[str, Any]] = {}
     tasks: set[str | None] = set()

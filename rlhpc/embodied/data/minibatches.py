@@ -1,4 +1,4 @@
-"""Minibatches over the transitions of the whole run, so that any number of ranks makes the same updates."""
+"""Minibatches over the transitions of the complete run, so that any number of ranks makes the same updates."""
 
 from __future__ import annotations
 

@@ -70,11 +70,11 @@ class Mixture:
         """Draws the batch of an update.
 
         Args:
-            update: Its number.
+            update: Number of the update.
             alone: Draw all rows from the demonstrations, whatever is in the buffer.
 
         Raises:
-            ConfigError: The demonstrations are not of this run's kind.
+            ConfigError: The demonstrations have other columns than this run.
         """
         dtype = self._demo_dtype if alone else self.replay.dtype
         assert dtype is not None

@@ -1,8 +1,8 @@
 """Replay buffer: the newest transitions of a rank's slots, in a memory-mapped ring.
 
-The buffer of a run is a table of decisions (one action in every slot) by slots. Actor ranks hold the columns of their own
-slots, and a transition is named by its place in the whole table, so that a batch drawn from it is the same whatever the
-number of ranks. A transition is one row of bytes: a batch is one gather, and its columns are views of it.
+The buffer of a run is a table of decisions (one action in every slot) by slots. Each actor rank holds the columns of its
+slots. The index of a transition counts the complete table, so that a drawn batch is the same for any number of ranks. A
+transition is one row of bytes: a batch is one gather, and its columns are views of it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ReplayFile:
     """File of a stored buffer.
 
     Attributes:
-        file: Its name.
-        first, stop: Decisions that it holds, counted from the start of the run.
+        file: Name of the file.
+        first, stop: Range of its decisions, counted from the start of the run.
     """
 
     file: str
@@ -101,8 +101,8 @@ class StoredReplay:
         folder: A checkpoint, or a folder with `index-*.json`.
 
     Raises:
-        ConfigError: There is none.
-        CheckpointError: It is damaged.
+        ConfigError: The folder has no replay buffer.
+        CheckpointError: The buffer is damaged.
     """
 
     def __init__(self, folder: Path) -> None:

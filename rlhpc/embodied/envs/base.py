@@ -108,7 +108,7 @@ class VectorEnv(ABC):
     and where the simulator knows success `success_once` and `success_at_end`, each `[N]`; rows outside `mask` mean nothing.
 
     Where a simulator or robot failed in a step, `infos["lost"]` (bool `[N]`) marks its slots: their episode ends as truncated,
-    the step's outcome is not known, and nothing learns from it, counts it or records it (`env_failed`).
+    the step's outcome is unknown, and the step is not trained on, counted or recorded (`env_failed`).
 
     An observation is an array `[N, ...]`, or a dict of them (`observation_space` is then a `Dict` of `Box`): "state" float32
     `[N, D]`, "rgb" uint8 `[N, H, W, C]`, "depth" `[N, H, W, 1]`, "instruction" uint8 `[N, bytes]` (`encode_text`), and so on.
@@ -123,7 +123,7 @@ class VectorEnv(ABC):
         restarts: Number of restarts of simulator processes that died or hung.
         can_stay_on_device: True if its observations are computed on an accelerator.
         on_device: Set by an env rank whose policies compute on the same accelerator: observations then stay there, as tensors.
-            Everything else is arrays all the same.
+            Everything else stays arrays.
         keep_states: Set by a recording: `infos["final_env_states"]` then has the simulators' states from before the
             resets, where the environment has any (`env_states`).
         timing: Timing statistics of a robot; None for simulators.
@@ -283,7 +283,7 @@ def check_reset(env: VectorEnv, name: str, answer: Any) -> None:
     """Refuses the result of a user's `reset` unless it is (observations, infos).
 
     Raises:
-        InterfaceError: Says what it returned.
+        InterfaceError: The result has another form; the message describes it.
     """
     if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
         raise _refusal(env, f"{name}() returned {describe(answer)}")
@@ -294,7 +294,7 @@ def check_step(env: VectorEnv, name: str, answer: Any) -> None:
     """Refuses the result of a user's `step` or `chunk_step` unless it is a `Step`.
 
     Raises:
-        InterfaceError: Says what it returned.
+        InterfaceError: The result has another form; the message describes it.
     """
     if not isinstance(answer, tuple) or len(answer) != 5 or not isinstance(answer[4], dict):
         raise _refusal(env, f"{name}() returned {describe(answer)}")
@@ -328,7 +328,7 @@ def _refusal(env: VectorEnv, problem: str) -> InterfaceError:
 
 
 def env_failed(infos: Mapping[str, Any], num_envs: int) -> np.ndarray:
-    """Returns the slots (bool `[N]`) whose simulator or robot failed in this step, so that its outcome is not known."""
+    """Returns the slots (bool `[N]`) whose simulator or robot failed in this step, so that its outcome is unknown."""
     failed = infos.get("lost")
     return np.zeros(num_envs, bool) if failed is None else np.array(failed, bool)
 

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 class EpisodeTracker:
-    """Bookkeeping of N slots.
+    """Episode bookkeeping of N slots.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
         num_envs: N.
         slot_offset: Global number of the first slot.
         seed: Seed of the run.
-        limit: Steps after which an episode is cut; 0 for none.
+        limit: Steps after which an episode is truncated; 0 for none.
     """
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, limit: int) -> None:

@@ -1,8 +1,8 @@
 """Scripted experts of ManiSkill tasks: rules written by hand, from the state observation alone.
 
-No planner and no memory: an expert is a function `obs [N, D] -> actions [N, A]`, so it also relabels what another policy
-visited (DAgger). They take `obs_mode=state` (or `rgb+state`, to show a policy that sees), `control_mode=pd_ee_delta_pos`, the
-Panda arm. Lengths are metres.
+Experts have no planner and no memory: an expert is a function `obs [N, D] -> actions [N, A]`, so it can also relabel states
+that another policy visited (DAgger). They need `obs_mode=state` (or `rgb+state`, for policies with images),
+`control_mode=pd_ee_delta_pos` and the Panda arm. Lengths are metres.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _statistics(env: Any) -> RecordEpisodeStatistics[Any, Any] | None:
 
 
 def _control_hz(env: Any) -> float | None:
-    """Returns the actions a second of an environment: by its time step `dt`, or by the rate at which it is shown."""
+    """Returns the actions a second of an environment: by its time step `dt`, or by its render rate."""
     skipped = 1
     while isinstance(env, gymnasium.Wrapper):
         if isinstance(env, MaxAndSkipObservation):

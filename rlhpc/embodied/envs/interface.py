@@ -142,7 +142,7 @@ def describe(value: Any) -> str:
 
 
 def refusal(env_id: str, problem: str) -> InterfaceError:
-    """Returns the error that says what is wrong with an environment, and which interface is required."""
+    """Returns the error of an environment's problem, with the required interface."""
     return InterfaceError(
         f"env_id {env_id!r}: {problem}; gymnasium's interface is required: reset(seed=…, options=…) returns "
         "(observation, info), and step(action) returns (observation, reward, terminated, truncated, info). Change the "

@@ -35,10 +35,10 @@ _IDLE_ACTION = np.array([0, 0, 0, 0, 0, 0, -1.0])
 
 
 class LiberoVectorEnv(SlotwiseVectorEnv):
-    """N slots of a suite such as `libero_spatial`.
+    """Vector environment of N slots of a suite such as `libero_spatial`.
 
-    An episode starts from one of the recorded initial states of one of the suite's tasks. In training both are drawn by the
-    episode's seed, so that slots of a group share them. In evaluation the suite's (task, state) pairs are enumerated over
+    An episode starts from a recorded initial state of one of the suite's tasks. In training the episode's seed draws both,
+    so that slots of a group share them. In evaluation the suite's (task, state) pairs are enumerated over
     slots and episodes, the first state of every task first: with as many episodes as pairs each is played once, with fewer
     the tasks get equally many, with more the enumeration repeats.
 

@@ -135,7 +135,7 @@ def find_task(env_id: str) -> Any:
 
 
 class ManiSkillVectorEnv(VectorEnv):
-    """N slots of a ManiSkill task; `env.train.kwargs` are those of `gym.make`.
+    """Vector environment of N slots of a ManiSkill task; `env.train.kwargs` are those of `gym.make`.
 
     obs_mode `state` (default) gives `[N, D]`; modes with textures (`rgb`, `rgbd`, `rgb+state`, …) give a dict of
     `state` (what the task lets the policy know), `rgb` uint8 `[N, H, W, 3 x cameras]` and `depth` float32 in metres.
@@ -143,10 +143,11 @@ class ManiSkillVectorEnv(VectorEnv):
     (seed, slot, number of the episode); on a GPU, where ManiSkill draws for all slots that reset together, only with
     `group_size` over 1 or fixed reset states.
 
-    What a task draws when it is built (the size of a peg) a slot keeps, unless `reconfiguration_freq` says otherwise.
+    A slot retains the values that its task draws when it is built (the size of a peg), except with
+    `reconfiguration_freq`.
 
-    A saved slot is its episode's number and actions; loading plays them again. On the CPU that is exact: every reset
-    first clears PhysX's caches of contacts, which outlive a reset and which no state of ManiSkill's contains.
+    A saved slot is its episode's number and actions; loading replays them. On the CPU that is exact: every reset first
+    clears PhysX's caches of contacts, which outlive a reset and are in no state of ManiSkill.
 
     Args:
         cfg: Section `env.train` or `env.eval`.

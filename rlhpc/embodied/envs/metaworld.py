@@ -30,7 +30,7 @@ _LONGEST = 500
 
 
 class MetaWorldVectorEnv(SlotwiseVectorEnv):
-    """N slots of a task such as `reach-v3`, goal visible, objects and goal drawn for every episode.
+    """Vector environment of N slots of a task such as `reach-v3`, with a visible goal; each episode draws objects and goal.
 
     Observations are MetaWorld's 39 numbers. `kwargs`: reward_mode `dense` (0 to 10) or `sparse` (1 at success),
     camera_name, width, height and image_orientation (`oriented`) of pictures: MetaWorld's cameras are mounted upside down, so

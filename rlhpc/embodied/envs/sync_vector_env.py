@@ -37,7 +37,7 @@ class SlotwiseVectorEnv(VectorEnv):
         num_envs: Slots here.
         slot_offset: Global number of the first.
         seed: Seed of the run.
-        limit: Steps after which an episode is cut; 0 for none.
+        limit: Steps after which an episode is truncated; 0 for none.
     """
 
     supports_state = True
