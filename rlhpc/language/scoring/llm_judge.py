@@ -1,4 +1,4 @@
-"""A language model that judges answers: it is asked for a grade of each, or which of two is better."""
+"""LLM judge: a language model grades each answer, or says which of two answers is better."""
 
 from __future__ import annotations
 
@@ -51,31 +51,36 @@ _COMPARE_FORM = (
     "Better: A\nBetter: B\nBetter: neither"
 )
 _PLACES = re.compile(r"\{(prompt|response|answer)\}")
-#: What templates mark turns with, where it is no token of its own: `[INST]`, `<<SYS>>`, `<|user|>`.
+#: Turn markers of chat templates that are not single tokens: `[INST]`, `<<SYS>>`, `<|user|>`.
 _MARKS = re.compile(r"<{1,2}[^\s<>]+>{1,2}|\[/?[^\s\[\]]+\]")
 
 
 class Questions:
-    """Questions to one judge, as token ids.
+    """Builder of the questions to a judge, as token ids.
 
     Args:
-        rubric: With `{response}`, and maybe `{prompt}` and `{answer}`; None for the default.
+        rubric: Text with `{response}` and optionally `{prompt}` and `{answer}`; None for the default.
         scale: Lowest and highest grade; None for comparisons.
         encoder: The judge's tokenizer and template.
-        seed: Of the run; the marks around answers depend on it.
-        most: Tokens of a question.
-        start: What the reply begins with.
+        seed: Seed of the run; the marks around answers depend on it.
+        max_tokens: Maximum number of tokens of a question.
+        start: Text that the reply begins with.
     """
 
     def __init__(
-        self, rubric: str | None, scale: tuple[float, float] | None, encoder: PromptTokenizer, seed: int, most: int,
+        self,
+        rubric: str | None,
+        scale: tuple[float, float] | None,
+        encoder: PromptTokenizer,
+        seed: int,
+        max_tokens: int,
         start: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         default, form = (COMPARE, _COMPARE_FORM) if scale is None else (GRADE, "")
         if scale is not None:
             form = _GRADE_FORM.format(low=scale[0], high=scale[1])
         self._rubric = f"{default if rubric is None else rubric}\n\n{form}"
-        self._encoder, self._seed, self._most = encoder, str(seed).encode(), most
+        self._encoder, self._seed, self._max_tokens = encoder, str(seed).encode(), max_tokens
         tokenizer = encoder.tokenizer
         self._start = tokenizer(start, add_special_tokens=False)["input_ids"] if start else []
         special = special_tokens(tokenizer)
@@ -85,35 +90,39 @@ class Questions:
         self._frame = self._specials(self._ids(Sample("x", "x"), ["x"]))
 
     def about(self, sample: Sample, responses: Sequence[str]) -> tuple[int, ...] | None:
-        """A question about one response, or about two in this order; None where it is too long.
+        """Returns a question about one response, or about two in this order; None if it is too long, or if a response
+        adds a special token.
 
         Args:
-            sample: Of the problem.
-            responses: One to be graded, or two to be compared.
+            sample: Any sample of the problem.
+            responses: One response to grade, or two to compare.
         """
         ids = self._ids(sample, responses)
-        # Nothing that was put in may have become a special token: neither by a spelling that nobody thought of.
-        return ids if len(ids) <= self._most and self._specials(ids) == self._frame else None
+        # The inserted texts must not add a special token, whatever their spelling.
+        return ids if len(ids) <= self._max_tokens and self._specials(ids) == self._frame else None
 
     def _specials(self, ids: Sequence[int]) -> dict[int, int]:
         return collections.Counter(number for number in ids if number in self._special)
 
     def _ids(self, sample: Sample, responses: Sequence[str]) -> tuple[int, ...]:
-        asked = self._encoder.encode_messages(({"role": "user", "content": self.text(sample, responses)},))
-        return (*asked, *self._start)
+        question = self._encoder.encode_messages(({"role": "user", "content": self.text(sample, responses)},))
+        return (*question, *self._start)
 
     def text(self, sample: Sample, responses: Sequence[str]) -> str:
-        """The question as text; see `about`."""
-        prompt, answer, *shown = (harmless(one, self._forbidden) for one in (sample.prompt, sample.answer, *responses))
-        mark = mark_for((prompt, answer, *shown), self._seed)
-        names = [f"answer {mark}"] if len(shown) == 1 else [f"answer {which} {mark}" for which in "AB"]
-        blocks = [f"<{name}>\n{one}\n</{name}>" for name, one in zip(names, shown, strict=True)]
+        """Returns the question as text; see `about`."""
+        prompt, answer, *escaped = (
+            harmless(one, self._forbidden) for one in (sample.prompt, sample.answer, *responses)
+        )
+        mark = mark_for((prompt, answer, *escaped), self._seed)
+        names = [f"answer {mark}"] if len(escaped) == 1 else [f"answer {which} {mark}" for which in "AB"]
+        blocks = [f"<{name}>\n{one}\n</{name}>" for name, one in zip(names, escaped, strict=True)]
         texts = {"prompt": prompt, "answer": answer, "response": "\n\n".join(blocks)}
-        return _PLACES.sub(lambda found: texts[found[1]], self._rubric)  # at once: what is put in is not looked through
+        # In one pass: inserted texts are not searched for placeholders.
+        return _PLACES.sub(lambda match: texts[match[1]], self._rubric)
 
 
 def mark_for(texts: Sequence[str], seed: bytes) -> str:
-    """A word that is in none of some texts, and always the same for them."""
+    """Returns a word that none of some texts contains, the same for the same texts."""
     for attempt in range(1000):
         digest = hashlib.blake2b(digest_size=8, key=seed[:64], salt=attempt.to_bytes(2, "big"))
         for text in texts:
@@ -124,88 +133,90 @@ def mark_for(texts: Sequence[str], seed: bytes) -> str:
 
 
 def special_tokens(tokenizer: Any) -> set[str]:
-    """What a tokenizer takes for more than text, and what it adds that its chat template uses."""
+    """Returns the special tokens of a tokenizer, and the added tokens that its chat template uses."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    found = {str(token.content) for token in added if token.special or token.content in template}
-    return {text for text in (found | set(tokenizer.all_special_tokens)) if text.strip()}
+    tokens = {str(token.content) for token in added if token.special or token.content in template}
+    return {text for text in (tokens | set(tokenizer.all_special_tokens)) if text.strip()}
 
 
 def _marks(encoder: PromptTokenizer) -> set[str]:
-    """Marks that the chat template puts around turns."""
+    """Returns the marks that the chat template puts around turns."""
     word = "rlhpcturn"
     turns = [("user",), ("user", "assistant", "user"), ("system", "user")]
-    found: set[str] = set()
+    marks: set[str] = set()
     for roles in turns if encoder.chat_template else ():
         try:
             text = encoder.text([{"role": role, "content": word} for role in roles])
         except ConfigError:  # it refuses such a conversation
             continue
-        found |= {mark for part in text.split(word) for mark in _MARKS.findall(part)}
-    return found
+        marks |= {mark for part in text.split(word) for mark in _MARKS.findall(part)}
+    return marks
 
 
 def harmless(text: str, forbidden: Sequence[str]) -> str:
-    """A text in which no forbidden one occurs: a space splits each.
+    """Returns a text without any of the forbidden texts: a space splits each.
 
     Args:
-        text: Of whoever.
-        forbidden: Texts, none of which is white space.
+        text: Untrusted text.
+        forbidden: Texts; none of them is white space.
     """
-    text = text.encode("utf-8", "replace").decode()  # lone surrogates are no text
+    text = text.encode("utf-8", "replace").decode()  # drops lone surrogates
     for _ in range(10):
         if not any(one in text for one in forbidden):
             return text
         for one in forbidden:
             text = text.replace(one, f"{one[:1]} {one[1:]}" if len(one) > 1 else " ")
-    for one in forbidden:  # splitting one made another, again and again
+    for one in forbidden:  # each split has produced another forbidden text
         text = text.replace(one, " ")
     return text
 
 
 _SCORE = re.compile(r"Score: (-?[0-9]{1,9}(?:\.[0-9]{1,9})?)")
 _BETTER = re.compile(r"Better: (A|B|neither)")
-#: The better of two answers: the one shown first, the one shown second, or neither.
+#: Results of a comparison: the first answer is better, the second one, or neither.
 FIRST, SECOND, NEITHER = "A", "B", "neither"
 
 
 def score_in(reply: str, low: float, high: float) -> float | None:
-    """The grade that a reply ends with, 0 at `low` and 1 at `high`.
+    """Returns the grade that a reply ends with, 0 at `low` and 1 at `high`.
 
     Args:
-        reply: What the judge wrote; its last line has to be `Score: <number>`, and no other may have anything like it.
-        low, high: The scale.
+        reply: Reply of the judge. Its last line has to be `Score: <number>`, and no other line may contain such a text.
+        low, high: Ends of the scale.
 
     Returns:
-        None if there is no such line, if there are several, or if the number is off the scale.
+        None if there is no such line or more than one, or if the number is off the scale.
     """
-    found = _verdict(reply, "score", _SCORE)
-    if found is None or not low <= float(found) <= high:
+    verdict = _verdict(reply, "score", _SCORE)
+    if verdict is None or not low <= float(verdict) <= high:
         return None
-    return (float(found) - low) / (high - low)
+    return (float(verdict) - low) / (high - low)
 
 
 def better_in(reply: str) -> str | None:
-    """Which of two answers a reply prefers: `FIRST`, `SECOND` or `NEITHER`; None where its last line, `Better: <which>`, is
-    missing, or is not the only one."""
+    """Returns the preferred answer of a reply: `FIRST`, `SECOND` or `NEITHER`; None if its last line is not `Better:
+    <which>`, or if there is more than one such line.
+    """
     return _verdict(reply, "better", _BETTER)
 
 
 def _verdict(reply: str, word: str, form: re.Pattern[str]) -> str | None:
-    reply = reply.rpartition("</think>")[2]  # what it thought is no verdict
-    if reply.lstrip().startswith("<think>"):  # and it still thinks
+    reply = reply.rpartition("</think>")[2]  # reasoning is not part of the verdict
+    if reply.lstrip().startswith("<think>"):  # the reasoning has not ended
         return None
     last = reply.rstrip("\n").rpartition("\n")[2]
-    found = form.fullmatch(last.strip(" "))
-    if found is None or len(re.findall(rf"{word}\W*[:=]", reply, re.IGNORECASE)) != 1:
+    match = form.fullmatch(last.strip(" "))
+    if match is None or len(re.findall(rf"{word}\W*[:=]", reply, re.IGNORECASE)) != 1:
         return None
-    return found[1]
+    return match[1]
 
 
 def pairs(count: int) -> Iterator[tuple[int, int]]:
-    """All pairs of `count` answers, by rounds: in each, everyone meets one other at most, so that a few rounds treat all
-    alike."""
-    places = [*range(count), *([count] if count % 2 else [])]  # the one beyond the end: whoever meets it has a rest
+    """Yields all pairs of `count` answers by rounds. In each round an answer is in one pair at most, so that a few
+    rounds compare all answers about equally often.
+    """
+    places = [*range(count), *([count] if count % 2 else [])]  # the number `count` stands for no opponent
     for _ in range(len(places) - 1):
         for one, other in zip(places[: len(places) // 2], reversed(places), strict=False):
             if max(one, other) < count:
@@ -214,8 +225,9 @@ def pairs(count: int) -> Iterator[tuple[int, int]]:
 
 
 def both_say(in_order: str | None, swapped: str | None) -> float | None:
-    """The part of a comparison that the first answer wins, when the judge has seen the pair in both orders; None where it has
-    not said the same both times."""
+    """Returns the share of a comparison that the first answer wins, from the verdicts in both orders of the pair; None
+    if these contradict each other.
+    """
     if in_order == NEITHER and swapped == NEITHER:
         return 0.5
     if (in_order, swapped) == (FIRST, SECOND):
@@ -224,40 +236,40 @@ def both_say(in_order: str | None, swapped: str | None) -> float | None:
 
 
 def shares(count: int, won: Mapping[tuple[int, int], float | None]) -> list[float | None]:
-    """Each answer's share of the comparisons that count; None for one that has none.
+    """Returns each answer's share of its valid comparisons; None for an answer without one.
 
     Args:
         count: Number of answers.
-        won: Pair → the part that its first one wins; None where that is not known.
+        won: Pair → the share that its first answer wins; None for an invalid comparison.
     """
     parts: Sequence[list[float]] = [[] for _ in range(count)]
     for (one, other), part in won.items():
         if part is not None:
             parts[one].append(part)
             parts[other].append(1.0 - part)
-    return [sum(found) / len(found) if found else None for found in parts]
+    return [sum(values) / len(values) if values else None for values in parts]
 
 
-#: What is counted: questions that were not asked because they do not fit, or because there were enough; replies without a
-#: readable verdict, and comparisons that depended on the order. What the engine was spared depends on what came before.
+#: Counters: questions that are too long or over the budget, replies without a readable verdict, and comparisons that
+#: depend on the order. The number of cache hits depends on earlier calls.
 _COUNTS = ("too_long", "over_budget", "no_verdict", "inconsistent", "time/requests", "time/cache_hits")
 
 Question = tuple[int, ...]
 
 
 class Judge(Rater):
-    """A language model with an engine of its own. What it says of the answers to a problem depends on these alone.
+    """LLM judge with its own engine. Its ratings of the answers to a problem depend on these answers alone.
 
     Args:
         cfg: The configuration.
-        device: Where the engine computes.
-        group: Its name and model.
-        options: Of a group of one's own; see `section_of`.
+        device: Device of the engine.
+        group: Name and model of the group.
+        options: Options of an entry of `groups`; see `section_of`.
     """
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup, **options: Any) -> None:
         super().__init__(cfg, device, group)
-        del options  # which `section_of` takes from the group
+        del options  # `section_of` reads them from the group
         self.section = section = section_of(cfg, group)
         path, self.compares = resolve_model(section.model), section.mode.lower() == "compare"
         key = key_of(group, "model.model_path")
@@ -269,37 +281,37 @@ class Judge(Rater):
             engine = make_rollout(built, model_path=path, device=device, seed=cfg.runner.seed)
         self.engine = engine
         context = int(getattr(engine, "context", section.max_prompt_tokens + section.max_new_tokens))
-        most = min(section.max_prompt_tokens, context - section.max_new_tokens)
+        limit = min(section.max_prompt_tokens, context - section.max_new_tokens)
         scale = None if self.compares else (float(section.scale[0]), float(section.scale[1]))
-        self.questions = Questions(section.rubric, scale, encoder, cfg.runner.seed, most, section.reply_start)
+        self.questions = Questions(section.rubric, scale, encoder, cfg.runner.seed, limit, section.reply_start)
         if self.questions.about(Sample("x", "x"), ["x"] * (1 + self.compares)) is None:
             engine.close()
             raise ConfigError(
-                f"{key_of(group, 'max_prompt_tokens')}: not even a question about an empty answer fits into {most} tokens "
+                f"{key_of(group, 'max_prompt_tokens')}: not even a question about an empty answer fits into {limit} tokens "
                 f"(the engine's context is {context}, of which {key_of(group, 'max_new_tokens')}={section.max_new_tokens} are "
                 "for the reply); raise it, take a shorter rubric, or a model with a longer context"
             )
         self.sampling = SamplingParams(max_new_tokens=section.max_new_tokens, temperature=section.temperature)
         self._numbers = itertools.count(1)
-        self._said: collections.OrderedDict[Question, str] = collections.OrderedDict()
+        self._replies: collections.OrderedDict[Question, str] = collections.OrderedDict()
         self._counts = collections.Counter[str]()
 
     def rate(self, samples: Sequence[Sample]) -> list[float | None]:
-        """See `Rater.rate`: None where the judge gave no verdict. Answers that are alike are asked about once."""
+        """Implements `Rater.rate`: None for an answer without a verdict. Asks about equal answers once."""
         if not samples:
             return []
         texts = list(dict.fromkeys(sample.response for sample in samples))
-        found = self._compare(samples[0], texts) if self.compares else self._grade(samples[0], texts)
-        values = dict(zip(texts, found, strict=True))
+        ratings = self._compare(samples[0], texts) if self.compares else self._grade(samples[0], texts)
+        values = dict(zip(texts, ratings, strict=True))
         if self.compares and len(texts) == 1 < len(samples):
             values[texts[0]] = 0.5  # all tie
         return [values[sample.response] for sample in samples]
 
     def _grade(self, problem: Sample, texts: Sequence[str]) -> list[float | None]:
         questions = [self._fitting(problem, [text]) for text in texts]
-        asked = [question for question in questions if question is not None]
-        self._counts["over_budget"] += max(0, len(asked) - self.section.max_requests)
-        replies = self._ask(asked[: self.section.max_requests])
+        fitting = [question for question in questions if question is not None]
+        self._counts["over_budget"] += max(0, len(fitting) - self.section.max_requests)
+        replies = self._ask(fitting[: self.section.max_requests])
         low, high = self.section.scale
         values = {question: score_in(reply, low, high) for question, reply in replies.items()}
         self._counts["no_verdict"] += sum(value is None for value in values.values())
@@ -312,15 +324,16 @@ class Judge(Rater):
         questions: dict[tuple[int, int], tuple[Question, Question]] = {}
         for one, other in chosen[:budget]:
             both = [texts[one], texts[other]]
-            there, back = self._fitting(problem, both), self._fitting(problem, both[::-1])
-            if there is not None and back is not None:
-                questions[one, other] = there, back
+            in_order, swapped = self._fitting(problem, both), self._fitting(problem, both[::-1])
+            if in_order is not None and swapped is not None:
+                questions[one, other] = in_order, swapped
         replies = self._ask([question for both in questions.values() for question in both])
-        said = {question: better_in(reply) for question, reply in replies.items()}
-        self._counts["no_verdict"] += sum(verdict is None for verdict in said.values())
-        won = {pair: both_say(said[there], said[back]) for pair, (there, back) in questions.items()}
+        verdicts = {question: better_in(reply) for question, reply in replies.items()}
+        self._counts["no_verdict"] += sum(verdict is None for verdict in verdicts.values())
+        won = {pair: both_say(verdicts[in_order], verdicts[swapped]) for pair, (in_order, swapped) in questions.items()}
         self._counts["inconsistent"] += sum(
-            won[pair] is None and None not in (said[there], said[back]) for pair, (there, back) in questions.items()
+            won[pair] is None and None not in (verdicts[in_order], verdicts[swapped])
+            for pair, (in_order, swapped) in questions.items()
         )
         return shares(len(texts), won)
 
@@ -330,36 +343,36 @@ class Judge(Rater):
         return question
 
     def _ask(self, questions: Sequence[Question]) -> dict[Question, str]:
-        """Question → reply; empty where the judge did not come to an end."""
-        found: dict[Question, str] = {}
+        """Returns question → reply; an empty reply if the judge did not finish."""
+        replies: dict[Question, str] = {}
         for question in questions:
-            if question in self._said:
-                self._said.move_to_end(question)
-                found[question] = self._said[question]
-        self._counts["time/cache_hits"] += len(found)
-        new = {next(self._numbers): question for question in questions if question not in found}
+            if question in self._replies:
+                self._replies.move_to_end(question)
+                replies[question] = self._replies[question]
+        self._counts["time/cache_hits"] += len(replies)
+        new = {next(self._numbers): question for question in questions if question not in replies}
         requests = [Request(number, question, self.sampling, self._seed(question)) for number, question in new.items()]
         self._counts["time/requests"] += len(requests)
         for completion in self.engine.generate(requests) if requests else ():
-            ended = completion.finish_reason == "stop"
+            finished = completion.finish_reason == "stop"
             text = self.tokenizer.decode(without_end(completion.token_ids, self.tokenizer), skip_special_tokens=True)
-            found[new[completion.id]] = self._said[new[completion.id]] = (
-                self.section.reply_start + text if ended else ""
+            replies[new[completion.id]] = self._replies[new[completion.id]] = (
+                self.section.reply_start + text if finished else ""
             )
-        while len(self._said) > self.section.cache_size:
-            self._said.popitem(last=False)
-        return found
+        while len(self._replies) > self.section.cache_size:
+            self._replies.popitem(last=False)
+        return replies
 
     def _seed(self, question: Question) -> int:
         digest = hashlib.blake2b(repr((self.cfg.runner.seed, question)).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
     def counts(self) -> dict[str, float]:
-        """See `Rater.counts`."""
-        found = {name: float(self._counts[name]) for name in _COUNTS}
+        """Implements `Rater.counts`."""
+        counts = {name: float(self._counts[name]) for name in _COUNTS}
         self._counts.clear()
-        return found
+        return counts
 
     def close(self) -> None:
-        """See `Rater.close`."""
+        """Implements `Rater.close`."""
         self.engine.close()

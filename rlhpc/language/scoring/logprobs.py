@@ -1,4 +1,4 @@
-"""The log-probs that a frozen model gives to tokens, and to others in their place: what a reference or a teacher says."""
+"""Log-probs of a frozen model: of sampled tokens and of the most likely alternatives, for a reference or a teacher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhpc.language.scoring.registry import Scorer, ScoringGroup
 
 
 class LogProbs(Scorer):
-    """A causal language model's log-probs of the tokens that another one drew, at `rollout.temperature`."""
+    """Log-probs that a causal language model gives to tokens of another model, at `rollout.temperature`."""
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> None:
         super().__init__(cfg, device, group)
@@ -35,24 +35,24 @@ class LogProbs(Scorer):
         self.temperature = cfg.rollout.temperature
 
     def score(self, batch: TokenBatch) -> torch.Tensor:
-        """See `Scorer.score`."""
+        """Implements `Scorer.score`."""
         return token_scores(self.model, batch, self.temperature).logprobs
 
     def offload(self) -> None:
-        """See `Scorer.offload`."""
+        """Implements `Scorer.offload`."""
         self.model.to("cpu")
 
     def reload(self) -> None:
-        """See `Scorer.reload`."""
+        """Implements `Scorer.reload`."""
         self.model.to(self.device)
 
 
 class TopLogProbs(LogProbs):
-    """For each token that is trained on, the log-probs of the `k` most likely ones in its place, and of all others together,
+    """Log-probs of the `k` most likely tokens at the position of each trained token, and of all other tokens together,
     at `rollout.temperature`: see `top_logprobs`.
 
     Args:
-        k: How many tokens.
+        k: Number of tokens.
     """
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup, k: int = 64) -> None:
@@ -60,64 +60,66 @@ class TopLogProbs(LogProbs):
         self.k, self.vocabulary = k, vocabulary_of(cfg)
 
     def score(self, batch: TokenBatch) -> torch.Tensor:
-        """`[T, k + 1, 2]`."""
+        """Returns log-probs and token ids as in `top_logprobs`, `[T, k + 1, 2]`."""
         rows = logit_rows(self.model, batch)
         return top_logprobs(rows, batch, self.k, self.temperature, self.vocabulary)
 
 
 def vocabulary_of(cfg: GrpoConfig) -> int | None:
-    """How many logits the model that is trained has; another one with the same tokenizer may be filled up to more."""
+    """Returns the number of logits of the trained model. Another model with the same tokenizer may be padded to more."""
     model = cfg.actor.model
-    found = transformers().AutoConfig.from_pretrained(str(model.model_path), trust_remote_code=model.trust_remote_code)
-    size = getattr(found.get_text_config(), "vocab_size", None)
+    model_config = transformers().AutoConfig.from_pretrained(
+        str(model.model_path), trust_remote_code=model.trust_remote_code
+    )
+    size = getattr(model_config.get_text_config(), "vocab_size", None)
     return None if size is None else int(size)
 
 
 class EngineLogProbs(Scorer):
-    """The teacher's log-probs of the tokens that another model drew or, with `k`, of the most likely ones in their place and
-    of all others together, by vLLM, at `rollout.temperature`.
+    """Log-probs of a teacher with a vLLM engine, at `rollout.temperature`: of the tokens that another model sampled or,
+    with `k`, of the most likely tokens at their positions and of all others together.
 
     Args:
-        k: How many tokens; 0 for those that were drawn.
+        k: Number of tokens; 0 for the sampled ones.
     """
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup, k: int = 0) -> None:
         super().__init__(cfg, device, group)
-        self.told, own = group, engine_config(cfg.teacher, takes_turns=cfg.actor.offload_in_rollout)
+        self.group_section, config = group, engine_config(cfg.teacher, takes_turns=cfg.actor.offload_in_rollout)
         with explained(group):
             self.engine = VLLMScores(
-                own, model_path=resolve_model(cfg.teacher.model), device=device, seed=cfg.runner.seed,
+                config, model_path=resolve_model(cfg.teacher.model), device=device, seed=cfg.runner.seed,
                 temperature=cfg.rollout.temperature, top=k, vocabulary=vocabulary_of(cfg) if k else None,
                 max_tokens=group.max_tokens,
             )  # fmt: skip
 
     def score(self, batch: TokenBatch) -> torch.Tensor:
-        """`[T]`, of all tokens; or `[T, k + 1, 2]`, of those that are trained on, as from `top_logprobs`."""
+        """Returns log-probs `[T]` of all tokens; or `[T, k + 1, 2]` of the trained tokens, as `top_logprobs`."""
         k = self.engine.top
-        ids, wanted = batch.ids.cpu(), torch.ones(batch.tokens, dtype=torch.bool)
+        ids, required = batch.ids.cpu(), torch.ones(batch.tokens, dtype=torch.bool)
         if k:
-            wanted = torch.zeros_like(wanted).index_fill_(0, batch.predictors()[0].cpu(), True)
+            required = torch.zeros_like(required).index_fill_(0, batch.predictors()[0].cpu(), True)
         texts, places = list[list[int]](), list[torch.Tensor]()
         for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
-            mine = 1 + torch.nonzero(wanted[start + 1 : end]).flatten()
-            if len(mine):
-                texts.append(ids[start : start + int(mine[-1]) + 1].tolist())
-                places.append(start + mine)
-        with explained(self.told):
-            found = self.engine.score(texts)
+            positions = 1 + torch.nonzero(required[start + 1 : end]).flatten()
+            if len(positions):
+                texts.append(ids[start : start + int(positions[-1]) + 1].tolist())
+                places.append(start + positions)
+        with explained(self.group_section):
+            scores = self.engine.score(texts)
         values = torch.zeros(batch.tokens, *((k + 1, 2) if k else ()))
-        for said, place, text in zip(found, places, texts, strict=True):
-            values[place] = said[place - (int(place[-1]) + 1 - len(text)) - 1]
+        for values_of_text, place, text in zip(scores, places, texts, strict=True):
+            values[place] = values_of_text[place - (int(place[-1]) + 1 - len(text)) - 1]
         return values
 
     def offload(self) -> None:
-        """See `Scorer.offload`."""
+        """Implements `Scorer.offload`."""
         self.engine.offload()
 
     def reload(self) -> None:
-        """See `Scorer.reload`."""
+        """Implements `Scorer.reload`."""
         self.engine.reload()
 
     def close(self) -> None:
-        """See `Scorer.close`."""
+        """Implements `Scorer.close`."""
         self.engine.close()

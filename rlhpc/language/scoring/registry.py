@@ -1,4 +1,4 @@
-"""Scorers by name: built in, registered, an entry point of group `rlhpc.scorers`, or `module:Class`."""
+"""Registry of scorers: built in, registered, an entry point of group `rlhpc.scorers`, or `module:Class`."""
 
 from __future__ import annotations
 
@@ -33,33 +33,34 @@ SCORERS: Registry[Callable[..., Any]] = Registry(
     },
 )  # fmt: skip
 register_scorer = SCORERS.register
-#: Those built in that rate answers; the others say something of tokens.
+#: Built-in scorers that rate answers; the others score tokens.
 _RATERS = ("classifier", "judge")
 
 
 def rates(scorer: str) -> bool:
-    """Whether a scorer is a `Rater`: it rates answers, rather than tokens. Those that are built in are not imported.
+    """Returns whether a scorer is a `Rater`, which rates answers, rather than a `Scorer`, which scores tokens. Does not
+    import built-in scorers.
 
     Raises:
-        ConfigError: It is unknown, or neither a `Scorer` nor a `Rater`.
+        ConfigError: The scorer is unknown, or neither a `Scorer` nor a `Rater`.
     """
     if scorer.lower() in SCORERS.built_in:
         return scorer.lower() in _RATERS
 
-    found = SCORERS.find(scorer)
-    if not (isinstance(found, type) and issubclass(found, (Scorer, Rater))):
+    scorer_class = SCORERS.find(scorer)
+    if not (isinstance(scorer_class, type) and issubclass(scorer_class, (Scorer, Rater))):
         raise ConfigError(
             f"{SCORERS.key} is {scorer!r}, which is no subclass of rlhpc.Scorer (values of tokens) or of rlhpc.Rater "
             "(a term of the reward)"
         )
-    return issubclass(found, Rater)
+    return issubclass(scorer_class, Rater)
 
 
 def check_scorer(group: ScoringGroup) -> None:
-    """Whether the scorer of a group of one's own takes `groups[].kwargs`.
+    """Checks that the scorer of an entry of `groups` accepts its `kwargs`.
 
     Raises:
-        ConfigError: It does not; names what it takes.
+        ConfigError: It does not; the message names the accepted options.
     """
     if group.scorer.lower() in SCORERS.built_in and not group.kwargs:
         return
@@ -75,24 +76,24 @@ def check_scorer(group: ScoringGroup) -> None:
 
 
 def make_scorer(cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> Any:
-    """A group's `Scorer` or `Rater`, on one of its ranks.
+    """Builds the `Scorer` or `Rater` of a group on one of its ranks.
 
     Raises:
-        ConfigError: Its model cannot be loaded, or does not fit.
+        ConfigError: The model cannot be loaded, or does not fit.
     """
     return SCORERS.find(group.scorer)(cfg, device, group, **group.kwargs)
 
 
 class Scorer(abc.ABC):
-    """Makes a column; one object per rank, of the actor or of a group of its own.
+    """Scorer of tokens: computes a column of a batch. Each rank of the actor or of a scoring group has one object.
 
     Args:
         cfg: The configuration.
-        device: Where the rank computes.
-        group: The part of the configuration about the group of its own; None on actor ranks.
+        device: Device of the rank.
+        group: Section of the scoring group; None on actor ranks.
 
     Attributes:
-        packed: Whether micro-batches are cut for models that read samples in a row; otherwise padded ones have at most
+        packed: Whether micro-batches are packed sequences; otherwise they are padded to at most
             `max_tokens_per_micro_batch`.
     """
 
@@ -103,9 +104,10 @@ class Scorer(abc.ABC):
 
     @abc.abstractmethod
     def score(self, batch: TokenBatch) -> Tensor:
-        """One value per token, `[T]` or `[T, k]`, float32; called without gradients, on micro-batches. All actor ranks
-        call it equally often, some with a batch without tokens; ranks of a group of its own have nothing to do with one
-        another."""
+        """Returns one value per token, `[T]` or `[T, k]`, float32. The caller disables gradients and passes
+        micro-batches. All actor ranks call it equally often, some with a batch without tokens; ranks of a scoring group
+        call it independently.
+        """
 
     def offload(self) -> None:  # noqa: B027 (most hold little)
         """Gives the accelerator's memory to another role (`actor.offload_in_rollout`)."""
@@ -118,15 +120,15 @@ class Scorer(abc.ABC):
 
 
 class LogitReader:
-    """Makes of the trained model's own logits what a loss wants beside log-probs and entropies: `TokenScores.read`. One object
-    per actor rank. A subclass has `rows` or `read`.
+    """Reader of the trained model's logits, for losses that need more than log-probs and entropies: `TokenScores.read`.
+    Each actor rank has one object. A subclass has `rows` or `read`.
 
     Args:
         cfg: The configuration.
-        device: Where the rank computes.
+        device: Device of the rank.
 
     Attributes:
-        packed: Whether micro-batches may be samples in a row, where the trained model reads such.
+        packed: Whether micro-batches may be packed sequences, if the trained model reads these.
     """
 
     packed: bool = False
@@ -147,16 +149,16 @@ class LogitReader:
         return None
 
     def read(self, logits: Tensor, batch: TokenBatch) -> Tensor:
-        """One value per token, `[T]` float32, with gradients.
+        """Returns one value per token, `[T]` float32, with gradients.
 
         Args:
-            logits: `[N, W, V]`, in the model's precision: those at `[n, t]` say what token t + 1 of sample n is; or, where
-                `batch.packed`, `[1, T, V]`, of all samples in a row.
-            batch: The micro-batch, with all columns; maybe without tokens. `batch.predictors()` says where the logits are,
-                either way.
+            logits: `[N, W, V]`, in the model's precision: those at `[n, t]` predict token t + 1 of sample n. With
+                `batch.packed`, `[1, T, V]` of all samples in a row.
+            batch: The micro-batch with all columns, possibly without tokens. `batch.predictors()` gives the positions of the
+                logits in both cases.
 
         Raises:
-            NotImplementedError: There is neither `rows` nor `read`.
+            NotImplementedError: The subclass has neither `rows` nor `read`.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither rows nor read")
 
@@ -185,12 +187,12 @@ class Column:
 
 
 class Rater(abc.ABC):
-    """Rates answers; one object per rank of a group, which keeps nothing of what it has rated.
+    """Rater of answers. Each rank of a group has one object, which keeps no state of rated answers.
 
     Args:
         cfg: The configuration.
-        device: Where the rank computes.
-        group: The group's part of it: its model and so on.
+        device: Device of the rank.
+        group: Section of the group: its model and options.
     """
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> None:
@@ -208,27 +210,28 @@ class Rater(abc.ABC):
         """
 
     def counts(self) -> dict[str, float]:
-        """What is worth counting since the last call. The sum over the ranks becomes the metric `<group>/<name>`, or
-        `time/<group>_<name>` for a name that begins with `time/`: those need not be the same in a run that was interrupted."""
+        """Returns counters since the last call. Their sum over the ranks becomes the metric `<group>/<name>`, or
+        `time/<group>_<name>` for a name that begins with `time/`: those may differ in a run that was interrupted.
+        """
         return {}
 
     def close(self) -> None:  # noqa: B027 (most start nothing)
         """Ends what it started."""
 
 
-#: Of groups that have one, the section with the model; a reference's is the actor's.
+#: Configuration sections with the models of groups; the reference's model is the actor's.
 _SECTIONS = {"reference": "actor", "teacher": "teacher", "reward": "reward", "judge": "judge"}
 
 
 @dataclass(frozen=True)
 class ScoringGroup:
-    """A group that scores.
+    """Scoring group of a configuration.
 
     Attributes:
-        name: In `cluster.component_placement`.
-        scorer: What runs on its ranks: a name of `rlhpc.language.scoring.registry.SCORERS`.
-        model: Its model, if it has one.
-        max_tokens: Most tokens in one forward pass on a rank, padding included.
+        name: Name in `cluster.component_placement`.
+        scorer: Scorer that runs on its ranks: a name of `rlhpc.language.scoring.registry.SCORERS`.
+        model: Model of the group, if it has one.
+        max_tokens: Maximum number of tokens in one forward pass on a rank, padding included.
         kwargs: Options of the scorer.
     """
 
@@ -240,5 +243,5 @@ class ScoringGroup:
 
     @property
     def model_section(self) -> str:
-        """What messages call the section of its model."""
+        """Configuration section of the group's model, as messages name it."""
         return f"{_SECTIONS.get(self.name, f'groups[{self.name}]')}.model"

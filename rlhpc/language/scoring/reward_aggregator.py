@@ -1,4 +1,4 @@
-"""The whole reward of an answer: what the judges beside this process say of it, and what groups do that rate answers."""
+"""Reward aggregation: weighted sum of the terms from the reward pool and from the scoring groups that rate answers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Ratings = list[tuple[Any, float | None]]
 
 
 class Judges(Protocol):
-    """Says of answers what they are worth."""
+    """Interface of reward sources."""
 
     def submit(self, sample_id: Hashable, sample: Sample, problem: Hashable, size: int) -> None:
         """Queues an answer, one of `size` to a problem; `poll` gives its verdict back under `sample_id`."""
 
     def poll(self) -> list[tuple[Any, Scored]]:
-        """Verdicts since the last call, in any order."""
+        """Returns the verdicts since the last call, in any order."""
 
     def drain(self) -> None:
         """Forgets all answers under way."""
@@ -40,19 +40,20 @@ class Judges(Protocol):
 
 
 class Asker(abc.ABC):
-    """Asks for one term of the reward. Answers to one problem are rated together, once all are there, in the order of their
-    ids: so what they get does not depend on which came when, not in the last digit either."""
+    """Requests for one term of the reward. The answers to a problem are rated together once all have arrived, in the
+    order of their ids, so that the ratings do not depend on the order of arrival, not even in the last digit.
+    """
 
     def __init__(self) -> None:
         self._open: dict[Hashable, dict[Any, Sample]] = collections.defaultdict(dict)
 
     def submit(self, sample_id: Any, sample: Sample, problem: Hashable, size: int) -> None:
-        """Asks for the rating of an answer, once all `size` answers to its problem are there."""
-        found = self._open[problem]
-        found[sample_id] = sample
-        if len(found) == size:
+        """Requests the rating of an answer, once all `size` answers to its problem have arrived."""
+        samples = self._open[problem]
+        samples[sample_id] = sample
+        if len(samples) == size:
             del self._open[problem]
-            self._ask(dict(sorted(found.items())))
+            self._ask(dict(sorted(samples.items())))
 
     @abc.abstractmethod
     def _ask(self, samples: dict[Any, Sample]) -> None:
@@ -60,7 +61,7 @@ class Asker(abc.ABC):
 
     @abc.abstractmethod
     def poll(self) -> Ratings:
-        """What has been rated; None for an answer that could not be."""
+        """Returns the new ratings; None for an answer that could not be rated."""
 
     def drain(self) -> None:
         """Forgets what was asked."""
@@ -71,7 +72,7 @@ class Asker(abc.ABC):
 
 
 class AskingHere(Asker):
-    """A rater in this process."""
+    """Asker with the rater in this process."""
 
     def __init__(self, rater: Rater) -> None:
         super().__init__()
@@ -82,55 +83,55 @@ class AskingHere(Asker):
         self._rated += zip(samples, self.rater.rate(list(samples.values())), strict=True)
 
     def poll(self) -> Ratings:
-        """See `Asker.poll`."""
+        """Implements `Asker.poll`."""
         rated, self._rated = self._rated, []
         return rated
 
     def drain(self) -> None:
-        """See `Asker.drain`."""
+        """Implements `Asker.drain`."""
         super().drain()
         self._rated.clear()
 
     def close(self) -> None:
-        """See `Asker.close`."""
+        """Implements `Asker.close`."""
         self.rater.close()
 
 
 class AskingGroup(Asker):
-    """A group of raters, whose ranks are asked in turn.
+    """Asker with a group of raters, whose ranks get the requests in rotation.
 
     Args:
-        asked: The group's channel.
-        answers: Gives what they have said, one message at a time; raises `queue.Empty`.
-        rank: Of the process that asks.
-        ranks: Of the group.
+        requests: Request channel of the group.
+        answers: Returns the next message with ratings; raises `queue.Empty`.
+        rank: Rank of this process.
+        ranks: Number of ranks of the group.
     """
 
-    def __init__(self, asked: Channel, answers: Callable[[], Any], rank: int, ranks: int) -> None:
+    def __init__(self, requests: Channel, answers: Callable[[], Any], rank: int, ranks: int) -> None:
         super().__init__()
-        self._asked, self._answers, self._rank, self._ranks = asked, answers, rank, ranks
+        self._requests, self._answers, self._rank, self._ranks = requests, answers, rank, ranks
         self._count = self._round = 0
 
     def _ask(self, samples: dict[Any, Sample]) -> None:
         message = {
             "rollout": self._rank, "round": self._round, "ids": list(samples), "samples": list(samples.values()),
         }  # fmt: skip
-        self._asked.entrust(message, key=str(self._count % self._ranks))
+        self._requests.entrust(message, key=str(self._count % self._ranks))
         self._count += 1
 
     def poll(self) -> Ratings:
-        """See `Asker.poll`."""
-        found: Ratings = []
+        """Implements `Asker.poll`."""
+        ratings: Ratings = []
         while True:
             try:
                 answer = self._answers()
             except queue.Empty:
-                return found
+                return ratings
             if answer["round"] == self._round:
-                found += zip(answer["ids"], answer["values"], strict=True)
+                ratings += zip(answer["ids"], answer["values"], strict=True)
 
     def drain(self) -> None:
-        """See `Asker.drain`: answers to what was asked before are dropped when they come."""
+        """Implements `Asker.drain`: ratings of earlier requests are dropped when they arrive."""
         super().drain()
         self._round += 1
 
@@ -142,84 +143,90 @@ def own_terms(cfg: LanguageConfig) -> list[Any]:
 
 
 class Judging:
-    """The sum of all terms of the reward.
+    """Sum of all terms of the reward.
 
     Args:
         cfg: The configuration.
-        askers: Term → who is asked for it. May be set later: see `connect`.
+        askers: Term → its asker. May be set later: see `connect`.
     """
 
     def __init__(self, cfg: LanguageConfig, askers: Mapping[str, Asker] | None = None) -> None:
         self.failed = cfg.reward.failed
         self._askers: Mapping[str, Asker] = askers or {}
-        self._asked = frozenset(rating_names(cfg))
+        self._group_terms = frozenset(rating_names(cfg))
         self._terms = [(term.name, term.weight) for term in cfg.reward.terms]
         terms = own_terms(cfg)
-        self._pool: RewardPool | None = make_reward(cfg.reward, terms) if terms or not self._asked else None
-        self._own: dict[Any, Scored] = {}
-        self._given: dict[Any, dict[str, float | None]] = collections.defaultdict(dict)
+        self._pool: RewardPool | None = make_reward(cfg.reward, terms) if terms or not self._group_terms else None
+        self._pool_scores: dict[Any, Scored] = {}
+        self._group_ratings: dict[Any, dict[str, float | None]] = collections.defaultdict(dict)
 
     def connect(self, askers: Mapping[str, Asker]) -> None:
-        """Who is asked from now on; what was under way is forgotten."""
+        """Sets the askers, and drops pending requests."""
         self.drain()
         self._askers = askers
 
     def submit(self, sample_id: Hashable, sample: Sample, problem: Hashable, size: int) -> None:
-        """See `Judges.submit`."""
+        """Implements `Judges.submit`."""
         if self._pool is None:
-            self._own[sample_id] = Scored(0.0)
+            self._pool_scores[sample_id] = Scored(0.0)
         else:
             self._pool.submit(sample_id, sample)
         for asker in self._askers.values():
             asker.submit(sample_id, sample, problem, size)
 
     def poll(self) -> list[tuple[Any, Scored]]:
-        """See `Judges.poll`."""
-        own = [] if self._pool is None else self._pool.poll()
-        if not self._asked:
-            return own
-        self._own.update(own)
-        touched = [sample_id for sample_id, _ in own]
+        """Implements `Judges.poll`."""
+        scores = [] if self._pool is None else self._pool.poll()
+        if not self._group_terms:
+            return scores
+        self._pool_scores.update(scores)
+        touched = [sample_id for sample_id, _ in scores]
         for name, asker in self._askers.items():
             for sample_id, value in asker.poll():
-                self._given[sample_id][name] = value
+                self._group_ratings[sample_id][name] = value
                 touched.append(sample_id)
-        return [(sample_id, self._sum(sample_id)) for sample_id in self._whole(touched)]
+        return [(sample_id, self._sum(sample_id)) for sample_id in self._complete(touched)]
 
-    def _whole(self, touched: Iterable[Any]) -> list[Any]:
-        return [one for one in dict.fromkeys(touched) if one in self._own and len(self._given[one]) == len(self._asked)]
+    def _complete(self, touched: Iterable[Any]) -> list[Any]:
+        return [
+            one
+            for one in dict.fromkeys(touched)
+            if one in self._pool_scores and len(self._group_ratings[one]) == len(self._group_terms)
+        ]
 
     def _sum(self, sample_id: Any) -> Scored:
-        own, given = self._own.pop(sample_id), self._given.pop(sample_id)
-        values = {**own.terms, **{name: self.failed if value is None else value for name, value in given.items()}}
-        missing = [name for name, value in given.items() if value is None]
-        # By the order of the configuration: the first term says whether an answer is right.
+        score, ratings = self._pool_scores.pop(sample_id), self._group_ratings.pop(sample_id)
+        values = {**score.terms, **{name: self.failed if value is None else value for name, value in ratings.items()}}
+        missing = [name for name, value in ratings.items() if value is None]
+        # In the order of the configuration: the first term says whether an answer is right.
         terms = {name: values[name] for name in [*dict.fromkeys(n for n, _ in self._terms)] if name in values} | values
-        if own.failed or missing:
+        if score.failed or missing:
             reason = "; ".join(
-                [*([own.reason] if own.reason else []), *(f"{name} did not rate it" for name in missing)]
+                [*([score.reason] if score.reason else []), *(f"{name} did not rate it" for name in missing)]
             )
             return Scored(self.failed, terms, True, reason)
-        return Scored(own.total + sum(w * values[name] for name, w in self._terms if name in self._asked), terms)
+        return Scored(
+            score.total + sum(w * values[name] for name, w in self._terms if name in self._group_terms), terms
+        )
 
     def waits_for(self) -> dict[str, int]:
-        """Group → answers that it has not rated, of those that nothing else is missing of."""
-        found = collections.Counter[str]()
-        for one in self._own:
-            found.update(name for name in self._asked if name not in self._given[one])
-        return dict(found)
+        """Returns group → number of answers without its rating, among those that the reward pool has scored."""
+        counts = collections.Counter[str]()
+        for one in self._pool_scores:
+            counts.update(name for name in self._group_terms if name not in self._group_ratings[one])
+        return dict(counts)
 
     def drain(self) -> None:
-        """See `Judges.drain`."""
+        """Implements `Judges.drain`."""
         if self._pool is not None:
             self._pool.drain()
         for asker in self._askers.values():
             asker.drain()
-        self._own.clear()
-        self._given.clear()
+        self._pool_scores.clear()
+        self._group_ratings.clear()
 
     def close(self) -> None:
-        """See `Judges.close`."""
+        """Implements `Judges.close`."""
         for asker in self._askers.values():
             asker.close()
         if self._pool is not None:
@@ -227,14 +234,15 @@ class Judging:
 
 
 def judging_here(cfg: LanguageConfig, device: torch.device) -> Judging:
-    """All terms in this process, for evaluations: what groups rate in training is rated here, one model after the other.
+    """Builds the reward with all terms in this process, for evaluations: one model after the other rates what groups
+    rate in training.
 
     Raises:
-        ConfigError: A reward or a model cannot be had.
+        ConfigError: A reward or a model is not available.
     """
     names = rating_names(cfg)
     if not names:
         return Judging(cfg)
-    given = with_groups(cfg)
-    groups = scoring_groups(given)
-    return Judging(cfg, {name: AskingHere(make_scorer(given, device, groups[name])) for name in names})
+    group_config = with_groups(cfg)
+    groups = scoring_groups(group_config)
+    return Judging(cfg, {name: AskingHere(make_scorer(group_config, device, groups[name])) for name in names})

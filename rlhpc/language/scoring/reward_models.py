@@ -1,4 +1,4 @@
-"""A reward model: a Hugging Face sequence classifier of one label, which reads a conversation with its answer."""
+"""Reward models: Hugging Face sequence classifiers with one label, which read a conversation with its answer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from rlhpc.runtime.errors import ConfigError
 
 
 class Classifier(Rater):
-    """The model's value at an answer's last token. It reads text by its own tokenizer and chat template, so it need not have
-    the policy's."""
+    """Rater with a sequence classifier: the model's value at an answer's last token. It reads text with its own
+    tokenizer and chat template, which may differ from the policy's.
+    """
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> None:
         super().__init__(cfg, device, group)
@@ -36,24 +37,24 @@ class Classifier(Rater):
         )
 
     def rate(self, samples: Sequence[Sample]) -> list[float | None]:
-        """See `Rater.rate`: None for one that is too long to be read at once."""
+        """Implements `Rater.rate`: None for an answer that exceeds the tokens of a micro-batch."""
         encoded = [self.encode(sample) for sample in samples]
-        kept = [number for number, ids in enumerate(encoded) if 0 < len(ids) <= self.group.max_tokens]
-        found: list[float | None] = [None] * len(samples)
-        if not kept:
-            return found
-        ids = [encoded[number] for number in kept]
-        whole = TokenBatch.of(ids, [[True] * len(one) for one in ids], pad_id=self.pad)
-        for places in micro_batches(whole.lengths, self.group.max_tokens):
-            part = whole.select(places).to(self.device)
+        indices = [number for number, ids in enumerate(encoded) if 0 < len(ids) <= self.group.max_tokens]
+        ratings: list[float | None] = [None] * len(samples)
+        if not indices:
+            return ratings
+        ids = [encoded[number] for number in indices]
+        batch = TokenBatch.of(ids, [[True] * len(one) for one in ids], pad_id=self.pad)
+        for places in micro_batches(batch.lengths, self.group.max_tokens):
+            part = batch.select(places).to(self.device)
             with torch.no_grad():
                 values = last_values(token_values(self.model, part), part)
             for place, value in zip(places.tolist(), values.tolist(), strict=True):
-                found[kept[place]] = value
-        return found
+                ratings[indices[place]] = value
+        return ratings
 
     def encode(self, sample: Sample) -> list[int]:
-        """Token ids of the conversation, the answer and, if it ended by itself, the end token."""
+        """Returns the token ids of the conversation, the answer and, if the answer is finished, the end token."""
         messages = sample.messages or ({"role": "user", "content": sample.prompt},)
         bare = not self.encoder.chat_template or messages[0]["role"] == "raw"
         prompt, text = self.encoder.encode_messages(messages, sample.tools), self.encoder.text(messages, sample.tools)
@@ -67,10 +68,10 @@ class Classifier(Rater):
 
 
 def require_classifier(group: ScoringGroup) -> str:
-    """The key of the group's model.
+    """Returns the configuration key of the group's model.
 
     Raises:
-        ConfigError: That model has no head of its own.
+        ConfigError: The model has no classification head.
     """
     key = f"{group.model_section}.model_path"
     if str(group.model.model_path).startswith("builtin:") or not is_classifier(group.model, key):
@@ -82,18 +83,18 @@ def require_classifier(group: ScoringGroup) -> str:
 
 
 class ProcessRewards(Scorer):
-    """The model's value once it has read the last token of a step, on that token, and 0 on all others: a term of
+    """Process rewards: the model's value at the last token of each step, 0 at all other tokens. A term of
     `reward.process_terms`.
 
-    It reads the policy's tokens as they are, so it must have the policy's vocabulary.
+    The model reads the policy's tokens unchanged, so it must have the policy's vocabulary.
 
     Args:
-        separator: What ends a step. What comes after the last one is a step, too, if there is more than white space.
-        sigmoid: Whether a value is put between 0 and 1, as for a model that was trained to say whether a step is right.
-        change: Whether a step is worth what it changed: its value less that of the step before, the first one's less that of
-            what the model read before it wrote. These add up to the value of the whole, however many steps there are, so a
-            model that values whole answers may be used without a reward for their number (potential-based shaping: Ng,
-            Harada and Russell 1999).
+        separator: Text that ends a step. The text after the last separator is a step, too, if it is not only white space.
+        sigmoid: Whether to apply a sigmoid to the values, as for a model that was trained to classify steps as right.
+        change: Whether a step's reward is the change of the value: its value minus that of the step before, for the first
+            step minus the value of the prompt. These sum up to the value of the answer, whatever the number of steps, so a
+            model that rates answers may be used without rewarding their number (potential-based shaping: Ng, Harada and
+            Russell 1999).
     """
 
     def __init__(
@@ -112,37 +113,38 @@ class ProcessRewards(Scorer):
         self._pieces: dict[int, str] = {}
 
     def score(self, batch: TokenBatch) -> torch.Tensor:
-        """See `Scorer.score`."""
+        """Implements `Scorer.score`."""
         values = token_values(self.model, batch)
         if self.sigmoid:
             values = values.sigmoid()
-        found = torch.zeros_like(values)
+        rewards = torch.zeros_like(values)
         ends, before = self.ends(batch)
         if len(ends):
-            found[ends] = values[ends] - values[before] if self.change else values[ends]
-        return found
+            rewards[ends] = values[ends] - values[before] if self.change else values[ends]
+        return rewards
 
     def ends(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last token of each step, and the one before the step's first that the model wrote or read, `[S]` each, as places
-        in `[T]`."""
+        """Returns the last token of each step, and the last token before the step's first, `[S]` each, as positions in
+        `[T]`.
+        """
         ids, mask, cuts = batch.ids.tolist(), batch.mask.tolist(), batch.cu_seqlens.tolist()
         ends, before = list[int](), list[int]()
         for start, stop in itertools.pairwise(cuts):
             for first, behind in _turns(mask, start, stop):
                 text, last = "", max(start, first - 1)
-                # As for whole answers, padding says nothing, where it is made of the end token.
+                # As for answers, padding is ignored, even if the end token pads.
                 written = [place for place in range(first, behind) if ids[place] != self._pad]
                 for place in written:
                     text += self._piece(ids[place])
-                    done, found, rest = text.rpartition(self.separator)
+                    step_text, separator, remainder = text.rpartition(self.separator)
                     at_end = place == written[-1]
-                    if not found and not at_end:
+                    if not separator and not at_end:
                         continue
-                    if (done + rest if at_end else done).replace(self.separator, "").strip():
+                    if (step_text + remainder if at_end else step_text).replace(self.separator, "").strip():
                         ends.append(place)
                         before.append(last)
                         last = place
-                    text = rest
+                    text = remainder
         return torch.tensor(ends, dtype=torch.long), torch.tensor(before, dtype=torch.long)
 
     def _piece(self, token: int) -> str:
@@ -151,16 +153,16 @@ class ProcessRewards(Scorer):
         return self._pieces[token]
 
     def offload(self) -> None:
-        """See `Scorer.offload`."""
+        """Implements `Scorer.offload`."""
         self.model.to("cpu")
 
     def reload(self) -> None:
-        """See `Scorer.reload`."""
+        """Implements `Scorer.reload`."""
         self.model.to(self.device)
 
 
 def _turns(mask: list[bool], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Where the model wrote, from the first token of each turn to the one behind its last."""
+    """Yields first and end (exclusive) of each run of tokens that the model wrote."""
     first = None
     for place in range(start, stop):
         if mask[place] and first is None:
