@@ -105,7 +105,7 @@ def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
     drawn, begun, half = 0, 0.0, 0.0
     cpu = tokenizing = 0.0
     while drawn < episodes * turns:
-        drawing: Drawing = gateway.asked.get(timeout=60)
+        drawing: Drawing = gateway.engine_queue.get(timeout=60)
         if not drawn:
             begun, cpu, tokenizing = time.perf_counter(), clock(), tokenizer.seconds
         drawn += 1

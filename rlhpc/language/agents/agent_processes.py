@@ -1,4 +1,6 @@
-"""Harnesses of episodes, in processes of their own: so many at a time, each to its end or its time limit (`runner.py`)."""
+"""Agent processes: harnesses of episodes, a limited number at a time, each to its end or its time limit
+(`runner/main.py`).
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,14 @@ from rlhpc.runtime.scratch import session_folder
 
 log = logging.getLogger(__name__)
 RUNNER = Path(__file__).with_name("runner") / "main.py"
-#: Seconds that an agent's packages have to be imported.
+#: Time limit of the import of an agent's packages, in seconds.
 _IMPORT_S = 300.0
 _END_S = 6.0
-#: How often what runs harnesses is started again, without an episode having ended between.
+#: Number of consecutive restarts of the runner without an ended episode.
 _RESTARTS = 3
-#: Seconds beyond its time limit after which an episode without an outcome is given up, and how often that is looked at.
+#: Seconds beyond its time limit after which an episode without an outcome is given up, and seconds between two checks.
 _SLACK_S, _LOOK_S = 60.0, 1.0
-#: Most bytes of a line of the runner's: an outcome's limit, where each of its characters is escaped.
+#: Maximum number of bytes of a line of the runner: the limit of an outcome with all characters escaped.
 _LINE = 8 << 20
 Ticket = dict[str, Any]
 AgentReply = dict[str, Any]
@@ -47,20 +49,20 @@ def _temporary() -> str | None:
 
 @dataclass(frozen=True)
 class Program:
-    """What is run for an episode.
+    """Program of an episode.
 
     Attributes:
         kind: `agent.kind`.
         target: `module:function`.
-        command: argv.
-        python: The interpreter; None is this one.
-        processes: Episodes at a time.
-        options: Of other kinds than these two.
-        environment: Further variables.
+        command: Command line (argv).
+        python: Python interpreter; None for this process's.
+        processes: Maximum number of concurrent episodes.
+        options: Options of kinds that have neither target nor command.
+        environment: Additional environment variables.
         sandbox: `agent.sandbox`.
-        read: Further files and folders that bubblewrap shows.
-        hidden: Files and folders that it does not show, unless `read` names them.
-        limits: Of what an episode in a sandbox uses, by their keys in section `agent`.
+        read: Additional files and folders that are visible in bubblewrap.
+        hidden: Files and folders that are not visible there, unless `read` names them.
+        limits: Resource limits of an episode in a sandbox, by their keys in section `agent`.
     """
 
     kind: str
@@ -76,7 +78,7 @@ class Program:
     limits: dict[str, int] = field(default_factory=dict)
 
     def spec(self) -> dict[str, Any]:
-        """What the runner is told first."""
+        """Returns the runner's first message."""
         paths = import_paths(foreign=self.python is not None)
         return {
             "kind": self.kind, "target": self.target, "command": list(self.command), "paths": paths,
@@ -104,11 +106,11 @@ def require_sandbox(program: Program) -> None:
 
 
 class Harnesses:
-    """Runs a program for each ticket.
+    """Runner of a program for each ticket.
 
     Args:
-        program: Which.
-        done: Is called with the ticket's id and the outcome, in a thread of this object's.
+        program: Program of the episodes.
+        done: Callback with the ticket's id and the outcome, in a thread of this object.
 
     Raises:
         ConfigError: The program cannot be started.
@@ -118,9 +120,9 @@ class Harnesses:
         self._program, self._done = program, done
         self._lock = threading.Lock()
         self._waiting: collections.deque[Ticket] = collections.deque()
-        self._running: dict[int, float] = {}  # until when each has an outcome, or is given up
-        self._closed, self._failures, self._gone = False, 0, ""
-        self._starting, self._over = False, threading.Event()  # while the runner starts, tickets wait
+        self._running: dict[int, float] = {}  # deadline of each episode's outcome
+        self._closed, self._failures, self._failure = False, 0, ""
+        self._starting, self._over = False, threading.Event()  # while the runner starts, tickets are queued
         require_sandbox(program)
         self._process = self._start()
         threading.Thread(target=self._give_up_overdue, name="rlhpc-overdue", daemon=True).start()
@@ -128,11 +130,11 @@ class Harnesses:
     def run(self, ticket: Ticket) -> None:
         """Runs the program for a ticket, when there is room for one more."""
         with self._lock:
-            if not self._gone:
+            if not self._failure:
                 self._waiting.append(ticket)
                 self._fill()
                 return
-        self._done(ticket["id"], {"error": self._gone})
+        self._done(ticket["id"], {"error": self._failure})
 
     def kill(self, number: int) -> None:
         """Ends the program of one ticket, or forgets it; it has no outcome."""
@@ -175,20 +177,22 @@ class Harnesses:
             )  # fmt: skip
         except OSError as error:
             raise ConfigError(f"agent.python is {python!r}, which cannot be started: {error.strerror}") from None
-        self._process, self._told = process, queue.SimpleQueue[dict[str, Any] | None]()
-        threading.Thread(target=_write, args=(process, self._told), name="rlhpc-tickets", daemon=True).start()
+        self._process, self._outbox = process, queue.SimpleQueue[dict[str, Any] | None]()
+        threading.Thread(target=_write, args=(process, self._outbox), name="rlhpc-tickets", daemon=True).start()
         self._tell(self._program.spec())
-        late = threading.Timer(_IMPORT_S, process.kill)
-        late.start()
+        import_timer = threading.Timer(_IMPORT_S, process.kill)
+        import_timer.start()
         assert process.stdout is not None
         first = process.stdout.readline()
-        late.cancel()
-        said = json.loads(first) if first else {"failed": f"its interpreter ended within {_IMPORT_S:g} s"}
-        if "failed" in said:
+        import_timer.cancel()
+        reply = json.loads(first) if first else {"failed": f"its interpreter ended within {_IMPORT_S:g} s"}
+        if "failed" in reply:
             process.kill()
             process.wait()
-            what = f"target is {self._program.target!r}" if self._program.target else f"kind is {self._program.kind}"
-            raise ConfigError(f"agent.{what}, which cannot be imported by {python} (agent.python): {said['failed']}")
+            setting = f"target is {self._program.target!r}" if self._program.target else f"kind is {self._program.kind}"
+            raise ConfigError(
+                f"agent.{setting}, which cannot be imported by {python} (agent.python): {reply['failed']}"
+            )
         threading.Thread(target=self._listen, args=(process,), name="rlhpc-harnesses", daemon=True).start()
         return process
 
@@ -206,25 +210,25 @@ class Harnesses:
                 self._fill()
             if awaited:
                 self._done(number, outcome)
-        self._lost(process)
+        self._on_exit(process)
 
-    def _lost(self, process: subprocess.Popen[bytes]) -> None:
-        """What runs the harnesses has ended: its episodes have failed, and another takes its place."""
+    def _on_exit(self, process: subprocess.Popen[bytes]) -> None:
+        """Fails the episodes of a runner that has exited, and starts another."""
         status = process.wait()
         with self._lock:
             if self._closed:
                 return
-            lost = list(self._running)
+            numbers = list(self._running)
             self._running.clear()
             self._failures += 1
             self._starting = True
-        log.warning("what runs the agents ended with status %d; %d episodes were under way", status, len(lost))
-        for number in lost:
+        log.warning("what runs the agents ended with status %d; %d episodes were under way", status, len(numbers))
+        for number in numbers:
             self._done(number, {"error": f"what ran it ended with status {status}"})
         if self._failures <= _RESTARTS:
             try:
                 self._start()
-            except ConfigError as error:  # it could be imported before
+            except ConfigError as error:  # the earlier import succeeded
                 self._give_up(str(error))
                 return
             with self._lock:
@@ -237,7 +241,7 @@ class Harnesses:
 
     def _give_up(self, why: str) -> None:
         with self._lock:
-            self._gone = why
+            self._failure = why
             waiting, self._waiting = list(self._waiting), collections.deque()
         for ticket in waiting:
             self._done(ticket["id"], {"error": why})
@@ -261,7 +265,7 @@ class Harnesses:
                 self._done(number, {"error": f"no outcome of it came within {_SLACK_S:g} s after its time limit"})
 
     def _tell(self, message: dict[str, Any] | None) -> None:
-        self._told.put(message)
+        self._outbox.put(message)
 
 
 def _read_reply(line: bytes) -> tuple[int, AgentReply] | None:
@@ -279,10 +283,10 @@ def _read_reply(line: bytes) -> tuple[int, AgentReply] | None:
         return number, {"error": str(error)}
 
 
-def _write(process: subprocess.Popen[bytes], told: queue.SimpleQueue[dict[str, Any] | None]) -> None:
-    """Writes what the runner is told. In a thread of its own: whoever tells never waits for one that has much to say."""
+def _write(process: subprocess.Popen[bytes], outbox: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+    """Writes messages to the runner, in a thread of its own, so that senders never wait for the pipe."""
     assert process.stdin is not None
-    with contextlib.suppress(OSError), process.stdin as stream:  # it has ended: `_listen` sees to it
-        while (message := told.get()) is not None:
+    with contextlib.suppress(OSError), process.stdin as stream:  # the runner has exited: `_listen` handles it
+        while (message := outbox.get()) is not None:
             stream.write(json.dumps(message).encode() + b"\n")
             stream.flush()

@@ -1,5 +1,6 @@
-"""Messages between the model's turns: pictures between their words, as clients send them and as agents inside give them, and
-what a chat template makes of one."""
+"""Message contents between the model's turns: texts and images of clients and of inline agents, and their text in the
+chat template.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from rlhpc.language.data.images import Looker, from_url, looks, make_looker, rea
 from rlhpc.language.hugging_face import REPLY, render_chat
 from rlhpc.runtime.errors import ConfigError
 
-#: Largest picture of a client: bytes of its file, and points. One is opened in the rank that draws.
+#: Maximum size of a client's image, in bytes and in pixels. The rollout rank decodes it.
 MOST_BYTES, MOST_POINTS = 8 << 20, 1 << 24
 _TEXTS = ("text", "input_text", "output_text")
 _PICTURES = ("image_url", "input_image", "image")
@@ -20,15 +21,16 @@ Content = str | list[dict[str, Any]]
 
 
 def content_of(content: Any, *, trusted: bool = False) -> tuple[Content, tuple[bytes, ...]]:
-    """What a message says, as chat templates take it: a text or, where it shows pictures, parts; and these pictures.
+    """Converts a message's content to the form of chat templates: a text or, with images, parts; also returns the
+    images.
 
     Args:
         content: A text, or a list of texts and parts.
-        trusted: Whether it comes from this process: a part of type image may then have, as `image`, whatever
+        trusted: Whether the content comes from this process: a part of type image may then have, as `image`, any form that
             `rlhpc.language.data.images` reads.
 
     Raises:
-        ConfigError: It is something else, or a picture cannot be taken.
+        ConfigError: The content has another type, or an image is not accepted.
     """
     if content is None or isinstance(content, str):
         return content or "", ()
@@ -36,9 +38,9 @@ def content_of(content: Any, *, trusted: bool = False) -> tuple[Content, tuple[b
         raise ConfigError("a message's content must be a text, or a list of parts")
     parts, images = list[dict[str, Any]](), list[bytes]()
     for part in content:
-        kind, said = ("text", part) if isinstance(part, str) else _part(part)
-        if kind in _TEXTS and isinstance(said, str):
-            parts.append({"type": "text", "text": said})
+        kind, text = ("text", part) if isinstance(part, str) else _part(part)
+        if kind in _TEXTS and isinstance(text, str):
+            parts.append({"type": "text", "text": text})
         elif kind in _PICTURES:
             images += read_images(part["image"], Path()) if trusted and "image" in part else [_picture(kind, part)]
             parts.append({"type": "image"})
@@ -48,13 +50,13 @@ def content_of(content: Any, *, trusted: bool = False) -> tuple[Content, tuple[b
 
 
 def shown_by(images: Sequence[bytes], kind: str = "image/png") -> list[dict[str, Any]]:
-    """Pictures as parts of a message to the endpoint."""
+    """Returns images as parts of a message to the endpoint."""
     urls = [f"data:{kind};base64,{base64.b64encode(image).decode()}" for image in images]
     return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
 
 
 def looker_of(tokenizer: Any) -> Looker | None:
-    """What looks at pictures for the model that a tokenizer came with; None if that reads text alone."""
+    """Returns the image processor of the model that a tokenizer belongs to; None if the model reads only text."""
     from rlhpc.language.hugging_face import load_model_config
 
     path = str(getattr(tokenizer, "name_or_path", "") or "")
@@ -62,21 +64,22 @@ def looker_of(tokenizer: Any) -> Looker | None:
         return None
     try:
         seeing = looks(load_model_config(path, False))
-    except ConfigError:  # a tokenizer from elsewhere than its model
+    except ConfigError:  # the tokenizer's folder has no model
         return None
     return make_looker(path) if seeing else None
 
 
 def message_text(tokenizer: Any, message: Mapping[str, Any], ids: list[int]) -> str:
-    """What the chat template puts between the end of the model's turn and the beginning of its next one.
+    """Returns the text that the chat template puts between the end of the model's turn and the beginning of its next
+    one.
 
     Args:
-        tokenizer: Of transformers, with a chat template.
-        message: What stands between.
-        ids: The model's turn; where it has written its end itself, that is not repeated.
+        tokenizer: Tokenizer of transformers, with a chat template.
+        message: Message between the two turns.
+        ids: Tokens of the model's turn; an end token in them is not repeated.
 
     Raises:
-        ConfigError: The template does not show what the model wrote.
+        ConfigError: The template does not contain the model's turn.
     """
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": REPLY}, dict(message)]
     text = behind_reply(tokenizer, render_chat(tokenizer, turns, add_generation_prompt=True), ids)
@@ -88,10 +91,11 @@ def message_text(tokenizer: Any, message: Mapping[str, Any], ids: list[int]) -> 
 
 
 def behind_reply(tokenizer: Any, text: str, drawn: list[int]) -> str | None:
-    """What stands behind `REPLY` in a template's text; an end that the model has drawn itself is not repeated. None if it is
-    not shown."""
-    _, found, behind = text.partition(REPLY)
-    return behind.removeprefix(tokenizer.decode(drawn[-1:], skip_special_tokens=False)) if found else None
+    """Returns the text behind `REPLY` in a template's text, without an end token that the model has sampled; None if
+    `REPLY` is missing.
+    """
+    _, marker, behind = text.partition(REPLY)
+    return behind.removeprefix(tokenizer.decode(drawn[-1:], skip_special_tokens=False)) if marker else None
 
 
 def _part(part: Any) -> tuple[str, Any]:
@@ -101,7 +105,7 @@ def _part(part: Any) -> tuple[str, Any]:
 
 
 def _picture(kind: str, part: Mapping[str, Any]) -> bytes:
-    """A picture that came over the wire: within it, for nothing is fetched."""
+    """Returns an image that a client sent. It must be within the message; nothing is fetched."""
     source, url = part.get("source"), part.get("image_url")
     if isinstance(source, Mapping) and source.get("type") == "base64":  # Anthropic's
         url = f"data:{source.get('media_type', 'image/png')};base64,{source.get('data', '')}"

@@ -1,6 +1,6 @@
-"""Episodes of agents outside: programs that ask the model over the gateway, as they would ask any other.
+"""Episodes of external agents: programs that call the model over the gateway.
 
-To a rollout rank they are what `Episodes` are: requests are added, each step gives back those that ended.
+Rollout ranks use them as they use `EpisodeRunner`: requests are added, and each step returns the episodes that ended.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from rlhpc.runtime.text import first_line
 
 log = logging.getLogger(__name__)
 _IDLE_S = 0.01
-#: Of how many agents that failed a rank says why.
-_TOLD = 5
+#: Number of failed agents whose errors a rank logs.
+_MAX_LOGGED = 5
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,18 @@ class AgentRanks:
 
 
 class OutsideEpisodes:
-    """Runs episodes of agents outside, on an engine. Not thread-safe, as the engine.
+    """Runner of the episodes of external agents on an engine. Not thread-safe, like the engine.
 
     Args:
-        backend: The engine. Nobody else adds requests to it meanwhile.
-        tokenizer: Of the model.
-        parsers: How replies are read.
-        context: Most tokens that the model reads and writes.
-        runs: The agent, the world that is played, or who runs it.
-        address: Where processes of other hosts reach this one; "" if none are to.
-        options: Its limits.
-        ended_with_it: Is called when it is closed.
-        check: Is called in each step; raises what ends the rank.
+        backend: Engine. No other object may add requests to it.
+        tokenizer: Tokenizer of the model.
+        parsers: Parsers of replies.
+        context: Maximum number of tokens of prompt and reply.
+        runs: Agent program, environment, or the ranks that run the agents.
+        address: Address of this host for processes of other hosts; "" if these have no access.
+        options: Limits of the episodes.
+        ended_with_it: Callback of `close`.
+        check: Callback of each step; an exception that it raises ends the rank.
 
     Raises:
         ConfigError: The agent cannot be started.
@@ -105,14 +105,14 @@ class OutsideEpisodes:
         self._gateway = Gateway(
             tokenizer, parsers, context, address, looker := looker_of(tokenizer), feedback=options.feedback_s > 0.0
         )
-        self._looks = looker is not None
+        self._has_images = looker is not None
         if isinstance(runs, InlineEnvironment):
             self._here = InlineAgents(runs, self._gateway, self._came)
         if isinstance(runs, AgentRanks):
             self._distant, self._rank = Distant(runs.post, self._came, self._again), runs.rank
         self._sessions: dict[int, tuple[GatewaySession, Prompt | None, tuple[int, ...]]] = {}
         self._drawing: dict[int, Drawing] = {}
-        self._paid: queue.SimpleQueue[tuple[Episode, Episode]] = queue.SimpleQueue()
+        self._rewarded: queue.SimpleQueue[tuple[Episode, Episode]] = queue.SimpleQueue()
         self._unpaid, self._early = dict[int, Episode](), list[tuple[Episode, Episode]]()
         self._number = self._tickets = self._failures = 0
 
@@ -130,7 +130,7 @@ class OutsideEpisodes:
                 self._here.run(ticket)
 
     def _again(self, number: int) -> dict[str, Any]:
-        """An episode begins once more, with nothing of what it was, and draws the same."""
+        """Restarts an episode with a new session, which samples the same tokens."""
         old, prompt, ids = self._sessions[number]
         session = GatewaySession(old.number, old.sampling, old.seed, old.limits)
         session.counts["begun_again"] = old.counts["begun_again"] + 1
@@ -144,7 +144,7 @@ class OutsideEpisodes:
         return self._distant or self._here
 
     def _ticket(self, number: int, session: GatewaySession, prompt: Prompt | None) -> dict[str, Any]:
-        messages = [] if prompt is None else _said(prompt)
+        messages = [] if prompt is None else _conversation(prompt)
         task = {"messages": messages, "seed": session.seed, "kwargs": self._options.kwargs}
         if prompt is not None:
             task |= {"id": prompt.id, "question": prompt.question, "answer": prompt.answer, "meta": prompt.meta}
@@ -152,19 +152,19 @@ class OutsideEpisodes:
             "id": number, "task": {"question": "", **task}, "base_url": f"{self._gateway.url}/v1",
             "api_key": session.key, "socket": self._gateway.socket, "model": MODEL, "timeout_s": self._options.timeout_s,
             "host": host_id(), "far": self._gateway.far, "session_id": session.name,
-            "process_key": self._gateway.keys.process, "looks": self._looks,
+            "process_key": self._gateway.keys.process, "looks": self._has_images,
         }  # fmt: skip
 
     def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:
-        """Nothing of an agent outside can be handed on, and no rank does."""
+        """Refuses to resume: episodes of external agents cannot be handed over, and no rank requests it."""
         raise AssertionError("what an agent has under way cannot be handed on")
 
     def step(self) -> list[Episode]:
-        """Advances the engine by a step; episodes that ended."""
+        """Advances the engine by a step; returns the episodes that ended."""
         self._check()
         if self._distant is not None:
             self._distant.poll()
-        ended = self._take(wait=not self._backend.unfinished())
+        episodes = self._take(wait=not self._backend.unfinished())
         self._drop()
         if self._backend.unfinished():
             for completion in self._backend.step():
@@ -172,33 +172,35 @@ class OutsideEpisodes:
                 if drawing is not None:
                     drawing.answer(completion)
             self._show()
-        return ended
+        return episodes
 
-    def paid(self) -> list[tuple[Episode, Episode]]:
-        """Episodes whose rewards came later: as they were given back, and with the reward; one without has failed."""
+    def delayed_rewards(self) -> list[tuple[Episode, Episode]]:
+        """Returns pairs of episodes with delayed rewards: the episode as `step` returned it, and with its reward; an
+        episode without a reward has failed.
+        """
         with contextlib.suppress(queue.Empty):
             while True:
-                self._early.append(self._paid.get_nowait())
-        # an episode's reward may be here before `step` has given back the episode
-        found = [pair for pair in self._early if id(pair[0]) in self._unpaid]
+                self._early.append(self._rewarded.get_nowait())
+        # the reward of an episode may arrive before `step` has returned the episode
+        ready = [pair for pair in self._early if id(pair[0]) in self._unpaid]
         self._early = [pair for pair in self._early if id(pair[0]) not in self._unpaid]
-        for before, _ in found:
+        for before, _ in ready:
             del self._unpaid[id(before)]
-        return found
+        return ready
 
     @property
     def feedback_s(self) -> float:
-        """How long rewards may come after an episode; 0 if they do not."""
+        """Time limit of delayed rewards after an episode, in seconds; 0 if rewards are not delayed."""
         return self._options.feedback_s
 
     @property
     def scorer(self) -> dict[str, str]:
-        """Where rewards are taken that come later, for this host and for others, and by whose key."""
+        """Addresses for delayed rewards, for this host and for others, and the key."""
         gateway = self._gateway
         return {"near": gateway.url, "far": gateway.far, "host": host_id(), "key": gateway.feedback.key}
 
     def unfinished(self) -> int:
-        """Number of episodes that were added and have not been given back."""
+        """Returns the number of episodes that were added and not returned yet."""
         return len(self._sessions)
 
     def abort(self) -> list[Episode]:
@@ -238,12 +240,12 @@ class OutsideEpisodes:
             self._drawing.pop(number).answer(RequestError("the episode has ended", 401))
 
     def _show(self) -> None:
-        """Shows what there is of replies to clients that read along."""
-        shown = {number: drawing.show for number, drawing in self._drawing.items() if drawing.show is not None}
-        if shown and isinstance(self._backend, DropsRequests):
-            for number, ids in self._backend.so_far(shown.keys()).items():
+        """Passes the tokens so far to streaming clients."""
+        callbacks = {number: drawing.show for number, drawing in self._drawing.items() if drawing.show is not None}
+        if callbacks and isinstance(self._backend, DropsRequests):
+            for number, ids in self._backend.so_far(callbacks.keys()).items():
                 if ids:
-                    shown[number](ids)
+                    callbacks[number](ids)
 
     def _forget(self, why: str, status: int) -> None:
         for drawing in self._drawing.values():
@@ -251,13 +253,13 @@ class OutsideEpisodes:
         self._drawing.clear()
 
     def _take(self, wait: bool) -> list[Episode]:
-        """Takes in what has been asked, and outcomes."""
-        deadline, ended = time.monotonic() + (_IDLE_S if wait else 0.0), list[Episode]()
+        """Handles requests to the engine and outcomes; returns the episodes that ended."""
+        deadline, episodes = time.monotonic() + (_IDLE_S if wait else 0.0), list[Episode]()
         while True:
             try:
-                item = self._gateway.asked.get(timeout=max(0.0, deadline - time.monotonic()))
+                item = self._gateway.engine_queue.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                return ended
+                return episodes
             deadline = 0.0
             if isinstance(item, Drawing):
                 self._begin(item)
@@ -265,7 +267,7 @@ class OutsideEpisodes:
                 number, episode = item
                 if self._sessions.pop(number, None) is not None:
                     self._tell(episode)
-                    ended.append(episode)
+                    episodes.append(episode)
                     if episode.later:
                         self._unpaid[id(episode)] = episode
 
@@ -289,16 +291,16 @@ class OutsideEpisodes:
         self._drawing[self._number] = drawing
 
     def _came(self, number: int, outcome: dict[str, Any]) -> None:
-        """An outcome, in a thread of the harnesses': the gateway's loop looks at the episode's turns."""
-        self._gateway.loop.call_soon_threadsafe(self._ended, number, outcome)
+        """Passes an outcome from a thread of the harnesses to the gateway's event loop, which owns the episode's turns."""
+        self._gateway.loop.call_soon_threadsafe(self._on_end, number, outcome)
 
-    def _ended(self, number: int, said: dict[str, Any]) -> None:
-        known = self._sessions.get(number)
-        if known is None:
+    def _on_end(self, number: int, reported: dict[str, Any]) -> None:
+        entry = self._sessions.get(number)
+        if entry is None:
             return
-        session, prompt, ids = known
+        session, prompt, ids = entry
         self._gateway.end(session)
-        turns, later = dict[str, AgentTurn](), said.get("later")
+        turns, later = dict[str, AgentTurn](), reported.get("later")
         try:
             if later and not self._options.feedback_s:
                 raise RequestError(
@@ -306,45 +308,53 @@ class OutsideEpisodes:
                 )
             turns = awaited_turns(session.tree.turns, later) if later else turns
         except RequestError as why:
-            said = {"error": str(why)}
-        episode = self._episode(session, prompt, ids, said)
+            reported = {"error": str(why)}
+        episode = self._episode(session, prompt, ids, reported)
         if turns and episode.outcome is not None and not episode.outcome.error:
             episode.outcome.later = True
-        self._gateway.asked.put((number, episode))
+        self._gateway.engine_queue.put((number, episode))
         if episode.later:
-            paid = partial(self._came_later, episode, partial(self._episode, session, prompt, ids), said)
-            self._gateway.feedback.expect(turns, self._options.feedback_s, paid)
+            on_reward = partial(self._came_later, episode, partial(self._episode, session, prompt, ids), reported)
+            self._gateway.feedback.expect(turns, self._options.feedback_s, on_reward)
 
     def _came_later(
-        self, before: Episode, again: Callable[[dict[str, Any]], Episode], said: dict[str, Any], reward: float | None
+        self,
+        before: Episode,
+        again: Callable[[dict[str, Any]], Episode],
+        reported: dict[str, Any],
+        reward: float | None,
     ) -> None:
-        """The sum of an episode's rewards that came later; None if they did not."""
-        said = {**said, "metrics": {**said.get("metrics", {}), "later": 1.0}, "reward": reward}
+        """Queues an episode with the sum of its delayed rewards; with an error if they did not arrive."""
+        reported = {**reported, "metrics": {**reported.get("metrics", {}), "later": 1.0}, "reward": reward}
         if reward is None:
-            said["error"] = f"no reward came for it within agent.feedback_timeout_s ({self._options.feedback_s:g} s)"
-        self._paid.put((before, again(said)))
+            reported["error"] = (
+                f"no reward came for it within agent.feedback_timeout_s ({self._options.feedback_s:g} s)"
+            )
+        self._rewarded.put((before, again(reported)))
 
     def _episode(
-        self, session: GatewaySession, prompt: Prompt | None, ids: tuple[int, ...], said: dict[str, Any]
+        self, session: GatewaySession, prompt: Prompt | None, ids: tuple[int, ...], reported: dict[str, Any]
     ) -> Episode:
-        outcome = Outcome(said.get("reward"), said.get("response"), said.get("error", ""), said.get("metrics", {}))
-        if "turn_rewards" in said:
-            outcome.error = outcome.error or _paid(session.tree, said["turn_rewards"])
+        outcome = Outcome(
+            reported.get("reward"), reported.get("response"), reported.get("error", ""), reported.get("metrics", {})
+        )
+        if "turn_rewards" in reported:
+            outcome.error = outcome.error or _assign_turn_rewards(session.tree, reported["turn_rewards"])
         branches = session.tree.samples(session.number)
         spared = _spare(branches, session.limits)
-        given = said.get("rewards", {})
-        if given and outcome.reward is None:
-            outcome.reward = sum(given.values()) / len(given)
-        for branch in branches if given else []:
+        role_rewards = reported.get("rewards", {})
+        if role_rewards and outcome.reward is None:
+            outcome.reward = sum(role_rewards.values()) / len(role_rewards)
+        for branch in branches if role_rewards else []:
             name = session.limits.roles[branch.role] if session.limits.roles else ""
-            if name not in given:
+            if name not in role_rewards:
                 outcome.error = outcome.error or f"rewards has none for {name or 'any role: agent.roles is empty'}"
                 break
-            branch.above = given[name] - (outcome.reward or 0.0)
+            branch.above = role_rewards[name] - (outcome.reward or 0.0)
         if not branches and not outcome.error:
             outcome.error = "it ended without an answer of the model"
         last = next((turn for turn in reversed(session.tree.turns) if turn.received), None)
-        truncated = said.get("cut") or (last is not None and stop_reason(last.finish_reason) == "length")
+        truncated = reported.get("cut") or (last is not None and stop_reason(last.finish_reason) == "length")
         reason = "error" if outcome.error else "length" if truncated else "stop"
         episode = Episode(
             session.number, ids, prompt, finish_reason=reason, outcome=outcome,
@@ -369,19 +379,19 @@ class OutsideEpisodes:
         if episode.outcome is None or not episode.outcome.error:
             return
         self._failures += 1
-        if self._failures <= _TOLD or self._failures % 1000 == 0:
+        if self._failures <= _MAX_LOGGED or self._failures % 1000 == 0:
             log.warning("episode %d: the agent failed (number %d of these): %s", episode.id, self._failures,
                         episode.outcome.error)  # fmt: skip
 
 
-def _said(prompt: Prompt) -> list[dict[str, Any]]:
-    """A prompt's conversation as agents get it: its pictures are in there."""
+def _conversation(prompt: Prompt) -> list[dict[str, Any]]:
+    """Returns a prompt's conversation for agents, including its images."""
     if not prompt.images:
         return [{**m, "role": "user"} if m["role"] == "raw" else m for m in prompt.messages]
-    pictures, found = iter(shown_by(prompt.images)), placed(prompt.messages, len(prompt.images))
-    for message in found:
+    pictures, messages = iter(shown_by(prompt.images)), placed(prompt.messages, len(prompt.images))
+    for message in messages:
         message["content"] = [next(pictures) if part["type"] == "image" else part for part in message["content"]]
-    return found
+    return messages
 
 
 def _spare(branches: list[Episode], limits: EpisodeLimits) -> int:
@@ -394,8 +404,8 @@ def _spare(branches: list[Episode], limits: EpisodeLimits) -> int:
     return count
 
 
-def _paid(tree: Tree, rewards: list[float]) -> str:
-    """Gives each turn its own reward; what is wrong with them, if anything is."""
+def _assign_turn_rewards(tree: Tree, rewards: list[float]) -> str:
+    """Sets the reward of each turn; returns an error text if their number is wrong."""
     turns = [turn for turn in tree.turns if turn.received]
     if len(rewards) != len(turns):
         return f"turn_rewards has {len(rewards)} numbers; the model answered {len(turns)} times"
@@ -405,14 +415,14 @@ def _paid(tree: Tree, rewards: list[float]) -> str:
 
 
 log = logging.getLogger(__name__)
-#: How often an episode is begun, each time on another rank than one that was lost with it.
-_MOST = 3
-#: Seconds beyond `agent.timeout_s` that an outcome may be on its way.
+#: Maximum number of starts of an episode, after losses of the ranks that ran it.
+_MAX_STARTS = 3
+#: Seconds beyond `agent.timeout_s` that the transfer of an outcome may take.
 _GRACE_S = 4.0
 
 
 class Post(Protocol):
-    """What a rollout rank and those that run harnesses have of each other."""
+    """Message interface between a rollout rank and the ranks that run harnesses."""
 
     def offer(self, item: tuple[int, str, int]) -> None:
         """Puts an episode into the queue: the rollout rank, what it calls itself, and the episode's number."""
@@ -420,40 +430,40 @@ class Post(Protocol):
     def tell(self, rank: int, message: dict[str, Any]) -> None:
         """Tells a rank that runs harnesses something. Does not wait for it."""
 
-    def heard(self) -> list[dict[str, Any]]:
-        """What such ranks have said."""
+    def receive(self) -> list[dict[str, Any]]:
+        """Returns the new messages of these ranks."""
 
 
 @dataclass
 class _Away:
-    """An episode that others run.
+    """Episode that runs on another rank.
 
     Attributes:
-        ticket: What they get.
-        begun: How often it was begun.
-        by: The rank that has it, and what that calls it.
-        until: When it must have ended; 0 before anybody has it.
+        ticket: Ticket of the episode.
+        num_starts: Number of starts.
+        by: Rank that runs it, and that rank's name for it.
+        until: Deadline of its outcome; 0 before a rank has taken it.
     """
 
     ticket: Ticket
-    begun: int = 0
+    num_starts: int = 0
     by: tuple[int, int] = field(default=(-1, -1))
     until: float = 0.0
 
 
 class Distant:
-    """Has a program run for each ticket, elsewhere.
+    """Runner of a program for each ticket, on other ranks.
 
     Args:
-        post: To those who run it.
-        done: Is called with the ticket's id and the outcome.
-        again: Is called with the ticket's id where it is begun once more: a ticket with another key.
+        post: Message interface to the ranks that run it.
+        done: Callback with the ticket's id and the outcome.
+        again: Callback with the ticket's id at a restart; returns a ticket with another key.
     """
 
     def __init__(self, post: Post, done: Callable[[int, AgentReply], None], again: Callable[[int], Ticket]) -> None:
         self._post, self._done, self._again = post, done, again
         self._away: dict[int, _Away] = {}
-        #: Who was started again is another one, whatever its rank.
+        #: Identifies this process: a restarted rank has another ident.
         self.ident = secrets.token_hex(8)
 
     def run(self, ticket: Ticket, rank: int) -> None:
@@ -468,9 +478,9 @@ class Distant:
 
     def poll(self) -> None:
         """Hears what those who run it say; and who says nothing."""
-        for message in self._post.heard():
+        for message in self._post.receive():
             if "take" in message:
-                self._taken(message)
+                self._on_take(message)
             elif message["ident"] == self.ident:
                 self._came(message)
         now = time.monotonic()
@@ -482,7 +492,7 @@ class Distant:
     def abort(self) -> None:
         """Ends all that run, and forgets those that wait; none of them has an outcome."""
         for away in self._away.values():
-            if away.begun:
+            if away.num_starts:
                 self._post.tell(away.by[0], {"kill": away.by[1]})
         self._away.clear()
 
@@ -492,22 +502,22 @@ class Distant:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _taken(self, message: dict[str, Any]) -> None:
-        """Somebody has taken an episode, and wants its ticket; one that is over has none."""
-        who, number = (message["agent"], message["take"]), message["number"]
+    def _on_take(self, message: dict[str, Any]) -> None:
+        """Sends the ticket of an episode to a rank that has taken it; None for an episode that has ended."""
+        holder, number = (message["agent"], message["take"]), message["number"]
         away = self._away.get(number) if message["ident"] == self.ident else None
-        if away is not None and away.begun == _MOST:
-            self._end(number, {"error": f"{_MOST} ranks of the group agent were lost while they ran it"})
+        if away is not None and away.num_starts == _MAX_STARTS:
+            self._end(number, {"error": f"{_MAX_STARTS} ranks of the group agent were lost while they ran it"})
             away = None
         ticket = None
         if away is not None:
-            if away.begun:
-                log.info("episode %d is begun again on agent-%d: agent-%d was lost", number, who[0], away.by[0])
+            if away.num_starts:
+                log.info("episode %d is begun again on agent-%d: agent-%d was lost", number, holder[0], away.by[0])
                 away.ticket = self._again(number)
-            away.begun += 1
-            away.by, ticket = who, away.ticket
+            away.num_starts += 1
+            away.by, ticket = holder, away.ticket
             away.until = time.monotonic() + ticket["timeout_s"] + _GRACE_S
-        self._post.tell(who[0], {"of": who[1], "ticket": ticket})
+        self._post.tell(holder[0], {"of": holder[1], "ticket": ticket})
 
     def _came(self, message: dict[str, Any]) -> None:
         away = self._away.get(message["number"])

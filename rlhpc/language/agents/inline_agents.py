@@ -1,4 +1,4 @@
-"""Episodes of environments, in the rollout rank itself: no process and no wire between the model and the world."""
+"""Inline agents and environments: episodes within the rollout rank, without a process or a connection."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from rlhpc.language.policy_text import valid_text
 if TYPE_CHECKING:
     from rlhpc.language.agents.gateway.server import Gateway
 
-#: Threads that call environments.
+#: Number of threads that call environments.
 _THREADS = 16
 
 
 @dataclass(frozen=True)
 class InlineEnvironment:
-    """What is played.
+    """Inline environment of `agent.kind: environment`.
 
     Attributes:
-        environment: Makes the world of an episode.
-        episodes: How many are under way at a time.
+        environment: Builds the environment of an episode.
+        episodes: Maximum number of concurrent episodes.
     """
 
     environment: Callable[[], Environment]
@@ -116,12 +116,12 @@ def _where(error: Exception) -> str:
 
 
 class ToolAgent(Agent):
-    """Carries out calls such as `<tool>calculator: 12 * 7</tool>`, and goes on after `<result>84</result>`; or, where the
-    result is a picture, after a message of the role tool.
+    """Agent that runs tool calls such as `<tool>calculator: 12 * 7</tool>` and answers with `<result>84</result>`; or,
+    for a result that is an image, with a message of the role tool.
 
     Args:
-        tools: By name; None gives `calculator` and `python`.
-        longest: Most characters of a result.
+        tools: Tools by name; None for `calculator` and `python`.
+        longest: Maximum number of characters of a result.
     """
 
     stop = ("</tool>",)
@@ -148,11 +148,11 @@ class ToolAgent(Agent):
         if tool is None:
             return f"error: there is no tool {name}; there are {', '.join(self.tools)}"
         try:
-            found = tool(text.strip("\n"))
-            if isinstance(found, bytes) or hasattr(found, "save"):
-                return found
-            result = valid_text(str(found))
-        except Exception as error:  # the model's mistake, or the tool's: the model is told
+            value = tool(text.strip("\n"))
+            if isinstance(value, bytes) or hasattr(value, "save"):
+                return value
+            result = valid_text(str(value))
+        except Exception as error:  # an error of the model or of the tool: the model gets it as the result
             result = f"error: {error}"
         # A result that contains the tags would end itself, or call another tool.
         result = re.sub(r"</?(?:result|tool)>", "", result)

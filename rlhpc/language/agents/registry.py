@@ -1,4 +1,4 @@
-"""Agents by name, and episodes as a configuration describes them."""
+"""Registry of agents, and builders of episode runners from a configuration."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from rlhpc.language.agents.inline_agents import InlineEnvironment
     from rlhpc.language.config.run import LanguageConfig
 
-#: Episodes on an engine, whoever answers the model or asks it.
+#: Runner of episodes on an engine, with an inline or an external agent.
 Generation: TypeAlias = Union[EpisodeRunner, "OutsideEpisodes"]
-#: The kind of agent that is in the rollout rank.
+#: Kind of agent that runs in the rollout rank.
 INLINE = "inline"
 
 __all__ = [
@@ -58,10 +58,11 @@ register_agent = AGENTS.register
 
 
 def make_agent(name: str) -> Agent:
-    """The agent of `rollout.agent`: a registered name, an entry point of group `rlhpc.agents`, or `module:Class`.
+    """Builds the agent of `rollout.agent`: a registered name, an entry point of group `rlhpc.agents`, or
+    `module:Class`.
 
     Raises:
-        ConfigError: Unknown, or it cannot be built.
+        ConfigError: The name is unknown, or the agent cannot be built.
     """
     factory = AGENTS.find(name)
     try:
@@ -89,10 +90,10 @@ def run_episodes(
 
 
 def configured_agent(cfg: LanguageConfig) -> Agent | None:
-    """The agent of `rollout.agent`; None for episodes of one turn.
+    """Returns the agent of `rollout.agent`; None for episodes of one turn.
 
     Raises:
-        ConfigError: It is unknown.
+        ConfigError: The agent is unknown.
     """
     name = cfg.rollout.agent
     return None if name is None else make_agent(name)
@@ -101,14 +102,15 @@ def configured_agent(cfg: LanguageConfig) -> Agent | None:
 def make_generation(
     cfg: LanguageConfig, backend: RolloutBackend, tokenizer: Any, elsewhere: AgentRanks | None = None, address: str = ""
 ) -> Generation:
-    """Episodes as sections `rollout` and `agent` describe them: of one turn, with `rollout.agent`, or of an agent outside.
+    """Builds the runner of episodes that sections `rollout` and `agent` describe: of one turn, with `rollout.agent`, or
+    with an external agent.
 
     Args:
-        cfg: The configuration.
-        backend: The engine.
-        tokenizer: Of the model.
-        elsewhere: Who runs agents outside; None: this process.
-        address: Where processes of other hosts reach this one; "" if none are to.
+        cfg: Configuration of the run.
+        backend: Engine.
+        tokenizer: Tokenizer of the model.
+        elsewhere: Ranks that run external agents; None for this process.
+        address: Address of this host for processes of other hosts; "" if these have no access.
 
     Raises:
         ConfigError: See `configured_agent` and `outside_agent`.
@@ -139,10 +141,10 @@ def make_generation(
 
 
 def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, AgentOptions]:
-    """What section `agent` says: how replies are read, and an episode's limits.
+    """Returns the parsers of replies and the limits of an episode, from section `agent`.
 
     Raises:
-        ConfigError: The model has no chat template, there is no such parser, or a package is missing.
+        ConfigError: The model has no chat template, a parser is unknown, or a package is missing.
     """
     required("aiohttp", f"agent.kind={cfg.agent.kind} needs aiohttp")
     from rlhpc.language.agents.external import AgentOptions
@@ -158,9 +160,9 @@ def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, AgentOp
     roles, kwargs = roles_of(cfg), plain(agent.kwargs)
     untrained = tuple(agent.untrained_roles)
     if untrained and not set(untrained) < set(roles):
-        known = ", ".join(roles) or "none"
+        names = ", ".join(roles) or "none"
         raise ConfigError(
-            f"agent.untrained_roles is {list(untrained)}; allowed: some of the roles, not all of them ({known})"
+            f"agent.untrained_roles is {list(untrained)}; allowed: some of the roles, not all of them ({names})"
         )
     limits = EpisodeLimits(agent.max_turns, agent.max_tokens, roles, untrained, policies_of(cfg).by_role)
     later = float(select(cfg, "agent.feedback_timeout_s") or 0.0)
@@ -169,11 +171,11 @@ def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, AgentOp
 
 
 def program_of(cfg: LanguageConfig, addresses: Mapping[str, str] | None = None) -> Program:
-    """What section `agent` has run for an episode, in a process of its own.
+    """Returns the program of section `agent`, which runs in a separate process for each episode.
 
     Args:
-        cfg: The configuration.
-        addresses: Of `agent.services`.
+        cfg: Configuration of the run.
+        addresses: Addresses of `agent.services`.
     """
     from rlhpc.language.agents.agent_processes import Program
     from rlhpc.language.agents.runner.shell import LIMITS
@@ -206,7 +208,7 @@ def _private_paths(cfg: LanguageConfig) -> tuple[str, ...]:
 
 
 def world_of(cfg: LanguageConfig) -> InlineEnvironment:
-    """The world that `agent.kind: environment` is about."""
+    """Returns the environment of `agent.kind: environment`."""
     from rlhpc.language.agents.inline_agents import InlineEnvironment
 
     kwargs = plain(cfg.agent.kwargs)
@@ -224,7 +226,7 @@ def check_harness(cfg: LanguageConfig) -> None:
     from rlhpc.language.agents.agent_processes import Harnesses
 
     program = program_of(cfg)
-    # The ranks of a group `agent` try it themselves: they may be on nodes that have other things.
+    # The ranks of a group `agent` check it themselves: their nodes may have other software.
     if AGENT in placed(cfg) and program.python is not None and not Path(program.python).exists():
         return
     Harnesses(replace(program, sandbox=None), lambda number, outcome: None).close()

@@ -1,4 +1,4 @@
-"""Programs that agents need beside the model: a search engine, a database, the server of an environment (`agent.services`)."""
+"""Services of agents (`agent.services`): programs such as a search engine, a database, or the server of an environment."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from rlhpc.runtime.tcp_sockets import loopback_listeners, socket_inodes
 
 log = logging.getLogger(__name__)
 _LOOPBACK, _LOOK_S, _END_S, _TAIL = "127.0.0.1", 0.05, 8.0, 600
-#: Seconds between two looks at services that are ready.
+#: Seconds between two checks of services that are ready.
 _WATCH_S = 2.0
 
 
 @dataclass
 class _RunningService:
-    """A service. `said` is the file with what it prints; `listeners` are the inodes of its sockets that were looked at."""
+    """Running service. `log_file` receives its output; `listeners` are the inodes of its sockets that were checked."""
 
     section: ServiceConfig
     address: str
     process: subprocess.Popen[bytes]
-    said: Path
+    log_file: Path
     listeners: frozenset[int] = frozenset()
 
     def is_foreign(self) -> bool:
@@ -62,7 +62,7 @@ class _RunningService:
 
     def tail(self) -> str:
         """Returns the end of what it has printed, as a part of a message."""
-        text = self.said.read_bytes()[-_TAIL:].decode(errors="replace").strip()
+        text = self.log_file.read_bytes()[-_TAIL:].decode(errors="replace").strip()
         return f"; it said: {text}" if text else "; it said nothing"
 
 
@@ -131,7 +131,7 @@ class Services:
 
 
 def placed_in(value: Any, addresses: Mapping[str, str]) -> Any:
-    """A text, or texts in lists and mappings, with services' addresses in place of their names in braces."""
+    """Replaces services' names in braces by their addresses, in a text or in texts within lists and mappings."""
     if isinstance(value, str):
         for name, address in addresses.items():
             value = value.replace(f"{{{name}}}", address)
@@ -150,26 +150,26 @@ def _start(section: ServiceConfig, folder: Path, before: str | None) -> _Running
             free.bind((_LOOPBACK, 0))
         port = free.getsockname()[1]
     command = [word.replace("{port}", str(port)) for word in section.command]
-    said = folder / f"service-{section.name}-{os.uname().nodename}.log"
-    with said.open("ab") as file:
+    log_file = folder / f"service-{section.name}-{os.uname().nodename}.log"
+    with log_file.open("ab") as file:
         process = subprocess.Popen(
             run_module("rlhpc.language.agents.runner.keeper", *command), stdin=subprocess.PIPE, stdout=file, stderr=file,
             env={**os.environ, **without_proxy(), "PORT": str(port)},
         )  # fmt: skip
-    return _RunningService(section, f"{_LOOPBACK}:{port}", process, said)
+    return _RunningService(section, f"{_LOOPBACK}:{port}", process, log_file)
 
 
 def _await_ready(running: _RunningService) -> None:
     section = running.section
     deadline = time.monotonic() + section.timeout_s
     while not _is_ready(running):
-        ended = running.process.poll()
+        status = running.process.poll()
         if running.is_foreign():
             raise ConfigError(_foreign(running))
-        if ended is None and time.monotonic() < deadline:
+        if status is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
             continue
-        why = f"ended with status {ended}" if ended is not None else (
+        why = f"ended with status {status}" if status is not None else (
             f"was not ready ({section.ready}) within timeout_s ({section.timeout_s:g} s)"
         )  # fmt: skip
         raise ConfigError(f"agent.services[{section.name}] {why}{running.tail()}")
@@ -192,7 +192,7 @@ def _is_ready(running: _RunningService) -> bool:
 def _answers(running: _RunningService) -> bool:
     ready, (host, _, port) = running.section.ready, running.address.partition(":")
     if ready.startswith("line:"):
-        return ready[5:].strip().encode() in running.said.read_bytes()
+        return ready[5:].strip().encode() in running.log_file.read_bytes()
     try:
         if not loopback_listeners(int(port)) or running.is_foreign():
             return False
@@ -214,7 +214,7 @@ _START_S = 60.0
 
 
 class Relays:
-    """Leads to gateways on other nodes, by one socket each."""
+    """Relays to gateways on other nodes, by one UNIX socket each."""
 
     def __init__(self) -> None:
         self._folder = folder_for_sockets("agents")
@@ -224,7 +224,7 @@ class Relays:
         self._thread.start()
 
     def to(self, url: str) -> str:
-        """The path of the socket that leads to a gateway."""
+        """Returns the path of the socket that leads to a gateway."""
         if url not in self._sockets:
             path = str(self._folder / f"model-{len(self._sockets)}")
             asyncio.run_coroutine_threadsafe(self._listen(url, path), self._loop).result(_START_S)
@@ -236,8 +236,8 @@ class Relays:
 
         async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):
-                there, back = await asyncio.open_connection(where.hostname, where.port)
-                await asyncio.gather(_pass(reader, back), _pass(there, writer))
+                upstream, upstream_writer = await asyncio.open_connection(where.hostname, where.port)
+                await asyncio.gather(_pass(reader, upstream_writer), _pass(upstream, writer))
             writer.close()
 
         await asyncio.start_unix_server(lead, path)

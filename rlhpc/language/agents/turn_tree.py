@@ -1,7 +1,8 @@
-"""What an episode's calls of the model were, as a tree: a turn continues another where it begins with that one's very tokens.
+"""Turn tree: an episode's calls of the model. A turn continues another one if its prompt begins with exactly that
+turn's tokens.
 
-Each leaf is a sample: what the model reads in one pass. A turn that several leaves share is trained in one of them. So every
-token that the model has drawn is in exactly one loss mask, or is left out for a reason that is counted.
+Each leaf is a sample: a token sequence that the model reads in one pass. A turn that several leaves share is trained in
+one of them. So each sampled token is in exactly one loss mask, or is dropped for a reason that is counted.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from rlhpc.runtime.errors import ConfigError
 
 @dataclass
 class AgentTurn:
-    """One call of the model.
+    """Call of the model.
 
     Attributes:
-        parent: The turn whose tokens it begins with; None begins a tree of its own.
-        context: What the model read beyond those: of a first turn, the whole prompt.
-        token_ids, logprobs, versions: What it drew.
+        parent: Turn whose tokens its prompt begins with; None for the first turn of a branch.
+        context: Tokens of the prompt after the parent's tokens; for a first turn, all tokens of the prompt.
+        token_ids, logprobs, versions: Sampled tokens.
         experts: `Completion.experts`.
         finish_reason: `stop` or `length`.
-        keys: Digests of the messages that it was asked with, and of its reply; empty where it was asked with tokens.
-        received: Whether the reply has reached who asked.
-        role: Who speaks, where several do.
-        reward: What this turn was worth by itself, where the agent says so.
-        names: Ids that its clients know it by.
-        feedback: What somebody has said of it when it was done (`Feedback`); None before.
-        seen: All that it was shown, by it and by the turns before.
+        keys: Digests of the messages of the request and of the reply; empty for requests with tokens.
+        received: Whether the reply has reached the client.
+        role: Index of the role, if several roles use the model.
+        reward: Reward of this turn, if the agent sets one.
+        names: Ids of the completion that clients have received.
+        feedback: Delayed reward of the turn (`Feedback`); None before it arrives.
+        seen: Images of its prompt, including those of the turns before.
     """
 
     parent: int | None
@@ -67,28 +68,29 @@ class AgentTurn:
 
 @dataclass
 class Tree:
-    """The turns of an episode, in the order in which they ended.
+    """Turns of an episode, in the order in which they ended.
 
     Attributes:
-        turns: All of them.
+        turns: All turns.
     """
 
     turns: list[AgentTurn] = field(default_factory=list)
 
     def ids(self, turn: int) -> list[int]:
-        """All tokens that a turn read and drew."""
+        """Returns all tokens that a turn read and sampled."""
         return [token for at in self.path(turn) for part in self._parts(at) for token in part]
 
     def path(self, turn: int) -> list[int]:
-        """The turns from the first one to this."""
-        found = [turn]
-        while (parent := self.turns[found[-1]].parent) is not None:
-            found.append(parent)
-        return found[::-1]
+        """Returns the turns from the first one to this one."""
+        indices = [turn]
+        while (parent := self.turns[indices[-1]].parent) is not None:
+            indices.append(parent)
+        return indices[::-1]
 
-    def continued_by(self, ids: Sequence[int], role: int = 0, seen: PromptImages | None = None) -> int | None:
-        """The longest turn of a role whose tokens these begin with, and which was shown what these show up to there; of equal
-        ones the last. None if there is none."""
+    def continued_by(self, ids: Sequence[int], role: int = 0, images: PromptImages | None = None) -> int | None:
+        """Returns the longest turn of a role whose tokens these begin with and whose images are the same up to there;
+        of equally long ones the last. None if no turn matches.
+        """
         ids, ends, best = list(ids), dict[int, int](), None
         for at, turn in enumerate(self.turns):  # a parent comes before its children
             begin = 0 if turn.parent is None else ends.get(turn.parent)
@@ -100,8 +102,8 @@ class Tree:
                 begin += len(part)
             else:
                 ends[at] = begin
-                same = _places(turn.seen) == tuple(place for place in _places(seen) if place[0] < begin)
-                if same and begin < len(ids) and (best is None or begin >= ends[best]):
+                same_images = _places(turn.seen) == tuple(place for place in _places(images) if place[0] < begin)
+                if same_images and begin < len(ids) and (best is None or begin >= ends[best]):
                     best = at
         return best
 
@@ -109,26 +111,26 @@ class Tree:
         return self.turns[at].context, self.turns[at].token_ids
 
     def samples(self, number: int) -> list[Episode]:
-        """A sample for each leaf, in an order that does not depend on which call ended first. What the model drew and nobody
-        received is not trained on, nor are there samples of such turns alone.
+        """Returns a sample for each leaf, in an order that does not depend on which call ended first. Turns that no
+        client received are not trained, and leaves of such turns alone are no samples.
 
         Args:
-            number: The episode's.
+            number: Number of the episode.
         """
-        kept = set[int]()
+        received = set[int]()
         for at, turn in enumerate(self.turns):
             if turn.received:
-                kept.update(self.path(at))
-        leaves = kept - {self.turns[at].parent for at in kept}
+                received.update(self.path(at))
+        leaves = received - {self.turns[at].parent for at in received}
         paths = sorted(
             (self.turns[leaf].role, self.ids(leaf), _places(self.turns[leaf].seen), self.path(leaf)) for leaf in leaves
         )
-        trained, found, spoken = set[int](), list[Episode](), collections.Counter[int]()
+        trained, samples, spoken = set[int](), list[Episode](), collections.Counter[int]()
         numbers = [spoken.update([turn.role]) or spoken[turn.role] - 1 for turn in self.turns]
         for *_, path in paths:
-            found.append(self._sample(number, path, trained, numbers))
+            samples.append(self._sample(number, path, trained, numbers))
             trained.update(path)
-        return found
+        return samples
 
     def _sample(self, number: int, path: Sequence[int], trained: set[int], numbers: Sequence[int]) -> Episode:
         first = self.turns[path[0]]
@@ -154,34 +156,34 @@ class Tree:
             sample.token_ids += turn.token_ids
             sample.logprobs += turn.logprobs
             sample.versions += turn.versions
-            own = turn.received and at not in trained
-            sample.loss_mask += [own] * drawn
+            is_trained = turn.received and at not in trained
+            sample.loss_mask += [is_trained] * drawn
             sample.rewards += [0.0] * drawn
-            if own and drawn:
+            if is_trained and drawn:
                 sample.rewards[-1] = turn.reward
             sample.turn_ids += [numbers[at]] * (between + drawn)
         return sample
 
     def counts(self) -> collections.Counter[str]:
-        """Turns and samples' beginnings, the tokens drawn, and those that nobody received."""
-        found = collections.Counter[str]()
+        """Counts turns, branches, sampled tokens, and tokens that no client received."""
+        counts = collections.Counter[str]()
         for turn in self.turns:
-            found["turns"] += 1
-            found["branches"] += turn.parent is None
-            found["drawn"] += len(turn.token_ids)
-            found["not_received"] += 0 if turn.received else len(turn.token_ids)
-        return found
+            counts["turns"] += 1
+            counts["branches"] += turn.parent is None
+            counts["drawn"] += len(turn.token_ids)
+            counts["not_received"] += 0 if turn.received else len(turn.token_ids)
+        return counts
 
 
-def _places(seen: PromptImages | None) -> tuple[tuple[int, bytes], ...]:
-    return () if seen is None else seen.places
+def _places(images: PromptImages | None) -> tuple[tuple[int, bytes], ...]:
+    return () if images is None else images.places
 
 
-#: Stands for the sign of a part of a picture where somebody has only written it.
+#: Replaces the token of an image part in text that merely contains its spelling.
 _SPOKEN = "SPOKENOF9B1C"
-#: Code of what is longer than the context or the episode's limits.
+#: Error code of requests beyond the context or the episode's limits.
 OVER = "context_length_exceeded"
-#: Characters that a token may have at least: so much room any context has, however short the tokens of its model are.
+#: Assumed number of characters per token, for the limit of a conversation before it is encoded.
 _TOKEN_CHARACTERS = 16
 Message = dict[str, Any]
 
@@ -201,10 +203,10 @@ class RequestError(Exception):
 
 
 def canonical(message: Mapping[str, Any]) -> Message:
-    """A message as templates take it, whatever way its client writes it; and its pictures, as `images`, if it shows some.
+    """Converts a message to the form of templates, whatever form its client uses; its images, if any, become `images`.
 
     Raises:
-        Refused: It is no message.
+        RequestError: It is not a message.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError("messages must be a list of objects with role and content")
@@ -213,21 +215,21 @@ def canonical(message: Mapping[str, Any]) -> Message:
         content, images = content_of(message.get("content"))
     except ConfigError as error:
         raise RequestError(str(error)) from None
-    found: Message = {"role": role, "content": content, **({"images": images} if images else {})}
+    converted: Message = {"role": role, "content": content, **({"images": images} if images else {})}
     reasoning = _text_in(message, "reasoning_content") or _text_in(message, "reasoning")
     if reasoning:
-        found["reasoning_content"] = reasoning
+        converted["reasoning_content"] = reasoning
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise RequestError("a message's tool_calls must be a list")
     if calls:
-        found["tool_calls"] = [_call(call) for call in calls]
+        converted["tool_calls"] = [_call(call) for call in calls]
     if message.get("function_call"):
         raise RequestError("a message has a function_call; functions are tools here: send tool_calls")
     for name in ("tool_call_id", "name"):
         if value := _text_in(message, name):
-            found[name] = value
-    return found
+            converted[name] = value
+    return converted
 
 
 def _text_in(message: Mapping[str, Any], name: str) -> str:
@@ -252,17 +254,19 @@ def _call(call: Any) -> Message:
 
 
 def key_of(message: Message) -> str:
-    """A digest by which a message is known again: of what it says, not of names of calls or white space around it."""
-    said: Message = {**message, "content": _stripped(message["content"])}
-    if "images" in said:
-        said["images"] = [digest_of(image) for image in said["images"]]
-    said.pop("tool_call_id", None)
-    said.pop("name", None)
-    if "reasoning_content" in said:
-        said["reasoning_content"] = said["reasoning_content"].strip()
-    if "tool_calls" in said:
-        said["tool_calls"] = [call["function"] for call in said["tool_calls"]]
-    return _digest(said)
+    """Returns a digest that identifies a message: of its content, without ids of tool calls and surrounding white
+    space.
+    """
+    content: Message = {**message, "content": _stripped(message["content"])}
+    if "images" in content:
+        content["images"] = [digest_of(image) for image in content["images"]]
+    content.pop("tool_call_id", None)
+    content.pop("name", None)
+    if "reasoning_content" in content:
+        content["reasoning_content"] = content["reasoning_content"].strip()
+    if "tool_calls" in content:
+        content["tool_calls"] = [call["function"] for call in content["tool_calls"]]
+    return _digest(content)
 
 
 def _stripped(content: Any) -> Any:
@@ -272,21 +276,21 @@ def _stripped(content: Any) -> Any:
 
 
 def keys_of(messages: Sequence[Message], tools: Any) -> tuple[str, ...]:
-    """Digests of the tools, then of each message."""
+    """Returns digests of the tools, then of each message."""
     return (_digest(tools or []), *map(key_of, messages))
 
 
-def _digest(said: Any) -> str:
-    return hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
 class Renderer:
-    """Makes tokens of conversations, with a tokenizer's chat template.
+    """Renderer of conversations: converts them to tokens with a tokenizer's chat template.
 
     Args:
-        tokenizer: Of transformers.
-        looker: What looks at pictures; None if the model reads text alone.
-        context: Most tokens that the model reads.
+        tokenizer: Tokenizer of transformers.
+        looker: Image processor; None if the model reads only text.
+        context: Maximum number of tokens that the model reads.
     """
 
     def __init__(self, tokenizer: Any, looker: Looker | None = None, context: int = sys.maxsize) -> None:
@@ -298,16 +302,22 @@ class Renderer:
         return self.context * max(_TOKEN_CHARACTERS, *map(len, self.tokenizer.get_vocab()))
 
     def check_count(self, messages: Sequence[Any]) -> None:
-        """Raises:
-        Refused: There are more messages than the context has tokens."""
+        """Checks the number of messages.
+
+        Raises:
+            RequestError: It exceeds the number of tokens of the context.
+        """
         if len(messages) > self.context:
             raise RequestError(
                 f"{len(messages)} messages leave no room in the context of {self.context} tokens", code=OVER
             )
 
     def check_length(self, messages: Sequence[Message], tools: Any) -> None:
-        """Raises:
-        Refused: Messages and tools have more characters than the context can hold, whatever tokens they become."""
+        """Checks the length of messages and tools.
+
+        Raises:
+            RequestError: They have more characters than the context can hold, whatever their tokens are.
+        """
         if self.context == sys.maxsize:
             return
         count = _characters([{**message, "images": None} for message in messages]) + _characters(tools)
@@ -320,48 +330,50 @@ class Renderer:
     def prompt(
         self, tree: Tree, messages: Sequence[Message], keys: tuple[str, ...], tools: Any, role: int = 0
     ) -> tuple[list[int], int | None, PromptImages | None]:
-        """The tokens of a conversation, the turn of the tree that it goes on from, if any, and what it shows, if anything.
+        """Returns the tokens of a conversation, the turn of the tree that it continues, if any, and its images, if any.
 
         Args:
-            tree: What is known.
-            messages: The conversation, canonical.
+            tree: Earlier turns of the episode.
+            messages: Conversation in canonical form.
             keys: Its `keys_of`.
-            tools: As the client sent them.
-            role: Who speaks: nobody goes on from what another has said.
+            tools: Tools as the client sent them.
+            role: Index of the role; only turns of the same role are continued.
 
         Raises:
-            Refused: The template does not take it, or the model reads no pictures.
+            RequestError: The template refuses the conversation, or the model does not read images.
         """
         if self.looker is None and any("images" in message for message in messages):
             raise RequestError("a message shows a picture; this model reads text alone")
-        known, length = None, 0
+        continued, length = None, 0
         for at, turn in enumerate(tree.turns):
             if turn.role != role:
                 continue
             if length <= len(turn.keys) < len(keys) and turn.keys and keys[: len(turn.keys)] == turn.keys:
-                known, length = at, len(turn.keys)
-        if known is not None:
-            reply = tree.turns[known]
+                continued, length = at, len(turn.keys)
+        if continued is not None:
+            reply = tree.turns[continued]
             behind = self._behind(messages, length - 2, tools, reply.token_ids)
             if behind is not None:
-                before = tree.ids(known)
-                ids, seen = self._encode(behind, messages[length - 1 :], len(before))
-                return before + ids, known, joined(reply.seen, seen)
-        ids, seen = self._encode(self._text(messages, tools), messages)
-        return ids, tree.continued_by(ids, role, seen), seen
+                before = tree.ids(continued)
+                ids, images = self._encode(behind, messages[length - 1 :], len(before))
+                return before + ids, continued, joined(reply.seen, images)
+        ids, images = self._encode(self._text(messages, tools), messages)
+        return ids, tree.continued_by(ids, role, images), images
 
     def _behind(self, messages: Sequence[Message], reply: int, tools: Any, drawn: list[int]) -> str | None:
-        """What the template puts after a reply; None if it does not show it as it stands."""
-        shown = [*messages]
-        shown[reply] = {"role": "assistant", "content": REPLY}
+        """Returns the template's text after a reply; None if the template does not contain the reply unchanged."""
+        with_marker = [*messages]
+        with_marker[reply] = {"role": "assistant", "content": REPLY}
         try:
-            text = self._text(shown, tools)
-        except RequestError:  # a template that wants to see the calls that tools answered
+            text = self._text(with_marker, tools)
+        except RequestError:  # the template requires the calls that tools answered
             return None
         return behind_reply(self.tokenizer, text, drawn) if text.count(REPLY) == 1 else None
 
     def _encode(self, text: str, messages: Sequence[Message], behind: int = 0) -> tuple[list[int], PromptImages | None]:
-        """Tokens of what a template makes of messages, behind so many others, with all parts of their pictures; and these."""
+        """Encodes a template's text of messages that follow so many tokens, with the tokens of the images; returns
+        tokens and images.
+        """
         ids, spoken, text = list[int](), set[int](), valid_text(text)
         if self.looker is None:
             return self.tokenizer.encode(text, add_special_tokens=False), None
@@ -379,11 +391,11 @@ class Renderer:
             raise RequestError(str(error)) from None
 
     def _text(self, messages: Sequence[Message], tools: Any) -> str:
-        said = [{name: value for name, value in message.items() if name != "images"} for message in messages]
+        text_messages = [{name: value for name, value in message.items() if name != "images"} for message in messages]
         if self.looker is not None:
-            said = _without(said, self.tokenizer.convert_ids_to_tokens(self.looker.token))
+            text_messages = _without(text_messages, self.tokenizer.convert_ids_to_tokens(self.looker.token))
         try:
-            return render_chat(self.tokenizer, said, tools or (), add_generation_prompt=True)
+            return render_chat(self.tokenizer, text_messages, tools or (), add_generation_prompt=True)
         except ConfigError as error:
             raise RequestError(str(error)) from None
 
@@ -397,10 +409,10 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
-def _without(said: Any, sign: str) -> Any:
-    """Messages whose texts have no sign of a part of a picture, but `_SPOKEN`."""
-    if isinstance(said, str):
-        return said.replace(sign, _SPOKEN)
-    if isinstance(said, Mapping):
-        return {name: _without(value, sign) for name, value in said.items()}
-    return [_without(value, sign) for value in said] if isinstance(said, list) else said
+def _without(content: Any, sign: str) -> Any:
+    """Replaces the token of an image part in messages' texts by `_SPOKEN`."""
+    if isinstance(content, str):
+        return content.replace(sign, _SPOKEN)
+    if isinstance(content, Mapping):
+        return {name: _without(value, sign) for name, value in content.items()}
+    return [_without(value, sign) for value in content] if isinstance(content, list) else content

@@ -63,8 +63,8 @@ class RolloutPost:
         """See `Post.tell`."""
         _tell(message, self._group, rank, TICKETS)
 
-    def heard(self) -> list[dict[str, Any]]:
-        """See `Post.heard`."""
+    def receive(self) -> list[dict[str, Any]]:
+        """See `Post.receive`."""
         return _heard(TOLD)
 
 

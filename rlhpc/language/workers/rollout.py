@@ -222,7 +222,7 @@ class LanguageRolloutWorker(Worker):
                 for episode in ended:
                     tokens += self._judge(episode)
                 worked = True
-            for before, episode in self.generation.paid():
+            for before, episode in self.generation.delayed_rewards():
                 self._paid(before, episode)
             for request, scored in self.judges.poll():
                 self._scored(request, scored)

@@ -1,4 +1,4 @@
-"""What goes over the wire to OpenAI's clients, and to those that speak in tokens."""
+"""Response formats of the gateway: OpenAI's, Anthropic's and token-based requests."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from rlhpc.language.policy_text import parse_arguments
 
 
 def chat_reply(answer: StoredResponse, body: Mapping[str, Any], model: str, tokenizer: Any) -> dict[str, Any]:
-    """The answer to `/v1/chat/completions`."""
+    """Returns the response to `/v1/chat/completions`."""
     turn = answer.turn
     reason = "tool_calls" if answer.message.get("tool_calls") else stop_reason(turn.finish_reason)
     choice: dict[str, Any] = {"index": 0, "message": answer.message, "finish_reason": reason, "logprobs": None}
     if body.get("logprobs"):
         as_ids = bool(body.get("return_tokens_as_token_ids"))
         choice["logprobs"] = {"content": _logprobs(answer, None if as_ids else tokenizer)}
-    found = {
+    response = {
         "id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "created": int(time.time()), "model": model,
         "choices": [choice], "usage": _usage(answer),
     }  # fmt: skip
     if body.get("return_token_ids"):
-        found["prompt_token_ids"] = answer.prompt_ids
+        response["prompt_token_ids"] = answer.prompt_ids
         choice["token_ids"] = turn.token_ids
-    return found
+    return response
 
 
 def generate_reply(answer: StoredResponse) -> dict[str, Any]:
-    """The answer to `/inference/v1/generate`, in the form of vLLM's."""
+    """Returns the response to `/inference/v1/generate`, in vLLM's format."""
     turn = answer.turn
     choice = {
         "index": 0, "token_ids": turn.token_ids, "finish_reason": stop_reason(turn.finish_reason),
@@ -47,33 +47,33 @@ def _usage(answer: StoredResponse) -> dict[str, int]:
 
 
 def _logprobs(answer: StoredResponse, tokenizer: Any) -> list[dict[str, Any]]:
-    """Of each token; without a tokenizer it is shown by its number."""
-    found = []
+    """Returns the log-probs of the sampled tokens; without a tokenizer each token is given by its number."""
+    entries = []
     for token, logprob in zip(answer.turn.token_ids, answer.turn.logprobs, strict=True):
         text = f"token_id:{token}" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
-        found.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
-    return found
+        entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+    return entries
 
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
 def conversation_of(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
-    """The messages and tools of a request, as chat completions have them.
+    """Returns the messages and tools of a request, in the format of chat completions.
 
     Raises:
-        Refused: It has something else.
+        RequestError: The request has another content.
     """
-    found: list[Message] = []
+    messages: list[Message] = []
     if body.get("system"):
-        found.append({"role": "system", "content": _text(body["system"])})
+        messages.append({"role": "system", "content": _text(body["system"])})
     for message in body["messages"]:
         if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
             raise RequestError("messages must be objects with role user or assistant, and content")
-        found += _assistant(message) if message["role"] == "assistant" else _user(message)
+        messages += _assistant(message) if message["role"] == "assistant" else _user(message)
     if body.get("tool_choice", {}).get("type") == "none":
-        return found, None
-    return found, [_tool(tool) for tool in body.get("tools", [])] or None
+        return messages, None
+    return messages, [_tool(tool) for tool in body.get("tools", [])] or None
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,37 +82,37 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _assistant(message: Mapping[str, Any]) -> list[Message]:
-    found: Message = {"role": "assistant", "content": ""}
+    converted: Message = {"role": "assistant", "content": ""}
     for block in _blocks(message.get("content")):
         kind = block.get("type")
         if kind == "text":
-            found["content"] += _field(block, "text")
+            converted["content"] += _field(block, "text")
         elif kind == "thinking":
-            found["reasoning_content"] = found.get("reasoning_content", "") + _field(block, "thinking")
+            converted["reasoning_content"] = converted.get("reasoning_content", "") + _field(block, "thinking")
         elif kind == "tool_use":
             function = {"name": _field(block, "name"), "arguments": block.get("input") or {}}
             call = {"id": _field(block, "id"), "type": "function", "function": function}
-            found.setdefault("tool_calls", []).append(call)
+            converted.setdefault("tool_calls", []).append(call)
         else:
             raise RequestError(f"an assistant's message has a block of type {kind}; allowed: text, thinking, tool_use")
-    return [found]
+    return [converted]
 
 
 def _user(message: Mapping[str, Any]) -> list[Message]:
-    """Results of tools are messages of their own; what the user says beside them comes behind."""
-    results, said = list[Message](), list[Any]()
+    """Returns one message for each tool result, then one with the other blocks."""
+    results, user_parts = list[Message](), list[Any]()
     for block in _blocks(message.get("content")):
         kind = block.get("type")
         if kind == "tool_result":
-            found = [_shown(part) for part in _blocks(block.get("content") or "")]
-            results.append({"role": "tool", "tool_call_id": _field(block, "tool_use_id"), "content": found})
+            parts = [_text_or_image(part) for part in _blocks(block.get("content") or "")]
+            results.append({"role": "tool", "tool_call_id": _field(block, "tool_use_id"), "content": parts})
         else:
-            said.append(_shown(block))
-    return [*results, *([{"role": "user", "content": said}] if said or not results else [])]
+            user_parts.append(_text_or_image(block))
+    return [*results, *([{"role": "user", "content": user_parts}] if user_parts or not results else [])]
 
 
-def _shown(block: Mapping[str, Any]) -> Any:
-    """A block that is a text or a picture, which chat completions take as it stands."""
+def _text_or_image(block: Mapping[str, Any]) -> Any:
+    """Returns a text or image block, which chat completions accept unchanged."""
     if block.get("type") not in ("text", "image"):
         raise RequestError(
             f"a user's message or a result of a tool has a block of type {block.get('type')}; this model reads text, pictures "
@@ -130,14 +130,14 @@ def _blocks(content: Any) -> list[Any]:
 
 
 def _text(content: Any) -> str:
-    found = _blocks(content)
-    if any(block.get("type") != "text" for block in found):
+    blocks = _blocks(content)
+    if any(block.get("type") != "text" for block in blocks):
         raise RequestError("system must be a text, or blocks of type text")
-    return "".join(_field(block, "text") for block in found)
+    return "".join(_field(block, "text") for block in blocks)
 
 
 def _field(block: Mapping[str, Any], name: str) -> str:
-    """A text of a block."""
+    """Returns a text field of a block."""
     value = block.get(name, "")
     if not isinstance(value, str):
         raise RequestError(f"{name} of a block of type {block.get('type')} must be a text")
@@ -145,7 +145,7 @@ def _field(block: Mapping[str, Any], name: str) -> str:
 
 
 def message_reply(answer: StoredResponse, model: str) -> dict[str, Any]:
-    """The answer to `/v1/messages`."""
+    """Returns the response to `/v1/messages`."""
     message, content = answer.message, list[dict[str, Any]]()
     if message.get("reasoning_content"):
         content.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
@@ -166,27 +166,27 @@ def message_reply(answer: StoredResponse, model: str) -> dict[str, Any]:
 
 
 def message_error(why: RequestError) -> dict[str, Any]:
-    """Why there is no answer."""
+    """Returns the error response to a request."""
     kinds = {401: "authentication_error", 429: "rate_limit_error", 503: "api_error"}
-    said = f"prompt is too long: {why}" if why.code == OVER else str(why)
-    return {"type": "error", "error": {"type": kinds.get(why.status, "invalid_request_error"), "message": said}}
+    message = f"prompt is too long: {why}" if why.code == OVER else str(why)
+    return {"type": "error", "error": {"type": kinds.get(why.status, "invalid_request_error"), "message": message}}
 
 
-def _rest(whole: str | None, sent: str) -> str:
-    """What of a text was not sent yet; nothing, if something else was."""
-    return (whole or "")[len(sent) :] if (whole or "").startswith(sent) else ""
+def _unsent(text: str | None, sent: str) -> str:
+    """Returns the part of a text that has not been sent yet; "" if the sent text is not its beginning."""
+    return (text or "")[len(sent) :] if (text or "").startswith(sent) else ""
 
 
 class ChatStream:
-    """The answer to `/v1/chat/completions` in pieces.
+    """Streamed response to `/v1/chat/completions`.
 
     Args:
-        body: The request.
-        model: What the client calls the model.
-        tokenizer: Of the model.
+        body: Body of the request.
+        model: Name that the client gives the model.
+        tokenizer: Tokenizer of the model.
 
     Attributes:
-        id: Of the completion.
+        id: Id of the completion.
     """
 
     def __init__(self, body: Mapping[str, Any], model: str, tokenizer: Any) -> None:
@@ -194,19 +194,19 @@ class ChatStream:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._base = {"id": self.id, "created": int(time.time()), "model": model, "object": "chat.completion.chunk"}
         self._reasoning = self._content = ""
-        self._begun = False
-        #: Log-probs and token ids come with the whole.
-        self.whole = bool(body.get("logprobs") or body.get("return_token_ids"))
+        self._started = False
+        #: Whether the response is sent at once, at the end, because of its log-probs or token ids.
+        self.sent_at_end = bool(body.get("logprobs") or body.get("return_token_ids"))
 
     def more(self, read: int, reasoning: str, content: str) -> list[str]:
-        """Events for what has come to it.
+        """Returns the events for new text of the reply.
 
         Args:
-            read: Tokens of the prompt.
-            reasoning, content: All so far.
+            read: Number of tokens of the prompt.
+            reasoning, content: Complete texts so far.
         """
         del read
-        delta = {"reasoning_content": _rest(reasoning, self._reasoning), "content": _rest(content, self._content)}
+        delta = {"reasoning_content": _unsent(reasoning, self._reasoning), "content": _unsent(content, self._content)}
         delta = {name: text for name, text in delta.items() if text}
         if not delta:
             return []
@@ -214,27 +214,27 @@ class ChatStream:
         return [self._event(delta)]
 
     def end(self, answer: StoredResponse) -> list[str]:
-        """Events for the rest."""
+        """Returns the remaining events."""
         reply = chat_reply(answer, self._body, self._model, self._tokenizer)
         choice = reply["choices"][0]
         message = choice["message"]
-        delta = {**message, "content": _rest(message["content"], self._content)}
+        delta = {**message, "content": _unsent(message["content"], self._content)}
         if "reasoning_content" in message:
-            delta["reasoning_content"] = _rest(message["reasoning_content"], self._reasoning)
+            delta["reasoning_content"] = _unsent(message["reasoning_content"], self._reasoning)
         if "tool_calls" in message:
             delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(message["tool_calls"])]
         more = {"logprobs": choice["logprobs"]}
         if "token_ids" in choice:
             more["token_ids"] = choice["token_ids"]
             self._base["prompt_token_ids"] = reply["prompt_token_ids"]
-        found = [self._event(delta, **more), self._event({}, choice["finish_reason"])]
+        events = [self._event(delta, **more), self._event({}, choice["finish_reason"])]
         if (self._body.get("stream_options") or {}).get("include_usage"):
-            found.append(_data({**self._base, "choices": [], "usage": reply["usage"]}))
-        return [*found, "data: [DONE]\n\n"]
+            events.append(_data({**self._base, "choices": [], "usage": reply["usage"]}))
+        return [*events, "data: [DONE]\n\n"]
 
     def _event(self, delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> str:
-        role = {} if self._begun else {"role": "assistant"}
-        self._begun = True
+        role = {} if self._started else {"role": "assistant"}
+        self._started = True
         choice = {"index": 0, "delta": {**role, **delta}, "finish_reason": reason, **more}
         return _data({**self._base, "choices": [choice]})
 
@@ -244,47 +244,47 @@ def _data(chunk: Mapping[str, Any]) -> str:
 
 
 class MessageStream:
-    """The answer to `/v1/messages` in pieces.
+    """Streamed response to `/v1/messages`.
 
     Args:
-        model: What the client calls the model.
+        model: Name that the client gives the model.
 
     Attributes:
-        id: Of the message.
+        id: Id of the message.
     """
 
-    whole = False
+    sent_at_end = False
 
     def __init__(self, model: str) -> None:
-        self._model, self._begun, self.id = model, False, f"msg_{uuid.uuid4().hex}"
+        self._model, self._started, self.id = model, False, f"msg_{uuid.uuid4().hex}"
         self._blocks = list[str]()  # their types
         self._sent = {"thinking": "", "text": ""}
 
     def more(self, read: int, reasoning: str, content: str) -> list[str]:
-        """Events for what has come to it; see `ChatStream.more`."""
+        """Returns the events for new text of the reply; see `ChatStream.more`."""
         if not reasoning and not content:
             return []
         return self._begin(read) + self._text("thinking", reasoning) + self._text("text", content)
 
     def end(self, answer: StoredResponse) -> list[str]:
-        """Events for the rest."""
+        """Returns the remaining events."""
         reply = message_reply(answer, self._model)
-        found = self._begin(reply["usage"]["input_tokens"])
+        events = self._begin(reply["usage"]["input_tokens"])
         for block in reply["content"]:
             if block["type"] != "tool_use":
-                found += self._text(block["type"], block[block["type"]])
+                events += self._text(block["type"], block[block["type"]])
                 continue
-            given = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-            found += [*self._block({**block, "input": {}}), self._delta(given)]
-        ended = {"stop_reason": reply["stop_reason"], "stop_sequence": reply["stop_sequence"]}
+            json_delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            events += [*self._block({**block, "input": {}}), self._delta(json_delta)]
+        stop = {"stop_reason": reply["stop_reason"], "stop_sequence": reply["stop_sequence"]}
         used = {"output_tokens": reply["usage"]["output_tokens"]}
-        found += [*self._close(), _event({"type": "message_delta", "delta": ended, "usage": used})]
-        return [*found, _event({"type": "message_stop"})]
+        events += [*self._close(), _event({"type": "message_delta", "delta": stop, "usage": used})]
+        return [*events, _event({"type": "message_stop"})]
 
     def _begin(self, read: int) -> list[str]:
-        if self._begun:
+        if self._started:
             return []
-        self._begun = True
+        self._started = True
         message: dict[str, Any] = {
             "id": self.id, "type": "message", "role": "assistant", "model": self._model, "content": [],
             "stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": read, "output_tokens": 0},
@@ -292,18 +292,21 @@ class MessageStream:
         return [_event({"type": "message_start", "message": message})]
 
     def _text(self, kind: str, text: str) -> list[str]:
-        """A block of text, or more of it."""
-        more, begun = _rest(text, self._sent[kind]), kind in self._blocks
-        if not more or (begun and self._blocks[-1] != kind):
+        """Returns the events for a new text block, or for more text of the current one."""
+        more, is_open = _unsent(text, self._sent[kind]), kind in self._blocks
+        if not more or (is_open and self._blocks[-1] != kind):
             return []
         self._sent[kind] = text
         empty = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
-        return [*([] if begun else self._block(empty)), self._delta({"type": f"{kind}_delta", kind: more})]
+        return [*([] if is_open else self._block(empty)), self._delta({"type": f"{kind}_delta", kind: more})]
 
     def _block(self, block: Mapping[str, Any]) -> list[str]:
-        found = self._close()
+        events = self._close()
         self._blocks.append(block["type"])
-        return [*found, _event({"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block})]
+        return [
+            *events,
+            _event({"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}),
+        ]
 
     def _delta(self, delta: Mapping[str, Any]) -> str:
         return _event({"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta})

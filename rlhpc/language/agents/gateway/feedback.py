@@ -1,4 +1,4 @@
-"""Rewards that come when an episode has ended: by the id of a completion, from whoever holds the scorer's key."""
+"""Delayed rewards: received after an episode has ended, by the id of a completion, from a client with the scorer's key."""
 
 from __future__ import annotations
 
@@ -12,42 +12,44 @@ from typing import Any
 from rlhpc.language.agents.gateway.sessions import same_key
 from rlhpc.language.agents.turn_tree import AgentTurn, RequestError
 
-#: In the registry: where each rollout rank takes rewards, and the key.
+#: Name in the registry of each rollout rank's address for rewards, with the key.
 FEEDBACK = "feedback"
-#: Rewards that are remembered, for a scorer that says one again.
-_KEPT = 10_000
+#: Number of rewards that are remembered, for a scorer that repeats one.
+_MAX_REWARDS = 10_000
 
 
 @dataclass
 class _Awaited:
-    """An episode: which of its completions have no reward yet, what the others were worth, and who is told."""
+    """Episode with delayed rewards: its completions without a reward, the sum of the received rewards, and the
+    callback.
+    """
 
-    left: dict[str, AgentTurn]
+    pending: dict[str, AgentTurn]
     total: float
     done: Callable[[float | None], None]
     timer: asyncio.TimerHandle | None = None
 
     def stop(self) -> None:
-        """Nobody waits for its time to pass."""
+        """Cancels the timer of the episode."""
         if self.timer is not None:
             self.timer.cancel()
 
 
 class Feedback:
-    """Rewards of a gateway's completions. On its loop.
+    """Delayed rewards of a gateway's completions. Runs on the gateway's event loop.
 
     Args:
-        turns: All turns of the episodes that have not ended.
+        turns: Returns all turns of the episodes that have not ended.
 
     Attributes:
-        key: The scorer's. It opens nothing else, and no other key opens this.
+        key: Key of the scorer. It is valid for rewards only, and no other key is.
     """
 
     def __init__(self, turns: Callable[[], list[AgentTurn]]) -> None:
         self.key = f"rf-{secrets.token_urlsafe(24)}"
         self._turns = turns
         self._awaited: dict[str, _Awaited] = {}
-        self._given: collections.OrderedDict[str, float] = collections.OrderedDict()
+        self._rewards: collections.OrderedDict[str, float] = collections.OrderedDict()
 
     def expect(self, turns: Mapping[str, AgentTurn], patience_s: float, done: Callable[[float | None], None]) -> None:
         """Awaits the rewards of an episode that has ended.
@@ -62,15 +64,18 @@ class Feedback:
         awaited.timer = loop.call_later(patience_s, self._over, awaited)
         for name, turn in turns.items():
             if turn.feedback is None:
-                awaited.left[name] = turn
+                awaited.pending[name] = turn
                 self._awaited.update(dict.fromkeys(turn.names, awaited))
             else:  # it came before the agent was done
                 awaited.total += turn.feedback
         self._look(awaited)
 
     def check(self, key: str) -> None:
-        """Raises:
-        Refused: It is not the scorer's key."""
+        """Checks the scorer's key.
+
+        Raises:
+            RequestError: The key is another one.
+        """
         if not same_key(key, self.key):
             raise RequestError("this key gives no rewards", 401, "invalid_api_key")
 
@@ -81,40 +86,42 @@ class Feedback:
             body: `id`, the completion's, and `reward` (`bodies.FEEDBACK`).
 
         Raises:
-            Refused: There is nothing that the reward could be for.
+            RequestError: No completion awaits this reward.
         """
         name, reward = body["id"], float(body["reward"])
-        if self._given.get(name, reward) != reward:
-            raise RequestError(f"{name} has its reward already: {self._given[name]:g}", 409, "rewarded")
-        if name in self._given:
+        if self._rewards.get(name, reward) != reward:
+            raise RequestError(f"{name} has its reward already: {self._rewards[name]:g}", 409, "rewarded")
+        if name in self._rewards:
             return
         self._reward(name, reward)
-        self._given[name] = reward
-        while len(self._given) > _KEPT:
-            self._given.popitem(last=False)
+        self._rewards[name] = reward
+        while len(self._rewards) > _MAX_REWARDS:
+            self._rewards.popitem(last=False)
 
     def forget(self) -> None:
-        """Nothing is awaited any more."""
+        """Drops all pending rewards."""
         for awaited in self._awaited.values():
             awaited.stop()
         self._awaited.clear()
 
     def _reward(self, name: str, reward: float) -> None:
         awaited = self._awaited.get(name)
-        turns = self._turns() if awaited is None else awaited.left.values()
+        turns = self._turns() if awaited is None else awaited.pending.values()
         turn = next((turn for turn in turns if name in turn.names), None)
         if turn is None:
             raise RequestError(f"no completion {name} awaits a reward here", 404, "not_found")
         turn.feedback = turn.reward = reward
         if awaited is not None:
             awaited.total += reward
-            awaited.left = {known: other for known, other in awaited.left.items() if other is not turn}
-            for known in turn.names:
-                self._awaited.pop(known, None)
+            awaited.pending = {
+                completion_id: other for completion_id, other in awaited.pending.items() if other is not turn
+            }
+            for completion_id in turn.names:
+                self._awaited.pop(completion_id, None)
             self._look(awaited)
 
     def _look(self, awaited: _Awaited) -> None:
-        if not awaited.left:
+        if not awaited.pending:
             awaited.stop()
             awaited.done(awaited.total)
 
@@ -124,18 +131,18 @@ class Feedback:
 
 
 def awaited_turns(turns: list[AgentTurn], later: bool | list[str]) -> dict[str, AgentTurn]:
-    """The turns whose rewards come later, by name.
+    """Returns the turns with delayed rewards, by the id of the completion.
 
     Args:
-        turns: Of an episode.
-        later: Ids of completions; True means the last one.
+        turns: Turns of an episode.
+        later: Ids of completions; True stands for the last one.
 
     Raises:
-        Refused: The model has made no such completion.
+        RequestError: The episode has no such completion.
     """
     named = [turn for turn in turns if turn.received and turn.names]
-    wanted = ([named[-1].names[0]] if named else ["any"]) if later is True else list(later or ())
-    found = {name: turn for name in wanted for turn in named if name in turn.names}
-    if missing := [name for name in wanted if name not in found]:
+    ids = ([named[-1].names[0]] if named else ["any"]) if later is True else list(later or ())
+    by_id = {name: turn for name in ids for turn in named if name in turn.names}
+    if missing := [name for name in ids if name not in by_id]:
         raise RequestError(f"`later` is about a completion that nobody received in this episode: {missing[0]}")
-    return found
+    return by_id

@@ -1,7 +1,7 @@
-"""What of a reply is reasoning, what an answer, and what calls of tools.
+"""Reply parsers: reasoning, answer and tool calls.
 
-`think` and `hermes` are here; any other is vLLM's of that name (`--reasoning-parser`, `--tool-call-parser`), where it is
-installed.
+`think` and `hermes` are defined here; another name stands for vLLM's parser of that name (`--reasoning-parser`,
+`--tool-call-parser`), if vLLM is installed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from rlhpc.language.policy_text import parse_json_at
 from rlhpc.runtime.errors import ConfigError
 
 _THINK_TAG, _THOUGHT, _CALL = "<think>", "</think>", "<tool_call>"
-#: What a decoder puts where bytes of a character are still to come.
+#: Replacement character of a decoder for an incomplete character.
 _BROKEN = "�"
 
 
 class Partial:
-    """A reply so far.
+    """Incremental parser of a streamed reply.
 
     Args:
-        tokenizer: Of the model.
-        opened: Whether the prompt has begun the reasoning.
-        thinks: Whether reasoning is told from the answer.
-        calls: Whether calls of tools are.
-        stop: Texts that end the reply and are no part of it.
-        hidden: Tokens that are no part of it either.
+        tokenizer: Tokenizer of the model.
+        opened: Whether the prompt has opened the reasoning.
+        thinks: Whether to separate reasoning from the answer.
+        calls: Whether to separate tool calls from the answer.
+        stop: Texts that end the reply and are not part of it.
+        hidden: Tokens that are not part of the reply either.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Partial:
         self._text, self._shown_to, self._read_to = "", 0, 0
 
     def split(self, ids: Sequence[int]) -> tuple[str, str]:
-        """Reasoning and answer of the tokens so far, as far as neither can turn out to be something else.
+        """Returns reasoning and answer of the tokens so far, as far as later tokens cannot change them.
 
         Args:
             ids: All tokens so far.
@@ -61,23 +61,27 @@ class Partial:
         for stop in self._stop:
             text = _before(text, stop)
         if self._thinks:
-            begun = text.lstrip()
-            if not self._opened and _THINK_TAG.startswith(begun[: len(_THINK_TAG)]) and len(begun) < len(_THINK_TAG):
+            stripped = text.lstrip()
+            if (
+                not self._opened
+                and _THINK_TAG.startswith(stripped[: len(_THINK_TAG)])
+                and len(stripped) < len(_THINK_TAG)
+            ):
                 return "", ""
-            if self._opened or begun.startswith(_THINK_TAG):
-                reasoning, ended, text = begun.removeprefix(_THINK_TAG).partition(_THOUGHT)
-                reasoning = (reasoning if ended else _before(reasoning, _THOUGHT)).strip("\n")
+            if self._opened or stripped.startswith(_THINK_TAG):
+                reasoning, closing_tag, text = stripped.removeprefix(_THINK_TAG).partition(_THOUGHT)
+                reasoning = (reasoning if closing_tag else _before(reasoning, _THOUGHT)).strip("\n")
                 text = text.lstrip()
-        if self._calls:  # the answer has no white space around it then
+        if self._calls:  # with tool calls the answer is stripped of white space
             text = _before(text, _CALL).strip()
         return reasoning, text
 
     def _read(self, ids: list[int]) -> None:
-        """Goes on with the text, from a token on before which nothing changes any more."""
-        known = self._decode(ids[self._shown_to : self._read_to])
-        found = self._decode(ids[self._shown_to :])
-        if len(found) > len(known) and not found.endswith(_BROKEN):
-            self._text += found[len(known) :]
+        """Appends the text of new tokens, from a token on before which the text does not change any more."""
+        old_text = self._decode(ids[self._shown_to : self._read_to])
+        new_text = self._decode(ids[self._shown_to :])
+        if len(new_text) > len(old_text) and not new_text.endswith(_BROKEN):
+            self._text += new_text[len(old_text) :]
             self._shown_to, self._read_to = self._read_to, len(ids)
 
     def _decode(self, ids: list[int]) -> str:
@@ -86,7 +90,7 @@ class Partial:
 
 
 def _before(text: str, tag: str) -> str:
-    """What comes before a tag, and before what may be the beginning of one."""
+    """Returns the text before a tag, and before a possible beginning of the tag at the end."""
     at = text.find(tag)
     if at >= 0:
         return text[:at]
@@ -97,8 +101,8 @@ def _before(text: str, tag: str) -> str:
 
 
 log = logging.getLogger(__name__)
-#: Tokens at the end of a prompt among which `<think>` would be.
-_BEGUN = 12
+#: Number of tokens at the end of a prompt that are searched for `<think>`.
+_OPENING_TOKENS = 12
 _OPENED, _CLOSED = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\s*</tool_call>")
 _TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _THINK = re.compile(r"^\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
@@ -106,13 +110,13 @@ _THINK = re.compile(r"^\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 
 @dataclass
 class Reply:
-    """What the model wrote in a turn.
+    """Parsed reply of a turn.
 
     Attributes:
-        content: The answer.
-        reasoning: What came before it; None if there was nothing of the kind.
-        calls: Of tools: name, and the arguments as JSON.
-        stop: The stop text that ended it, which is no part of it; None if something else did.
+        content: Answer.
+        reasoning: Reasoning before the answer; None if there is none.
+        calls: Tool calls: name, and the arguments as JSON.
+        stop: Stop text that ended the reply, which is not part of it; None if the reply ended otherwise.
     """
 
     content: str
@@ -121,20 +125,20 @@ class Reply:
     stop: str | None = None
 
     def message(self) -> dict[str, Any]:
-        """As OpenAI's clients get it."""
-        found: dict[str, Any] = {"role": "assistant", "content": self.content}
+        """Returns the message in OpenAI's format."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
-            found["reasoning_content"] = self.reasoning
+            message["reasoning_content"] = self.reasoning
         if self.calls:
-            found["tool_calls"] = [
+            message["tool_calls"] = [
                 {
                     "id": f"call_{secrets.token_hex(8)}",
                     "type": "function",
-                    "function": {"name": name, "arguments": said},
+                    "function": {"name": name, "arguments": arguments},
                 }
-                for name, said in self.calls
+                for name, arguments in self.calls
             ]
-        return found
+        return message
 
 
 def think(text: str, opened: bool = False) -> tuple[str | None, str]:
@@ -142,21 +146,22 @@ def think(text: str, opened: bool = False) -> tuple[str | None, str]:
 
     Args:
         text: The reply.
-        opened: Whether the template has written `<think>`. Reasoning that is cut before its end is reasoning.
+        opened: Whether the template has written `<think>`. Reasoning without an end tag counts as reasoning.
     """
-    found = _THINK.match(text)
-    if found is not None:
-        return found[1].strip("\n"), text[found.end() :]
-    begun = text.lstrip()
-    if opened or begun.startswith("<think>"):
-        return begun.removeprefix("<think>").strip("\n"), ""
+    match = _THINK.match(text)
+    if match is not None:
+        return match[1].strip("\n"), text[match.end() :]
+    stripped = text.lstrip()
+    if opened or stripped.startswith("<think>"):
+        return stripped.removeprefix("<think>").strip("\n"), ""
     return None, text
 
 
 def hermes(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
-    """What is beside the calls, and the calls: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Something else between
-    the tags stays text."""
-    calls, rest, at = list[tuple[str, str]](), "", 0
+    """Splits a text into answer and tool calls: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Other content
+    between the tags stays text.
+    """
+    calls, answer, at = list[tuple[str, str]](), "", 0
     for opened in _OPENED.finditer(text):
         if opened.start() < at:  # inside a call
             continue
@@ -169,20 +174,20 @@ def hermes(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
             continue
         arguments = call.get("arguments", {})
         calls.append((str(call["name"]), arguments if isinstance(arguments, str) else json.dumps(arguments)))
-        rest, at = rest + text[at : opened.start()], closed.end()
-    return ((rest + text[at:]).strip() if calls else text), calls
+        answer, at = answer + text[at : opened.start()], closed.end()
+    return ((answer + text[at:]).strip() if calls else text), calls
 
 
 class Parsers:
-    """How replies are read.
+    """Parsers of replies.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: Tokenizer of the model.
         tools: `agent.tool_parser`.
         reasoning: `agent.reasoning_parser`.
 
     Raises:
-        ConfigError: There is no parser of that name.
+        ConfigError: A name is unknown.
     """
 
     def __init__(self, tokenizer: Any, tools: str | None, reasoning: str | None) -> None:
@@ -193,7 +198,7 @@ class Parsers:
             self._reasoning = think if reasoning == "think" else _of_vllm_reasoning(reasoning, tokenizer)
         if tools is not None:
             self._tools = hermes if tools == "hermes" else _of_vllm_tools(tools, tokenizer)
-        #: Special tokens that no parser reads; vLLM's may read any.
+        #: Special tokens that no parser reads; vLLM's parsers may read any.
         self._hidden = frozenset[int]()
         if self._reasoning in (None, think) and self._tools in (None, hermes):
             self._hidden = frozenset(
@@ -232,7 +237,7 @@ class Parsers:
 
     def _opens(self, prompt: Sequence[int]) -> bool:
         """Returns whether a prompt ends with the beginning of reasoning."""
-        return self._decode(prompt[-_BEGUN:]).rstrip().endswith("<think>")
+        return self._decode(prompt[-_OPENING_TOKENS:]).rstrip().endswith("<think>")
 
     def partly(self, prompt: list[int], tools: Any, stop: Sequence[str] = ()) -> Partial | None:
         """Reads a reply while it is written; None where that is not known of these parsers.

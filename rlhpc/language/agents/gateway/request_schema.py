@@ -47,7 +47,7 @@ def read_body(raw: bytes, form: Form) -> dict[str, Any]:
     """Reads the body of a request; returns it with texts that UTF-8 can hold, finite numbers and no `null`.
 
     Raises:
-        Refused: It is no JSON object, a key has another type than its route's, or asks for what cannot be had.
+        RequestError: The body is not a JSON object, or a key has a wrong type or an unsupported value.
     """
     try:
         value = load_json(raw)

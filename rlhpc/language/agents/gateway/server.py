@@ -1,8 +1,8 @@
-"""The gateway: an endpoint in the forms of OpenAI's and Anthropic's, over the engine of this very process.
+"""Gateway: HTTP endpoint in OpenAI's and Anthropic's formats, with the engine of this process.
 
-Anybody's agent speaks to it as to any other, with a key that is its episode. It runs on a loop of its own, in a thread, and
-exchanges with the engine's through two queues; so the engine stays where it is, and what steers it (weights, sleep) is no
-route that anybody could call.
+External agents call it as any other endpoint; the key identifies the episode. The gateway runs on an event loop in its
+own thread, and exchanges messages with the engine's thread through two queues. So the engine stays in its thread, and
+its control (weights, sleep) is not reachable by a route.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from rlhpc.language.engines.base import Completion, SamplingParams
 from rlhpc.runtime.scratch import folder_for_sockets
 from rlhpc.runtime.tcp_listener import Acceptor, TcpListener
 
-#: Largest body of a call, of an episode's calls together, and of a reward, in bytes.
+#: Maximum size of the body of a call, of all concurrent bodies of an episode, and of the body of a reward, in bytes.
 _BODY, _BODIES, _REWARD = 32 << 20, 64 << 20, 4 << 10
-#: Bytes of a body that is parsed on the loop: a longer one has a thread. And how many threads there are.
+#: Maximum size of a body that is parsed on the loop, in bytes (threads parse longer ones); and the number of threads.
 _SHORT, _THREADS = 64 << 10, 4
-#: Seconds after which a client that waits for a stream is told that it is not forgotten.
+#: Seconds without an event after which a stream sends a comment, so that the client does not time out.
 _ALIVE_S = 10.0
 _START_S = 60.0
 _LOOPBACK = "127.0.0.1"
 MODEL = "policy"
 
-#: The server's own log. Whoever sends something else than HTTP has no key to show first, and must not fill it.
+#: Log of the server. Clients without a key must not be able to fill it by sending other data than HTTP.
 _server_log = logging.getLogger(f"{__name__}.server")
 
 
@@ -68,14 +68,14 @@ _server_log.addFilter(_is_no_fault_of_a_client)
 
 @dataclass
 class Drawing:
-    """What the engine is asked for.
+    """Request to the engine.
 
     Attributes:
-        session: Who asks.
-        prompt_ids, sampling, seed, seen: What is drawn.
-        answer: Is called with what was drawn, or why nothing was; by the engine's thread.
-        show: Is called with all tokens so far, now and then, where somebody reads along; by the engine's thread.
-        given_up: Whether nobody waits for it any more.
+        session: Session that asks.
+        prompt_ids, sampling, seed, seen: Prompt, sampling parameters, seed and images.
+        answer: Callback with the completion or the error; the engine's thread calls it.
+        show: Callback with all tokens so far, for a streaming client; the engine's thread calls it from time to time.
+        given_up: Whether the client has stopped waiting.
     """
 
     session: GatewaySession
@@ -89,12 +89,12 @@ class Drawing:
 
 
 class StreamReader:
-    """What a client that reads along gets to see of a draw. On the gateway's loop.
+    """Tokens of a completion for a streaming client. Runs on the gateway's event loop.
 
     Attributes:
-        prompt: What the model reads; empty before it does.
-        ids: What it has drawn so far.
-        came: Set when there is more.
+        prompt: Tokens of the prompt; empty before the request is sent to the engine.
+        ids: Tokens sampled so far.
+        came: Event that is set when new tokens have arrived.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class StreamReader:
         self.came = asyncio.Event()
 
     def show(self, ids: list[int]) -> None:
-        """There is more."""
+        """Sets the tokens so far, and wakes the waiting stream."""
         self.ids = ids
         self.came.set()
 
@@ -129,30 +129,30 @@ class _Conversation:
 
 
 class Gateway:
-    """Serves episodes.
+    """HTTP server of the episodes of a rollout rank.
 
     Args:
-        tokenizer: Of the model, with its chat template.
-        parsers: How replies are read.
-        context: Most tokens that the model reads and writes.
-        address: Of this host, to listen there for other hosts as well, on a port that the system chooses; "" for none.
-        looker: What looks at pictures; None if the model reads text alone.
-        feedback: Whether rewards may come later.
+        tokenizer: Tokenizer of the model, with a chat template.
+        parsers: Parsers of replies.
+        context: Maximum number of tokens of prompt and reply.
+        address: Address of this host, to listen also for other hosts, on a port that the system chooses; "" for none.
+        looker: Image processor; None if the model reads only text.
+        feedback: Whether rewards may be delayed.
 
     Attributes:
-        asked: What the engine is to draw.
-        keys: Of its episodes.
-        feedback: Rewards that come later.
-        url: Where it is for this host, without `/v1`.
-        far: Where it is for others; "" if it is for none.
-        socket: Path of a UNIX socket where it is, too: for sandboxes without a network.
+        engine_queue: Requests to the engine, and ended episodes.
+        keys: Keys of the episodes.
+        feedback: Delayed rewards.
+        url: URL for this host, without `/v1`.
+        far: URL for other hosts; "" if these have no access.
+        socket: Path of a UNIX socket of the gateway, for sandboxes without a network.
     """
 
     def __init__(
         self, tokenizer: Any, parsers: Parsers, context: int, address: str = "", looker: Looker | None = None,
         feedback: bool = False,
     ) -> None:  # fmt: skip
-        self.asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.engine_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.loop = asyncio.new_event_loop()
         self._tokenizer, self._parsers, self._context = tokenizer, parsers, context
         self._renderer = Renderer(tokenizer, looker, context)
@@ -169,8 +169,8 @@ class Gateway:
         self._thread = threading.Thread(target=self._serve, name="rlhpc-gateway", daemon=True)
         self._thread.start()
         try:
-            found = asyncio.run_coroutine_threadsafe(self._listen(address), self.loop).result(_START_S)
-            self.url, self.far = found
+            urls = asyncio.run_coroutine_threadsafe(self._listen(address), self.loop).result(_START_S)
+            self.url, self.far = urls
         except OSError:
             self.close()
             raise
@@ -186,7 +186,7 @@ class Gateway:
             listener = TcpListener(host)
             self._acceptors.append(listener.serve(partial(self._admit, doors), "rlhpc-gateway-accept"))
             urls.append("http://{}:{}".format(*listener.address))
-        # By this one sandboxes speak, and what the model drives in there gives itself no rewards.
+        # Sandboxes use this socket; programs that the model controls there must not send rewards.
         doors = await self._serve_routes([])
         self._servers.append(await self.loop.create_unix_server(doors, self.socket))
         return urls[0], "".join(urls[1:])
@@ -211,7 +211,7 @@ class Gateway:
             "/v1/chat/completions": self._chat, "/inference/v1/generate": self._generate, "/v1/messages": self._messages,
         }  # fmt: skip
         app.add_routes([web.get("/v1/models", self._models), *(web.post(*route) for route in posts.items()), *more])
-        # A log would have keys in it. What a client that has hung up had asked for need not be drawn.
+        # An access log would contain keys. Requests of disconnected clients are cancelled.
         runner = web.AppRunner(
             app, access_log=None, logger=_server_log, shutdown_timeout=0.5, handler_cancellation=True
         )
@@ -249,19 +249,19 @@ class Gateway:
     # -- episodes -------------------------------------------------------------------------------------------------
 
     def open(self, session: GatewaySession) -> None:
-        """From now on its key is good."""
+        """Makes the session's key valid."""
         self.keys.open(session)
 
     def end(self, session: GatewaySession) -> None:
-        """From now on it is not, and what is still drawn for it is lost. On the gateway's loop."""
+        """Makes the session's key invalid, and drops its pending requests. Runs on the gateway's event loop."""
         session.closed = True
         self.keys.end(session)
 
     async def chat(self, key: str, role: str, messages: list[Any], tools: list[Any]) -> dict[str, Any]:
-        """The model's next message, for who is in this process. On the gateway's loop.
+        """Returns the model's next message, for agents in this process. Runs on the gateway's event loop.
 
         Raises:
-            Refused: There is none.
+            RequestError: The request is refused.
         """
         session = self.keys.find(key)
         asking = session.chat(
@@ -275,7 +275,7 @@ class Gateway:
     # -- the engine -----------------------------------------------------------------------------------------------
 
     async def _draw(
-        self, session: GatewaySession, prompt: list[int], sampling: SamplingParams, seed: int, seen: PromptImages | None,
+        self, session: GatewaySession, prompt: list[int], sampling: SamplingParams, seed: int, images: PromptImages | None,
         reading: StreamReader | None = None,
     ) -> Completion:  # fmt: skip
         if len(prompt) >= self._context:
@@ -284,31 +284,31 @@ class Gateway:
             )
         waiting: asyncio.Future[Completion] = self.loop.create_future()
 
-        def settle(found: Completion | Exception) -> None:
+        def settle(outcome: Completion | Exception) -> None:
             if waiting.done():
                 return
-            if isinstance(found, Exception):
-                waiting.set_exception(found)
+            if isinstance(outcome, Exception):
+                waiting.set_exception(outcome)
             else:
-                waiting.set_result(found)
+                waiting.set_result(outcome)
 
-        def answer(found: Completion | Exception) -> None:
+        def answer(outcome: Completion | Exception) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                self.loop.call_soon_threadsafe(settle, found)
+                self.loop.call_soon_threadsafe(settle, outcome)
 
-        drawing = Drawing(session, tuple(prompt), sampling, seed, answer, seen=seen)
+        drawing = Drawing(session, tuple(prompt), sampling, seed, answer, seen=images)
         if reading is not None:
             reading.prompt = prompt
-            drawing.show = partial(self._shown, reading)
+            drawing.show = partial(self._show_tokens, reading)
         self._waiting.add(waiting)
-        self.asked.put(drawing)
+        self.engine_queue.put(drawing)
         try:
             return await waiting
         finally:
             drawing.given_up = True
             self._waiting.discard(waiting)
 
-    def _shown(self, reading: StreamReader, ids: list[int]) -> None:
+    def _show_tokens(self, reading: StreamReader, ids: list[int]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self.loop.call_soon_threadsafe(reading.show, ids)
 
@@ -328,8 +328,8 @@ class Gateway:
     async def _answer_chat(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
         raw, body = await self._body(request, session, CHAT)
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
-        most = body.get("max_completion_tokens", body.get("max_tokens"))
-        sampling = session.sampling_of(most, body.get("stop", ()), body.get("stop_token_ids", ()))
+        max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
+        sampling = session.sampling_of(max_tokens, body.get("stop", ()), body.get("stop_token_ids", ()))
         conversation = _Conversation(
             body["messages"], tools, body.get("model", MODEL), sampling, bool(body.get("stream"))
         )
@@ -344,7 +344,7 @@ class Gateway:
     def _ask(
         self, session: GatewaySession, raw: bytes, retried: bool, conversation: _Conversation
     ) -> Awaitable[StoredResponse]:
-        """The answer to a conversation, as `GatewaySession.once` gives it."""
+        """Answers a conversation through `GatewaySession.once`."""
         draw = partial(self._draw, reading=conversation.reading) if conversation.stream else self._draw
 
         async def work() -> StoredResponse:
@@ -410,7 +410,7 @@ class Gateway:
         return web.json_response({"status": "taken"})
 
     async def _body(self, request: web.Request, session: GatewaySession, form: Form) -> tuple[bytes, dict[str, Any]]:
-        """The body of an episode's request: its bytes, and what they say."""
+        """Reads the body of an episode's request, and parses it."""
         size = min(_BODY if request.content_length is None else request.content_length, _BODY)
         if session.bytes_in + size > _BODIES:
             raise RequestError(
@@ -432,7 +432,7 @@ class Gateway:
         route: Callable[[web.Request, GatewaySession], Awaitable[web.StreamResponse]],
         error: Callable[[RequestError], dict[str, Any]] | None = None,
     ) -> web.StreamResponse:
-        """What a route answers, or why it does not, as its clients understand it."""
+        """Runs a route, and converts its errors to the client's format."""
         try:
             session = self.keys.of(request.headers)
             self._prove(request, session.key)
@@ -453,25 +453,25 @@ class Gateway:
         conversation: _Conversation,
         error: Callable[[RequestError], dict[str, Any]],
     ) -> web.StreamResponse:
-        """Answers with a stream: what is certain of the reply as it is written, then the rest."""
+        """Streams the reply: its stable part while it is written, then the remainder."""
         answering, reading = asyncio.ensure_future(asking), conversation.reading
         answering.add_done_callback(lambda _: reading.came.set())
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             await _more(reading)
             if answering.done():
-                answering.result()  # refused at once: by a status
+                answering.result()  # an immediate refusal becomes an HTTP status
             await response.prepare(request)
             partly = (
                 None
-                if stream.whole
+                if stream.sent_at_end
                 else self._parsers.partly(reading.prompt, conversation.tools, conversation.sampling.stop)
             )
             silent_since = self.loop.time()
             while not answering.done():
                 events = stream.more(len(reading.prompt), *partly.split(reading.ids)) if partly else []
                 if not events and self.loop.time() - silent_since >= _ALIVE_S:
-                    events = [": waiting\n\n"]  # so that no client takes a slow one for a lost one
+                    events = [": waiting\n\n"]  # keeps clients of slow replies connected
                 for event in events:
                     await response.write(event.encode())
                     silent_since = self.loop.time()
@@ -481,50 +481,50 @@ class Gateway:
             except RequestError as why:
                 await response.write(f"event: error\ndata: {json.dumps(error(why))}\n\n".encode())
                 return response
-            *most, last = stream.end(answer)
-            for event in most:
+            *events_before, last = stream.end(answer)
+            for event in events_before:
                 await response.write(event.encode())
             answer.turn.names.append(stream.id)
-            before, answer.turn.received = answer.turn.received, True  # its client may be done before this goes on
+            before, answer.turn.received = answer.turn.received, True  # the client may finish before the next line runs
             try:
                 await response.write(last.encode())
                 await response.write_eof()
             except ConnectionError:
                 answer.turn.received = before
-        except ConnectionError:  # nobody is there any more
+        except ConnectionError:  # the client has disconnected
             pass
         finally:
             answering.cancel()
         return response
 
 
-async def _read(request: web.Request, most: int) -> bytes:
-    """The bytes of a body.
+async def _read(request: web.Request, max_bytes: int) -> bytes:
+    """Reads the bytes of a body.
 
     Raises:
-        Refused: There are more than these.
+        RequestError: The body is longer than `max_bytes`.
     """
     raw, length = bytearray(), request.content_length or 0
-    while length <= most:
+    while length <= max_bytes:
         chunk = await request.content.readany()
         if not chunk:
             return bytes(raw)
         raw += chunk
         length = max(length, len(raw))
-    raise RequestError(f"the body is longer than {most} bytes", 413)
+    raise RequestError(f"the body is longer than {max_bytes} bytes", 413)
 
 
 async def _more(reading: StreamReader) -> None:
     """Waits for more to read, but not for long."""
     with contextlib.suppress(TimeoutError):
-        # not `wait_for`: Python 3.11's forgets that it was cancelled where at that moment there is more, too
+        # not `wait_for`: Python 3.11 loses a cancellation that arrives together with the event
         async with asyncio.timeout(_ALIVE_S):
             await reading.came.wait()
         reading.came.clear()  # what comes from now on is for the next time
 
 
 def _retried(request: web.Request) -> bool:
-    """Whether the client's library says that it asks once more."""
+    """Returns whether the client's library marks the request as a retry."""
     return request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
 
 

@@ -1,4 +1,4 @@
-"""An episode as its clients see it: a key, limits, and one answer to each call, however often it is asked for."""
+"""Gateway sessions: an episode's key, limits, and one answer to each call, also for retries."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from rlhpc.language.agents.turn_tree import (
 from rlhpc.language.data.images import PromptImages
 from rlhpc.language.engines.base import Completion, SamplingParams
 
-#: Answers that are kept for a client that asks again.
-_KEPT = 32
-#: Calls of an episode that may be under way at a time.
+#: Number of answers that are retained for retries of clients.
+_MAX_ANSWERS = 32
+#: Maximum number of concurrent calls of an episode.
 MOST_AT_ONCE = 32
-#: Calls longer than the context that any episode may make; one of more turns may make as many as these.
+#: Minimum limit of calls longer than the context; with more turns the limit is the number of turns.
 _OVERLONG = 8
-#: Seconds that a reply is gone on with for a client that has hung up, and may ask again.
+#: Seconds for which a reply is continued after its client has disconnected, because the client may retry.
 PATIENCE_S = 10.0
-#: How names of episodes begin that are made here.
+#: Prefix of generated names of episodes.
 NAMED = "rs-"
 
 
@@ -46,14 +46,14 @@ def stop_reason(finish_reason: str) -> str:
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """What an episode may ask of the model.
+    """Limits of an episode.
 
     Attributes:
-        turns: Calls.
-        tokens: Drawn in all of them.
-        roles: What the model may be called, where several speak; otherwise its name does not matter.
-        untrained: Those of them whose tokens are not trained on.
-        policies: By which of several policies each of them speaks; empty where there is one.
+        turns: Maximum number of calls.
+        tokens: Maximum number of sampled tokens of all calls.
+        roles: Allowed names of the model, one per role; without roles any name is allowed.
+        untrained: Roles whose tokens are not trained.
+        policies: Index of the policy of each role; empty with a single policy.
     """
 
     turns: int
@@ -65,13 +65,13 @@ class EpisodeLimits:
 
 @dataclass
 class StoredResponse:
-    """What a call was answered with.
+    """Answer to a call.
 
     Attributes:
-        turn: Of the tree.
-        prompt_ids: What the model read.
-        reply: What it wrote, read by the parsers; None where it was asked with tokens.
-        message: The reply as a message.
+        turn: Turn of the tree.
+        prompt_ids: Tokens of the prompt.
+        reply: Parsed reply; None for requests with tokens.
+        message: Reply as a message.
     """
 
     turn: AgentTurn
@@ -81,34 +81,34 @@ class StoredResponse:
 
 
 @dataclass
-class _Asked:
-    """A call: its answer, and how many wait for that."""
+class _PendingCall:
+    """Call under way: its answer, and the number of clients waiting for it."""
 
-    made: asyncio.Future[StoredResponse]
+    response: asyncio.Future[StoredResponse]
     waiting: int = 0
 
 
-#: Has the engine draw: called with the prompt's tokens, how, a seed, and what the prompt shows.
+#: Sends a request to the engine: called with session, prompt tokens, sampling parameters, seed and images.
 Draw = Callable[
     ["GatewaySession", list[int], SamplingParams, int, "PromptImages | None"], Coroutine[Any, Any, Completion]
 ]
 
 
 class GatewaySession:
-    """One episode. All but its construction happens on the loop of the gateway.
+    """Session of one episode. Apart from the constructor it runs on the gateway's event loop.
 
     Args:
-        number: Of its request.
-        sampling: How tokens are drawn; a client may have them be fewer, and end at texts of its own.
-        seed: What is drawn depends on it, the prompt, and how often that was asked before.
-        limits: What it may ask.
+        number: Number of its request.
+        sampling: Sampling parameters; a client may request fewer tokens and further stop texts.
+        seed: Seed of the episode. Samples depend on it, on the prompt, and on how often the prompt was requested before.
+        limits: Limits of the episode.
 
     Attributes:
-        key: Whoever has it speaks for this episode.
-        name: What a client with one key a process calls it; `names`: what else clients have called it.
-        closed: Whether it has ended: what is drawn from then on does not count.
-        encoding: Lock of the calls that are made into tokens.
-        bytes_in: Sum of the bodies that are being read and made into tokens.
+        key: Key of the episode's clients.
+        name: Name of the episode for clients that have one key per process; `names`: further names that clients gave it.
+        closed: Whether the episode has ended: later completions are dropped.
+        encoding: Lock of the conversion of calls into tokens.
+        bytes_in: Sum of the bodies that are being read and converted into tokens.
     """
 
     def __init__(self, number: int, sampling: SamplingParams, seed: int, limits: EpisodeLimits) -> None:
@@ -118,49 +118,49 @@ class GatewaySession:
         self.tree = Tree()
         self.closed = False
         self.counts = collections.Counter[str]()
-        #: Held while a conversation of this episode is made into tokens: one at a time.
+        #: Held while a conversation of this episode is converted into tokens, one at a time.
         self.encoding = asyncio.Lock()
         self.bytes_in = 0
-        self._answers: collections.OrderedDict[str, _Asked] = collections.OrderedDict()
-        self._asked = collections.Counter[bytes]()
-        self._begun = self._under_way = self._overlong = 0
+        self._answers: collections.OrderedDict[str, _PendingCall] = collections.OrderedDict()
+        self._draw_counts = collections.Counter[bytes]()
+        self._num_turns = self._under_way = self._overlong = 0
 
     # -- once for each call ---------------------------------------------------------------------------------------
 
     async def once(
         self, body: bytes, retried: bool, work: Callable[[], Coroutine[Any, Any, StoredResponse]]
     ) -> StoredResponse:
-        """The answer to a call. A client that asks again because the first reply did not come gets that one.
+        """Returns the answer to a call. A client that retries because the reply did not arrive gets the same one.
 
         Args:
-            body: What it sent.
-            retried: Whether it says that it asks again.
-            work: Makes the answer.
+            body: Body of the request.
+            retried: Whether the client marks the request as a retry.
+            work: Computes the answer.
 
         Raises:
-            Refused: It gets none.
+            RequestError: The request is refused.
         """
         digest = hashlib.blake2b(body, digest_size=16).hexdigest()
-        asked = self._answers.get(digest)
-        if retried and asked is not None and not asked.made.cancelled():
+        call = self._answers.get(digest)
+        if retried and call is not None and not call.response.cancelled():
             self.counts["retried"] += 1
         else:
-            asked = self._answers[digest] = _Asked(asyncio.ensure_future(work()))
-            asked.made.add_done_callback(_looked_at)
+            call = self._answers[digest] = _PendingCall(asyncio.ensure_future(work()))
+            call.response.add_done_callback(_retrieve_exception)
             self._answers.move_to_end(digest)
-            while len(self._answers) > _KEPT:
+            while len(self._answers) > _MAX_ANSWERS:
                 self._answers.popitem(last=False)
-        asked.waiting += 1
+        call.waiting += 1
         try:
-            # The draw goes on for a while when its client hangs up: it may ask again.
-            return await asyncio.shield(asked.made)
+            # The request continues for a while after its client has disconnected, which may retry.
+            return await asyncio.shield(call.response)
         finally:
-            asked.waiting -= 1
-            if not asked.made.done():
-                asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up, asked)
+            call.waiting -= 1
+            if not call.response.done():
+                asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up, call)
 
-    def _give_up(self, asked: _Asked) -> None:
-        if not asked.waiting and asked.made.cancel():
+    def _give_up(self, call: _PendingCall) -> None:
+        if not call.waiting and call.response.cancel():
             self.counts["given_up"] += 1
 
     # -- the two ways to ask --------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class GatewaySession:
         """Answers a conversation.
 
         Raises:
-            Refused: It cannot be answered.
+            RequestError: It cannot be answered.
         """
         async with self.encoding:
             self._check_limits()
@@ -202,16 +202,16 @@ class GatewaySession:
         """Goes on from tokens.
 
         Raises:
-            Refused: They cannot be gone on from.
+            RequestError: The engine cannot continue these tokens.
         """
         completion = await self._draw(prompt, self._by(role, sampling), draw)
         return StoredResponse(self._record(prompt, self.tree.continued_by(prompt, role), completion, role), prompt)
 
     def role_of(self, model: Any) -> int:
-        """Which role a client means by what it calls the model.
+        """Returns the role that a client means by its name of the model.
 
         Raises:
-            Refused: There is none of that name.
+            RequestError: No role has that name.
         """
         if not self.limits.roles:
             return 0
@@ -222,54 +222,59 @@ class GatewaySession:
         return self.limits.roles.index(model)
 
     def sampling_of(
-        self, most: int | None = None, stop: str | Sequence[str] = (), stop_token_ids: Sequence[int] = ()
+        self, max_tokens: int | None = None, stop: str | Sequence[str] = (), stop_token_ids: Sequence[int] = ()
     ) -> SamplingParams:
-        """How tokens are drawn for a call: as the run says; a client may want fewer of them, and have them end earlier."""
+        """Returns the sampling parameters of a call: those of the run, with at most the requested tokens and the
+        client's stop texts.
+        """
         texts = (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop))
         ends = tuple(sorted(set(stop_token_ids)))
-        limit = self.sampling.max_new_tokens if most is None else most
-        left = self.limits.tokens - sum(len(turn.token_ids) for turn in self.tree.turns)
-        most_now = min(limit, self.sampling.max_new_tokens, max(left, 1))
+        limit = self.sampling.max_new_tokens if max_tokens is None else max_tokens
+        remaining = self.limits.tokens - sum(len(turn.token_ids) for turn in self.tree.turns)
+        most_now = min(limit, self.sampling.max_new_tokens, max(remaining, 1))
         return replace(self.sampling, max_new_tokens=most_now, stop=texts, stop_token_ids=ends)
 
     def _by(self, role: int, sampling: SamplingParams) -> SamplingParams:
-        """By the policy by which a role speaks."""
+        """Returns the sampling parameters with the policy of a role."""
         policies = self.limits.policies
         return replace(sampling, policy=policies[role]) if policies else sampling
 
     def _check_limits(self) -> None:
-        """Raises:
-        Refused: The episode gets no more turns, or too many of its calls were longer than the context."""
+        """Checks the limits of the episode.
+
+        Raises:
+            RequestError: The episode gets no more turns, or too many of its calls were longer than the context.
+        """
         limits, drawn = self.limits, sum(len(turn.token_ids) for turn in self.tree.turns)
         allowed = max(limits.turns, _OVERLONG)
-        for reached, what in (
-            (self._begun >= limits.turns, f"agent.max_turns ({limits.turns})"),
+        for reached, limit in (
+            (self._num_turns >= limits.turns, f"agent.max_turns ({limits.turns})"),
             (drawn >= limits.tokens, f"agent.max_tokens ({limits.tokens})"),
             (self._overlong >= allowed, f"{allowed} calls that were longer than the context"),
         ):
             if reached:
                 self.counts["refused"] += 1
-                raise RequestError(f"the episode has reached {what}", code=OVER)
+                raise RequestError(f"the episode has reached {limit}", code=OVER)
 
     async def _draw(
-        self, prompt: list[int], sampling: SamplingParams, draw: Draw, seen: PromptImages | None = None
+        self, prompt: list[int], sampling: SamplingParams, draw: Draw, images: PromptImages | None = None
     ) -> Completion:
         self._check_limits()
         if self._under_way >= MOST_AT_ONCE:
             self.counts["refused"] += 1
             raise RequestError(f"{MOST_AT_ONCE} calls of the episode are under way", 429, "rate_limit_exceeded")
-        # The same prompt twice is two draws, whichever calls come between them.
-        said = json.dumps(prompt).encode() + b"".join(() if seen is None else seen.digests)
-        digest = hashlib.blake2b(said, digest_size=16).digest()
-        self._asked[digest] += 1
-        own = self.seed.to_bytes(8, "little") + digest + self._asked[digest].to_bytes(4, "little")
-        seed = int.from_bytes(hashlib.blake2b(own, digest_size=8).digest(), "little") >> 1
-        self._begun += 1
+        # A repeated prompt gets another seed, whatever calls come between.
+        content = json.dumps(prompt).encode() + b"".join(() if images is None else images.digests)
+        digest = hashlib.blake2b(content, digest_size=16).digest()
+        self._draw_counts[digest] += 1
+        seed_bytes = self.seed.to_bytes(8, "little") + digest + self._draw_counts[digest].to_bytes(4, "little")
+        seed = int.from_bytes(hashlib.blake2b(seed_bytes, digest_size=8).digest(), "little") >> 1
+        self._num_turns += 1
         self._under_way += 1
         try:
-            completion = await draw(self, prompt, sampling, seed, seen)
+            completion = await draw(self, prompt, sampling, seed, images)
         except RequestError as why:
-            self._begun -= 1
+            self._num_turns -= 1
             self._overlong += why.code == OVER
             raise
         finally:
@@ -280,32 +285,32 @@ class GatewaySession:
 
     def _record(
         self, prompt: list[int], parent: int | None, completion: Completion, role: int, keys: tuple[str, ...] = (),
-        seen: PromptImages | None = None,
+        images: PromptImages | None = None,
     ) -> AgentTurn:  # fmt: skip
         before = 0 if parent is None else len(self.tree.ids(parent))
         turn = AgentTurn(
             parent, prompt[before:], completion.token_ids, completion.logprobs, completion.versions,
-            completion.finish_reason, keys, role=role, experts=completion.experts, seen=seen,
+            completion.finish_reason, keys, role=role, experts=completion.experts, seen=images,
         )  # fmt: skip
         self.tree.turns.append(turn)
         return turn
 
 
-def _looked_at(made: asyncio.Future[StoredResponse]) -> None:
-    """Nobody may be left to see what went wrong; asyncio would complain."""
-    if not made.cancelled():
-        made.exception()
+def _retrieve_exception(future: asyncio.Future[StoredResponse]) -> None:
+    """Retrieves the exception of a call that no client waits for any more; asyncio would log it otherwise."""
+    if not future.cancelled():
+        future.exception()
 
 
-#: Names that one episode may go by.
-_MOST = 64
+#: Maximum number of names of an episode.
+_MAX_NAMES = 64
 
 
 class SessionKeys:
-    """The keys of a gateway. On its loop, but for `open`.
+    """Keys of a gateway. Runs on its event loop, except `open`.
 
     Attributes:
-        process: For clients with one key a process; says nothing without a session's name.
+        process: Key of clients with one key per process; valid only with the name of a session.
     """
 
     def __init__(self) -> None:
@@ -314,29 +319,29 @@ class SessionKeys:
         self._of_name: dict[str, GatewaySession] = {}
 
     def open(self, session: GatewaySession) -> None:
-        """From now on its key and its name are good."""
+        """Makes a session's key and name valid."""
         self._of_key[session.key] = self._of_name[session.name] = session
 
     def end(self, session: GatewaySession) -> None:
-        """From now on neither they are, nor the names that its clients gave it."""
+        """Makes a session's key and its names invalid."""
         self._of_key.pop(session.key, None)
         for name in (session.name, *session.names):
             self._of_name.pop(name, None)
 
     def sessions(self) -> list[GatewaySession]:
-        """Those that are open."""
+        """Returns the open sessions."""
         return list(self._of_key.values())
 
     def find(self, key: str, name: str = "") -> GatewaySession:
-        """The episode of a key.
+        """Returns the session of a key.
 
         Args:
-            key: An episode's, or the process's.
-            name: `X-Session-ID`. With an episode's key, any name that is not another's, which is that episode's from then
-                on; with the process's key, one that is an episode's.
+            key: Key of an episode or of the process.
+            name: `X-Session-ID`. With an episode's key, a name that no other episode has, which becomes the episode's; with
+                the process's key, the name of an episode.
 
         Raises:
-            Refused: There is none.
+            RequestError: No open session has this key and name.
         """
         if same_key(key, self.process):
             if not name:
@@ -352,10 +357,10 @@ class SessionKeys:
         return session
 
     def of(self, headers: Mapping[str, str]) -> GatewaySession:
-        """The episode of a request.
+        """Returns the session of a request.
 
         Raises:
-            Refused: There is none.
+            RequestError: No open session has the request's key and name.
         """
         return self.find(key_in(headers), headers.get("X-Session-ID", "").strip())
 
@@ -364,8 +369,8 @@ class SessionKeys:
             raise RequestError("X-Session-ID is another episode's, or of one that has ended", 403, "invalid_session")
         if name in session.names:
             return
-        if len(session.names) >= _MOST:
-            raise RequestError(f"X-Session-ID: an episode has at most {_MOST}", 403, "invalid_session")
+        if len(session.names) >= _MAX_NAMES:
+            raise RequestError(f"X-Session-ID: an episode has at most {_MAX_NAMES}", 403, "invalid_session")
         session.names.add(name)
         self._of_name[name] = session
 
@@ -376,7 +381,7 @@ def same_key(key: str, other: str) -> bool:
 
 
 def key_in(headers: Mapping[str, str]) -> str:
-    """The key that a request comes with; "" without one."""
+    """Returns the key of a request; "" without one."""
     return headers.get("Authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
 
 

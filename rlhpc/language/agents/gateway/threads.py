@@ -1,4 +1,4 @@
-"""Worker threads for an event loop: blocking calls of environments, templates and tokenizers."""
+"""Worker threads of an event loop, for blocking calls of environments, templates and tokenizers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 
 
 class Threads:
-    """Calls functions in threads. One that whoever asked no longer waits for is given up, and another takes its place.
+    """Pool of threads. A thread whose caller has stopped waiting is abandoned and replaced.
 
     Args:
-        most: How many.
-        name: Of each thread.
+        max_threads: Maximum number of threads.
+        name: Name of each thread.
     """
 
-    def __init__(self, most: int, name: str = "rlhpc-environment") -> None:
-        self._asked: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+    def __init__(self, max_threads: int, name: str = "rlhpc-environment") -> None:
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._most, self._threads, self._idle, self._name = most, 0, 0, name
+        self._max_threads, self._threads, self._idle, self._name = max_threads, 0, 0, name
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Returns what a function returns."""
         loop = asyncio.get_running_loop()
         call = _Call(function, args, loop, loop.create_future())
-        self._asked.put(call)
+        self._calls.put(call)
         self._enlist()
         try:
             return await call.result
@@ -51,38 +51,38 @@ class Threads:
     def close(self) -> None:
         """Ends the threads that wait."""
         for _ in range(self._threads):
-            self._asked.put(None)
+            self._calls.put(None)
 
     def _enlist(self) -> None:
         with self._lock:
-            if not self._idle and self._threads < self._most:
+            if not self._idle and self._threads < self._max_threads:
                 self._threads += 1
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
     def _give_up(self, call: _Call) -> None:
         with self._lock:
             call.given_up = True
-            self._threads -= call.begun
-        if call.begun:
+            self._threads -= call.started
+        if call.started:
             self._enlist()
 
     def _work(self) -> None:
         while True:
             with self._lock:
                 self._idle += 1
-            call = self._asked.get()
+            call = self._calls.get()
             with self._lock:
                 self._idle -= 1
                 if call is None:
                     return
                 if call.given_up:
                     continue
-                call.begun = True
+                call.started = True
             call.make()
             with self._lock:
                 if call.given_up:
-                    return  # somebody else has this thread's place
-                call.begun = False
+                    return  # another thread has replaced this one
+                call.started = False
 
 
 @dataclass
@@ -91,14 +91,14 @@ class _Call:
     args: tuple[Any, ...]
     loop: asyncio.AbstractEventLoop
     result: asyncio.Future[Any]
-    begun: bool = False
+    started: bool = False
     given_up: bool = False
 
     def make(self) -> None:
         try:
             value, error = self.function(*self.args), None
-        except Exception as found:
-            value, error = None, found
+        except Exception as raised:
+            value, error = None, raised
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self.loop.call_soon_threadsafe(self._settle, value, error)
 
