@@ -1,5 +1,5 @@
-"""Agents that need no code of their own: the model with servers of tools, and environments of verifiers and OpenEnv. As
-`main.py`, by which it is read: any Python from 3.8 on, nothing of rlhpc, and the one package that a kind is about.
+"""Framework agents without user code: the model with tool servers, and environments of verifiers and OpenEnv. Runs like
+`main.py`, which loads it: any Python from 3.8 on, without rlhpc, with only the package of the kind.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ import importlib
 import json
 from typing import Any, Callable, Sequence  # noqa: UP035 (Python 3.8)
 
-#: What a kind needs to be imported.
+#: Package that each kind imports.
 _PACKAGES = {"verifiers": "verifiers.v1", "openenv": "openenv.core.generic_client"}
 
 
 def agent_of(kind: str, options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
-    """What runs an episode of a kind.
+    """Returns the function that runs an episode of a kind.
 
     Args:
         kind: `mcp`, `verifiers` or `openenv`.
         options: `agent.framework`, or `servers`.
-        helpers: `servers` and `text`, the modules `mcp_client` and `policy_text`; `shell`, what makes a shell.
+        helpers: `servers` and `text`, the modules `mcp_client` and `policy_text`; `shell`, the constructor of a shell.
 
     Raises:
-        ImportError: Its package is missing.
+        ImportError: The package of the kind is missing.
     """
     if kind in _PACKAGES:
         importlib.import_module(_PACKAGES[kind])
     return {"mcp": _with_tools, "verifiers": _verifiers, "openenv": _openenv}[kind](options, helpers)
 
 
-# -- servers of tools -------------------------------------------------------------------------------------------------
+# -- tool servers ----------------------------------------------------------------------------------------------------
 
 
 def _with_tools(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
@@ -62,7 +62,7 @@ def _converse(
 ) -> dict[str, Any]:
     messages, counts = list(task.messages), {"tool_calls": 0, "tool_errors": 0}
     while True:
-        reply = _asked(model, messages, specs)
+        reply = _ask(model, messages, specs)
         if reply is None:
             break
         messages.append(reply)
@@ -80,8 +80,8 @@ def _converse(
     return {"response": answers[-1] if answers else "", **counts}
 
 
-def _asked(model: Any, messages: list[Any], specs: list[Any] | None = None) -> Any:
-    """The model's next message; None where the episode, or the context, is full."""
+def _ask(model: Any, messages: list[Any], specs: list[Any] | None = None) -> Any:
+    """Returns the model's next message; None if the episode or the context is full."""
     try:
         return model.chat(messages, specs or None)
     except Exception as error:
@@ -118,7 +118,9 @@ def pick_task(tasks: Sequence[Any], task: Any) -> Any:
 
 
 def _verifiers(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
-    """An environment of verifiers: its taskset, by the task's `meta["idx"]` or id; its harness, its rewards."""
+    """Returns an agent for an environment of verifiers: its taskset, selected by the task's `meta["idx"]` or id, its
+    harness and its rewards.
+    """
     del helpers
     import verifiers.v1 as vf
     from verifiers.v1.configs.client import EvalClientConfig
@@ -138,11 +140,14 @@ def _verifiers(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[An
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             raise RuntimeError("; ".join(f"{e.type}: {e.message}" for e in errors) or "the episode is not ok")
         traces = [trace for trace in episode.traces if getattr(trace.agent, "trainable", True)] or episode.traces
-        found = {"reward": sum(trace.reward for trace in traces) / len(traces), "response": traces[-1].last_reply or ""}
+        outcome = {
+            "reward": sum(trace.reward for trace in traces) / len(traces),
+            "response": traces[-1].last_reply or "",
+        }
         for trace in traces:
             for name, value in trace.metrics.items():
-                found[name] = found.get(name, 0.0) + float(value) / len(traces)
-        return found
+                outcome[name] = outcome.get(name, 0.0) + float(value) / len(traces)
+        return outcome
 
     return solve
 
@@ -151,15 +156,15 @@ def _verifiers(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[An
 
 
 def _openenv(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
-    """An environment of OpenEnv, behind `base_url`: the model writes actions, and reads observations."""
+    """Returns an agent for an environment of OpenEnv at `base_url`: the model writes actions and reads observations."""
     del helpers
     from openenv.core.generic_client import GenericEnvClient
 
-    key, shown = options.get("action", "message"), options.get("observation")
+    key, observation_key = options.get("action", "message"), options.get("observation")
 
     def text(observation: Any) -> str:
-        if shown and isinstance(observation, dict):
-            observation = observation.get(shown, "")
+        if observation_key and isinstance(observation, dict):
+            observation = observation.get(observation_key, "")
         return observation if isinstance(observation, str) else json.dumps(observation)
 
     def solve(task: Any, model: Any) -> dict[str, Any]:
@@ -169,11 +174,11 @@ def _openenv(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any,
             result = environment.reset(**options.get("reset", {}), seed=task.seed % (1 << 31))
             messages.append({"role": "user", "content": text(result.observation)})
             while not result.done:
-                reply = _asked(model, messages)
+                reply = _ask(model, messages)
                 if reply is None:
                     break
-                said = reply.get("content") or ""
-                result = environment.step({key: said})
+                action = reply.get("content") or ""
+                result = environment.step({key: action})
                 if result.reward is not None:
                     rewards.append(float(result.reward))
                 messages += [reply, {"role": "user", "content": text(result.observation)}]

@@ -1,4 +1,4 @@
-"""Keeps a program running for a rank: when the rank ends, however it does, so does all that the program has started."""
+"""Keeper of a program for a rank: ends the program and all its descendants when the rank ends, however it ends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import psutil
 
 from rlhpc.runtime.os_resources import adopt_orphans, readable
 
-#: How often it looks whether the program is still there; and seconds that it gets to end by itself.
+#: Seconds between checks of the program, and seconds that the program has to end by itself.
 _LOOK_S, _END_S = 0.2, 3.0
 
 
 def main() -> None:
-    """Arguments: the program's argv. The rank holds the other end of the standard input, and never writes."""
+    """Runs the program of the arguments (argv). The rank holds the other end of the standard input, and never writes."""
     adopt_orphans()
     process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
     while process.poll() is None and not readable([0], _LOOK_S):

@@ -1,5 +1,5 @@
-"""The first thing in a sandbox without a network: sets its limits, leads a port of the loopback address to the model's socket,
-then becomes the command. As `main.py`: the standard library, any Python from 3.8 on.
+"""First program in a sandbox without a network: sets limits, forwards a port of the loopback address to the model's
+socket, then executes the command. Like `main.py`: standard library, any Python from 3.8 on.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import sys
 import threading
 from typing import Any
 
-#: Where the model is, in there.
+#: Port of the model in the sandbox.
 PORT = 8000
 _SET_PDEATHSIG, _SIOCGIFFLAGS, _SIOCSIFFLAGS, _UP = 1, 0x8913, 0x8914, 1
 _CAPBSET_DROP, _NO_NEW_PRIVS, _CAPABILITY_VERSION = 24, 38, 0x20080522
 _READ_ONLY, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 32, 4096, 16384, 1 << 18
-#: Lower than that of the rank, which draws what the command asks for.
+#: Niceness: a lower priority than that of the rank, which generates the command's replies.
 _NICE = 10
-#: A process may map this many times the memory that all of them may use: much of what is mapped is never used.
+#: Factor of the memory limit that a process may map: much of the mapped memory is never used.
 _MAPPED = 4
 
 
 def main() -> None:
-    """Arguments: what to do, in JSON, then the command.
+    """Prepares the sandbox, and executes a command. Arguments: settings in JSON, then the command.
 
-    `socket`: of the model; `fixed`: a folder that cannot be changed or moved from in here; and limits.
+    Settings are `socket`, the model's socket; `fixed`, a folder that cannot be changed or moved from in here; and
+    limits.
     """
     spec, command = json.loads(sys.argv[1]), sys.argv[2:]
     _raise_loopback()
@@ -47,21 +48,23 @@ def main() -> None:
 
 
 def _open_door(path: str) -> None:
-    """Leads the port to the model's socket, by a process of its own."""
+    """Forwards the port to the model's socket, in a child process."""
     with socket.socket() as door:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         door.bind(("127.0.0.1", PORT))
         door.listen(64)
-        own = os.getpid()
+        pid = os.getpid()
         if os.fork() == 0:
             ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() == own:
+            if os.getppid() == pid:
                 _lead(door, path)
             os._exit(0)
 
 
 def _fix(folder: str) -> None:
-    """Makes a folder read-only for what runs in here. All folders above it become mounts, too: these cannot be renamed."""
+    """Makes a folder read-only for the sandbox. All folders above it become mounts, too, so that they cannot be
+    renamed.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
 
     def mount(source: str, target: str, flags: int) -> None:
@@ -75,9 +78,9 @@ def _fix(folder: str) -> None:
         mount(place, place, _BIND | _REC)
     own_flags = os.statvfs(place).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_RELATIME)
     flags = {os.ST_NOSUID: 2, os.ST_NODEV: 4, os.ST_NOEXEC: 8, os.ST_NOATIME: 1024, os.ST_RELATIME: 1 << 21}
-    locked = sum(flag for known, flag in flags.items() if own_flags & known)
+    locked = sum(flag for statvfs_flag, flag in flags.items() if own_flags & statvfs_flag)
     mount("none", place, _BIND | _REMOUNT | _READ_ONLY | locked)
-    os.chdir(os.getcwd())  # which was of the files as they were before
+    os.chdir(os.getcwd())  # re-enters the folder through the new mounts
 
 
 def _drop_capabilities() -> None:
@@ -91,24 +94,24 @@ def _drop_capabilities() -> None:
 
 
 def _limit(spec: dict[str, Any]) -> None:
-    """Bounds each process; what all of them use together is bounded by the guard outside (`main.py`)."""
+    """Sets limits of each process; the guard outside (`main.py`) limits all processes together."""
     os.nice(_NICE)
     bounds = {resource.RLIMIT_CORE: 0}
     if spec.get("memory_mb"):
         bounds[resource.RLIMIT_DATA] = _MAPPED * spec["memory_mb"] << 20
     if spec.get("disk_mb"):
         bounds[resource.RLIMIT_FSIZE] = spec["disk_mb"] << 20
-    for kind, most in bounds.items():
+    for kind, limit in bounds.items():
         _, hard = resource.getrlimit(kind)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
 
 
 def _raise_loopback() -> None:
-    """A new network has none that is up."""
+    """Brings up the loopback interface of the new network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        asked = struct.pack("16sh22x", b"lo", 0)
-        flags = struct.unpack("16sh22x", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, asked))[1]
+        request = struct.pack("16sh22x", b"lo", 0)
+        flags = struct.unpack("16sh22x", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request))[1]
         if not flags & _UP:
             fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", flags | _UP))
 
@@ -116,13 +119,13 @@ def _raise_loopback() -> None:
 def _lead(door: socket.socket, path: str) -> None:
     while True:
         came, _ = door.accept()
-        there = socket.socket(socket.AF_UNIX)
+        model_socket = socket.socket(socket.AF_UNIX)
         try:
-            there.connect(path)
+            model_socket.connect(path)
         except OSError:
             came.close()
             continue
-        for one, other in ((came, there), (there, came)):
+        for one, other in ((came, model_socket), (model_socket, came)):
             threading.Thread(target=_pass, args=(one, other), daemon=True).start()
 
 

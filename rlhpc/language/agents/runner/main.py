@@ -1,13 +1,15 @@
-"""Runs harnesses: an agent's program, one episode in a process of its own. The standard library and Python 3.8 or newer are
-enough: it is started with the interpreter that has the agent's packages, not with rlhpc's, and reads files beside it alone.
+"""Runner of harnesses: an agent's program, with one process per episode. It needs only the standard library and Python
+3.8 or newer: it runs with the interpreter that has the agent's packages, not with rlhpc's, and loads only files of its
+folder.
 
-It is three processes deep. The nursery imports the agent once, and forks for each episode a guard, which forks the episode.
-Whatever an episode starts, also what leaves its process group, falls to its guard when its parent ends; and the guard ends
-all of it when the episode is over, when its time is, when it uses more than it may, or when the nursery's standard input ends,
-as it does with the rank. If a guard is killed, all of it falls to the nursery, which ends it.
+It has three levels of processes. The nursery imports the agent once, and forks for each episode a guard, which forks
+the episode. All descendants of an episode, also those that leave its process group, become children of its guard when
+their parent ends. The guard ends all of them when the episode is over, when its time is over, when it exceeds its
+limits, or when the nursery's standard input ends, as it does with the rank. If a guard is killed, its descendants
+become children of the nursery, which ends them.
 
-Lines of JSON come in: first what to run, then tickets, or the number of one to be ended. Lines go out: that it is ready, then
-an outcome for each ticket.
+Input is lines of JSON: first the program, then tickets, or the number of a ticket to end. Output is lines of JSON: a
+message that the runner is ready, then an outcome for each ticket.
 """
 
 from __future__ import annotations
@@ -31,26 +33,26 @@ _SET_PDEATHSIG, _SET_DUMPABLE, _SET_SUBREAPER = 1, 4, 36
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def _beside(name: str) -> Any:
-    """A file beside this one, as a module."""
-    found = importlib.util.spec_from_file_location(f"rlhpc_{name}", os.path.join(_HERE, f"{name}.py"))
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+def _load_sibling(name: str) -> Any:
+    """Loads a file of this folder as a module."""
+    spec = importlib.util.spec_from_file_location(f"rlhpc_{name}", os.path.join(_HERE, f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
-_task: Any = _beside("task")
-_shells: Any = _beside("shell")
-#: Most bytes of an outcome, of what a command prints, and of what is kept of other output.
+_task: Any = _load_sibling("task")
+_shells: Any = _load_sibling("shell")
+#: Maximum number of bytes of an outcome, of a command's output, and of the retained end of other output.
 _OUTCOME, _PRINTED, _TAIL = 1 << 20, 1 << 16, 2000
-#: Seconds that processes have to be gone once they are killed.
+#: Time limit for killed processes to disappear, in seconds.
 _GONE_S = 4.0
-#: Seconds between two looks at what an episode uses, and how many times as long as a look itself that is at least.
+#: Seconds between two checks of an episode's resources, and the minimum of that as a multiple of a check's duration.
 _LOOK_S, _LOOK_SHARE = 0.25, 20.0
-#: Most processes of an episode in a sandbox, and seconds between two counts of them. A resource limit binds no root.
+#: Maximum number of processes of an episode in a sandbox, and seconds between two counts. Resource limits do not bind root.
 _PROCESSES, _COUNT_S = 512, 0.1
-#: Most threads of an episode in a sandbox, for each process that it may have.
+#: Maximum number of threads of an episode in a sandbox, per allowed process.
 _THREADS = 16
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LISTS_CHILDREN = os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
@@ -77,7 +79,7 @@ class _Guard(NamedTuple):
 
 def main() -> None:
     """Runs until the standard input ends."""
-    # The files beside this one are rlhpc's, and no modules of an agent's.
+    # The files of this folder belong to rlhpc, and must not be importable as modules by agents.
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _HERE]
     commands, replies = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
@@ -113,7 +115,7 @@ def main() -> None:
                     )
                     pipe, pid = _fork_guard({**command, "folder": folder}, run, spec, [commands, replies, *guards])
                     guards[pipe] = _Guard(command["id"], pid, bytearray(), folder)
-            if lines.ended:
+            if lines.at_end:
                 for guard in guards.values():
                     _signal(guard.pid, signal.SIGTERM)
                 _reap_for(_GONE_S)
@@ -121,14 +123,18 @@ def main() -> None:
 
 
 def _loaded(spec: dict[str, Any]) -> Any:
-    """What runs an episode, imported; None for a command."""
+    """Returns the imported function that runs an episode; None for a command."""
     sys.path[:] = list(dict.fromkeys([*spec["paths"], *sys.path]))
     if spec["kind"] == "command":
         return None
     if spec["kind"] != "python":
         shell = functools.partial(_shells.Shell, spec["sandbox"])
-        helpers = {"servers": _beside("mcp_client"), "text": _task._load("..", "..", "policy_text.py"), "shell": shell}
-        return _beside("frameworks").agent_of(spec["kind"], spec["options"], helpers)
+        helpers = {
+            "servers": _load_sibling("mcp_client"),
+            "text": _task._load("..", "..", "policy_text.py"),
+            "shell": shell,
+        }
+        return _load_sibling("frameworks").agent_of(spec["kind"], spec["options"], helpers)
     module, _, name = spec["target"].partition(":")
     target: Any = importlib.import_module(module)
     for part in name.split("."):
@@ -157,11 +163,13 @@ def _hear(pipe: int, guards: dict[int, _Guard], replies: int, started: frozenset
     _say(replies, {"id": guard.number, "outcome": outcome})
 
 
-def _end_orphans(known: frozenset[int], seconds: float) -> None:
-    """Kills what has fallen to this process and all below it: everything but the children that it knows."""
+def _end_orphans(children: frozenset[int], seconds: float) -> None:
+    """Kills the orphans among the children of this process, with all their descendants: every child except the known
+    ones.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        orphans = [pid for pid in _children(os.getpid()) if pid not in known]
+        orphans = [pid for pid in _children(os.getpid()) if pid not in children]
         if not orphans:
             return
         for orphan in orphans:
@@ -172,20 +180,20 @@ def _end_orphans(known: frozenset[int], seconds: float) -> None:
         time.sleep(0.002)
 
 
-def _fork_guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], others: list[int]) -> tuple[int, int]:
-    here, there = os.pipe()
+def _fork_guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], open_fds: list[int]) -> tuple[int, int]:
+    read_end, write_end = os.pipe()
     pid = os.fork()
     if pid:
-        os.close(there)
-        return here, pid
+        os.close(write_end)
+        return read_end, pid
     try:
-        for fd in [here, *others]:
+        for fd in [read_end, *open_fds]:
             os.close(fd)
         try:
-            outcome = _guard(ticket, run, spec, there)
+            outcome = _guard(ticket, run, spec, write_end)
         except BaseException as error:
             outcome = {"error": f"the process that watches over the episode failed: {type(error).__name__}: {error}"}
-        _write(there, json.dumps(outcome).encode())
+        _write(write_end, json.dumps(outcome).encode())
     finally:
         os._exit(0)
 
@@ -193,12 +201,12 @@ def _fork_guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], others: 
 # -- the guard --------------------------------------------------------------------------------------------------------
 
 
-class _Ended(Exception):
+class _Terminated(Exception):
     pass
 
 
 def _guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> dict[str, Any]:
-    """Runs an episode, and ends all that is left of it."""
+    """Runs an episode, and ends all remaining processes of it."""
     nursery = os.getppid()
     os.setsid()
     _prctl(_SET_SUBREAPER, 1)
@@ -210,20 +218,20 @@ def _guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> 
     folder = ticket["folder"]
     try:
         outcome = _watched(ticket, run, spec, out)
-    except _Ended:
+    except _Terminated:
         outcome = {"error": "the episode was ended from outside"}
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        left = _end_all(_GONE_S)
+        remaining = _end_all(_GONE_S)
         if folder:
             _shells.remove_folder(folder)
-    if left:
-        outcome["left"] = left
+    if remaining:
+        outcome["left"] = remaining
     return outcome
 
 
 def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> dict[str, Any]:
-    result, said, printed = os.pipe(), os.pipe(), os.pipe()
+    result, output, printed = os.pipe(), os.pipe(), os.pipe()
     wake = os.pipe()
     for fd in wake:
         os.set_blocking(fd, False)
@@ -235,19 +243,19 @@ def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -
             signal.set_wakeup_fd(-1)
             for name in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(name, signal.SIG_DFL)
-            for fd in (out, result[0], said[0], printed[0], *wake):
+            for fd in (out, result[0], output[0], printed[0], *wake):
                 os.close(fd)
-            _episode(ticket, run, spec, result[1], said[1], printed[1])
+            _episode(ticket, run, spec, result[1], output[1], printed[1])
         finally:
             os._exit(1)
-    for pipe in (result, said, printed):
+    for pipe in (result, output, printed):
         os.close(pipe[1])
-    found = {result[0]: bytearray(), said[0]: bytearray(), printed[0]: bytearray()}
-    most = {result[0]: _OUTCOME, printed[0]: _PRINTED}
-    deadline, opened = time.monotonic() + ticket["timeout_s"], set(found)
+    received = {result[0]: bytearray(), output[0]: bytearray(), printed[0]: bytearray()}
+    limits = {result[0]: _OUTCOME, printed[0]: _PRINTED}
+    deadline, opened = time.monotonic() + ticket["timeout_s"], set(received)
     status: int | None = None
     look_at = count_at = time.monotonic() if ticket["folder"] else float("inf")
-    while status is None and b"\n" not in found[result[0]]:
+    while status is None and b"\n" not in received[result[0]]:
         now = time.monotonic()
         if now >= deadline:
             return {"error": f"it took longer than agent.timeout_s ({ticket['timeout_s']:g} s)", "timeout": True}
@@ -270,20 +278,20 @@ def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -
             if fd == wake[0]:
                 _drain(fd)
                 continue
-            if not _take(fd, found[fd], most.get(fd)):
+            if not _take(fd, received[fd], limits.get(fd)):
                 opened.discard(fd)
-        gone = _reap(pid)
-        status = gone if gone is not None else status
-    for fd in opened:  # what it had written before it ended
-        while _shells.readable([fd], 0) and _take(fd, found[fd], most.get(fd)):
-            if len(found[fd]) >= (most.get(fd) or _TAIL):
+        exit_status = _reap(pid)
+        status = exit_status if exit_status is not None else status
+    for fd in opened:  # output written before the end
+        while _shells.readable([fd], 0) and _take(fd, received[fd], limits.get(fd)):
+            if len(received[fd]) >= (limits.get(fd) or _TAIL):
                 break
-    if len(found[result[0]]) >= _OUTCOME and b"\n" not in found[result[0]]:
+    if len(received[result[0]]) >= _OUTCOME and b"\n" not in received[result[0]]:
         return {"error": f"its outcome is larger than {_OUTCOME >> 20} MiB: return a shorter response"}
-    tail = _task.unkeyed(found[said[0]].decode(errors="replace"), ticket).strip()
+    tail = _task.unkeyed(received[output[0]].decode(errors="replace"), ticket).strip()
     if spec["kind"] == "command" and status == 0:
-        return {"response": found[printed[0]].decode(errors="replace").strip()}
-    line, end, _ = bytes(found[result[0]]).partition(b"\n")
+        return {"response": received[printed[0]].decode(errors="replace").strip()}
+    line, end, _ = bytes(received[result[0]]).partition(b"\n")
     if end:
         try:
             outcome: dict[str, Any] = _task.checked_outcome(json.loads(line))
@@ -295,14 +303,14 @@ def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -
         return {"error": f"its process ended with {how}" + (f"; it said: {tail[-500:]}" if tail else "")}
 
 
-def _take(fd: int, into: bytearray, most: int | None) -> bool:
-    """Reads on; beyond `most` bytes it is thrown away, and of output only the end is kept."""
+def _take(fd: int, into: bytearray, limit: int | None) -> bool:
+    """Reads available data; beyond `limit` bytes it is dropped, and without a limit only the end is retained."""
     data = os.read(fd, 1 << 16)
-    if most is None:
+    if limit is None:
         into += data
         del into[:-_TAIL]
     else:
-        into += data[: max(0, most - len(into))]
+        into += data[: max(0, limit - len(into))]
     return bool(data)
 
 
@@ -312,8 +320,8 @@ def _drain(fd: int) -> None:
             pass
 
 
-def _reap(wanted: int) -> int | None:
-    """Takes leave of children that have ended; the status of the one wanted, if it is among them."""
+def _reap(child: int) -> int | None:
+    """Reaps children that have ended; returns the status of `child` if it is among them."""
     status = None
     while True:
         try:
@@ -322,7 +330,7 @@ def _reap(wanted: int) -> int | None:
             return status
         if not pid:
             return status
-        if pid == wanted:
+        if pid == child:
             status = -os.WTERMSIG(how) if os.WIFSIGNALED(how) else os.WEXITSTATUS(how)
 
 
@@ -386,25 +394,25 @@ def _by_parent() -> dict[int, list[int]]:
     return parents
 
 
-# -- what an episode uses ---------------------------------------------------------------------------------------------
+# -- resources of an episode ------------------------------------------------------------------------------------------
 
 
 def _excess(confinement: dict[str, Any], folder: str) -> str:
-    """Returns what the processes below this one use more of than they may; "" if nothing."""
+    """Returns a message about the limit that the processes below this one exceed; "" if none."""
     below = _below(os.getpid())
     memory = sum(_stat_value(pid, _RSS_PAGES) for pid in below) * _PAGE
     on_disk, in_memory = _nameless_files(below, folder)
     in_memory += _segments(below)
-    most = confinement.get("memory_mb") or (memory + in_memory)
-    if (memory + in_memory) >> 20 > most and (_unshared(below) + in_memory) >> 20 > most:
-        return f"its processes used more memory than agent.memory_mb ({most} MB)"
-    most = confinement.get("disk_mb") or 0
-    if most and (on_disk + _size(folder, most << 20)) >> 20 >= most:
-        return f"its folder and its /tmp were larger than agent.disk_mb ({most} MB)"
+    limit = confinement.get("memory_mb") or (memory + in_memory)
+    if (memory + in_memory) >> 20 > limit and (_unshared(below) + in_memory) >> 20 > limit:
+        return f"its processes used more memory than agent.memory_mb ({limit} MB)"
+    limit = confinement.get("disk_mb") or 0
+    if limit and (on_disk + _size(folder, limit << 20)) >> 20 >= limit:
+        return f"its folder and its /tmp were larger than agent.disk_mb ({limit} MB)"
     return ""
 
 
-#: Places in /proc/<pid>/stat, counted from the process's state.
+#: Indices in /proc/<pid>/stat, counted from the process's state.
 _NUM_THREADS, _RSS_PAGES = 17, 21
 
 
@@ -417,18 +425,18 @@ def _stat_value(pid: int, place: int) -> int:
 
 
 def _nameless_files(pids: list[int], folder: str) -> tuple[int, int]:
-    """Returns the bytes of files that are open and have no name: on the folder's disk, and elsewhere, as those in memory."""
+    """Returns the bytes of open files without a name: on the folder's disk, and on others, such as files in memory."""
     device, sizes = os.stat(folder).st_dev, {True: 0, False: 0}
     inodes = set()
     for pid in pids:
         with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
-                    known = os.stat(entry.path)
-                    inode = known.st_dev, known.st_ino
-                    if stat.S_ISREG(known.st_mode) and known.st_nlink == 0 and inode not in inodes:
+                    file_stat = os.stat(entry.path)
+                    inode = file_stat.st_dev, file_stat.st_ino
+                    if stat.S_ISREG(file_stat.st_mode) and file_stat.st_nlink == 0 and inode not in inodes:
                         inodes.add(inode)
-                        sizes[known.st_dev == device] += known.st_blocks * 512
+                        sizes[file_stat.st_dev == device] += file_stat.st_blocks * 512
     return sizes[True], sizes[False]
 
 
@@ -449,8 +457,10 @@ def _namespace(pid: Any, kind: str) -> str:
 
 
 def _segments_beside(pid: int) -> int:
-    """Returns the bytes of segments in another process's namespace: /proc shows those of the process that reads it."""
-    here, there = os.pipe()
+    """Returns the bytes of segments in another process's namespace: /proc shows the segments of the reading process's
+    namespace.
+    """
+    read_end, write_end = os.pipe()
     child = os.fork()
     if not child:
         try:
@@ -463,14 +473,14 @@ def _segments_beside(pid: int) -> int:
             if _namespace("self", "ipc") == _namespace(pid, "ipc"):
                 with open("/proc/sysvipc/shm", "rb") as file:
                     title = next(file).split()
-                    os.write(there, b"%d" % sum(int(line.split()[title.index(b"rss")]) for line in file))
+                    os.write(write_end, b"%d" % sum(int(line.split()[title.index(b"rss")]) for line in file))
         finally:
             os._exit(0)
-    os.close(there)
+    os.close(write_end)
     try:
-        return int(os.read(here, 100) or 0)
+        return int(os.read(read_end, 100) or 0)
     finally:
-        os.close(here)
+        os.close(read_end)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(child, 0)
 
@@ -488,21 +498,21 @@ def _unshared(pids: list[int]) -> int:
     return count
 
 
-def _size(folder: str, most: int) -> int:
-    """Returns the bytes that a folder takes, at least 1 KiB for each name in it; counts no further than `most`."""
+def _size(folder: str, limit: int) -> int:
+    """Returns the bytes that a folder takes, at least 1 KiB for each name in it; stops counting at `limit`."""
     count, look, inodes = 0, [folder], set()
-    while look and count < most:
+    while look and count < limit:
         with contextlib.suppress(OSError), os.scandir(look.pop()) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
-                    known = entry.stat(follow_symlinks=False)
-                    first = known.st_nlink == 1 or known.st_ino not in inodes
-                    if known.st_nlink > 1:
-                        inodes.add(known.st_ino)
-                    count += max(1024, known.st_blocks * 512 if first else 0)
+                    entry_stat = entry.stat(follow_symlinks=False)
+                    first = entry_stat.st_nlink == 1 or entry_stat.st_ino not in inodes
+                    if entry_stat.st_nlink > 1:
+                        inodes.add(entry_stat.st_ino)
+                    count += max(1024, entry_stat.st_blocks * 512 if first else 0)
                     if entry.is_dir(follow_symlinks=False):
                         look.append(entry.path)
-                if count >= most:
+                if count >= limit:
                     break
     return count
 
@@ -510,27 +520,29 @@ def _size(folder: str, most: int) -> int:
 # -- the episode ------------------------------------------------------------------------------------------------------
 
 
-def _episode(ticket: dict[str, Any], run: Any, spec: dict[str, Any], result: int, said: int, printed: int) -> NoReturn:
-    """In the episode's own process; does not come back."""
+def _episode(
+    ticket: dict[str, Any], run: Any, spec: dict[str, Any], result: int, output: int, printed: int
+) -> NoReturn:
+    """Runs the episode in its process; does not return."""
     os.setsid()
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_SET_DUMPABLE, 1)
-    os.dup2(printed if spec["kind"] == "command" else said, 1)
-    os.dup2(said, 2)
+    os.dup2(printed if spec["kind"] == "command" else output, 1)
+    os.dup2(output, 2)
     confinement = spec["sandbox"]
     confined = spec["kind"] == "command" and confinement is not None and confinement["kind"] != "none"
-    if confined:  # there, it is where `loopback.py` leads to the model from
-        ticket = {**ticket, "base_url": f"http://127.0.0.1:{_beside('loopback').PORT}/v1"}
+    if confined:  # in the sandbox, `loopback.py` forwards this port to the model
+        ticket = {**ticket, "base_url": f"http://127.0.0.1:{_load_sibling('loopback').PORT}/v1"}
     environment = _task.environment_of(ticket)
     if spec["kind"] == "command":
         folder = _shells.make_places(ticket["folder"]) if confined else os.environ.get("TMPDIR", "/tmp")
         words = [word.replace("{question}", ticket["task"]["question"]) for word in spec["command"]]
         if confined:
-            needs = _shells.needed_by(spec["command"])  # as the configuration names them, and not as a question does
+            needs = _shells.needed_by(spec["command"])  # named by the configuration, never by a question
             words = _shells.sandboxed(confinement, words, ticket["folder"], ticket["socket"], needs)
             has_home = confinement["kind"] == "unshare"
             environment["TMPDIR"] = os.path.join(ticket["folder"], "tmp") if has_home else "/tmp"
-            if not has_home:  # the user's is not there
+            if not has_home:  # the user's home folder is not visible
                 environment["HOME"] = folder
         try:
             os.chdir(folder)
@@ -541,7 +553,7 @@ def _episode(ticket: dict[str, Any], run: Any, spec: dict[str, Any], result: int
             os.write(2, f"{words[0]}: {error.strerror}".encode())
             os._exit(127)
     os.environ.update(environment)
-    if ticket["folder"]:  # a shell's folder goes with the episode's, however the episode ends
+    if ticket["folder"]:  # a shell's folder is removed with the episode's
         tempfile.tempdir = ticket["folder"]
     try:
         outcome = _task.outcome_of(run, ticket)
@@ -553,28 +565,28 @@ def _episode(ticket: dict[str, Any], run: Any, spec: dict[str, Any], result: int
     os._exit(0)
 
 
-# -- small things -----------------------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------------------------
 
 
 class _Lines:
-    """Lines of JSON from a descriptor; `pending` are those that `wait` has read beyond the first."""
+    """Reader of lines of JSON from a descriptor; `pending` are those that `wait` has read beyond the first."""
 
     def __init__(self, fd: int) -> None:
-        self._fd, self._rest, self.ended, self.pending = fd, b"", False, []  # type: ignore[var-annotated]
+        self._fd, self._partial, self.at_end, self.pending = fd, b"", False, []  # type: ignore[var-annotated]
 
     def read(self) -> list[dict[str, Any]]:
-        """Those that are there; blocks if there is nothing at all."""
+        """Returns the available lines; blocks if there are none."""
         if self.pending:
             lines, self.pending = self.pending, []
             return lines
         data = os.read(self._fd, 1 << 16)
-        self.ended = not data
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        self.at_end = not data
+        *lines, self._partial = (self._partial + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
     def wait(self) -> dict[str, Any] | None:
-        """The first one; None if there is none."""
-        while not self.ended:
+        """Returns the first line; None at the end of the stream."""
+        while not self.at_end:
             lines = self.read()
             if lines:
                 self.pending = lines[1:]
@@ -598,7 +610,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _raise_ended(*_: Any) -> NoReturn:
-    raise _Ended
+    raise _Terminated
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,5 +1,5 @@
-"""Servers of tools, in the Model Context Protocol. As `main.py`, by which it is read: the standard library, any Python from
-3.8 on, nothing of rlhpc.
+"""Client of tool servers with the Model Context Protocol. Runs like `main.py`, which loads it: standard library, any
+Python from 3.8 on, without rlhpc.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import urllib.parse
 from typing import Any, Iterator, Sequence  # noqa: UP035 (Python 3.8)
 
 _VERSION = "2025-06-18"
-#: Longest time for a server to answer, and for a tool, in seconds. Of a tool that takes longer the model is told.
+#: Time limits of an answer of a server and of a tool, in seconds. The model gets a message about a tool's timeout.
 _ANSWER_S, _TOOL_S = 600.0, 120.0
-#: Most bytes of an answer.
+#: Maximum number of bytes of an answer.
 _MAX_BYTES = 32 << 20
 _TIMEOUTS = (TimeoutError, socket.timeout)  # two classes before Python 3.10
 
@@ -35,14 +35,14 @@ class ToolFailed(Exception):
 
 
 class _Command:
-    """A server that is a child: it reads and writes a line a message."""
+    """Connection to a server in a child process, with one line per message."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._stdin, False)
-        self._rest = bytearray()
+        self._buffer = bytearray()
 
     def ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
@@ -55,24 +55,24 @@ class _Command:
                 self.say(_reply(reply))
 
     def _line(self, deadline: float) -> bytes:
-        """Reads a line; one that is too long is cut.
+        """Reads a line; a line that is too long is cut.
 
         Raises:
-            TimeoutError: None came in time.
+            TimeoutError: No line arrived in time.
             ConnectionError: The server has ended.
         """
         searched = 0
-        while (end := self._rest.find(b"\n", searched)) < 0:
+        while (end := self._buffer.find(b"\n", searched)) < 0:
             if not _is_ready(self._stdout, select.POLLIN, deadline):
                 raise TimeoutError
             data = os.read(self._stdout, 1 << 16)
             if not data:
                 raise ConnectionError(f"the server {self._process.args!r} has ended with status {self._process.wait()}")
-            del self._rest[_MAX_BYTES:]
-            searched = len(self._rest)
-            self._rest += data
-        line = bytes(self._rest[:end])
-        del self._rest[: end + 1]
+            del self._buffer[_MAX_BYTES:]
+            searched = len(self._buffer)
+            self._buffer += data
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
         return line
 
     def say(self, message: dict[str, Any], timeout_s: float = _ANSWER_S) -> None:
@@ -106,12 +106,12 @@ def _answers(reply: dict[str, Any], message: dict[str, Any]) -> bool:
     return reply.get("id") == message["id"] and "method" not in reply
 
 
-def _reply(asked: dict[str, Any]) -> dict[str, Any]:
-    """What a client that can do nothing says to what a server asks of it."""
-    found: dict[str, Any] = {"jsonrpc": "2.0", "id": asked["id"]}
-    if asked["method"] == "ping":
-        return {**found, "result": {}}
-    return {**found, "error": {"code": -32601, "message": "this client cannot do that"}}
+def _reply(request: dict[str, Any]) -> dict[str, Any]:
+    """Returns the response to a server's request: this client supports only `ping`."""
+    reply: dict[str, Any] = {"jsonrpc": "2.0", "id": request["id"]}
+    if request["method"] == "ping":
+        return {**reply, "result": {}}
+    return {**reply, "error": {"code": -32601, "message": "this client cannot do that"}}
 
 
 class _Web:
@@ -201,23 +201,23 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
 
 
 class ToolServer:
-    """A server of tools. Use it in a `with`.
+    """Tool server; a context manager.
 
     Args:
-        command: What starts it as a child, to speak with over its standard streams; or
-        url: where it is.
-        looks: Whether who asks looks at pictures; otherwise it reads that there is one.
+        command: Command line of a server that runs as a child, with messages over its standard streams.
+        url: URL of a running server, in place of a command.
+        looks: Whether the model reads images; otherwise they are replaced by a text.
     """
 
     def __init__(self, command: Sequence[str] = (), url: str | None = None, looks: bool = False) -> None:
-        self._looks = looks
+        self._reads_images = looks
         self._wire: Any = _Web(url) if url else _Command(command)
         self._number = 0
 
     def __enter__(self) -> ToolServer:
         about = {"name": "rlhpc", "version": "1"}
-        begun = self._ask("initialize", protocolVersion=_VERSION, capabilities={}, clientInfo=about)
-        self._wire.agreed(str(begun.get("protocolVersion", _VERSION)))
+        session = self._ask("initialize", protocolVersion=_VERSION, capabilities={}, clientInfo=about)
+        self._wire.agreed(str(session.get("protocolVersion", _VERSION)))
         self._wire.say({"jsonrpc": "2.0", "method": "notifications/initialized"})
         return self
 
@@ -225,8 +225,8 @@ class ToolServer:
         self._wire.close()
 
     def tools(self) -> list[dict[str, Any]]:
-        """Its tools, in OpenAI's form."""
-        found: list[Any] = []
+        """Returns its tools, in OpenAI's format."""
+        tools: list[Any] = []
         cursor = None
         while True:
             page = self._ask("tools/list", **({"cursor": cursor} if cursor else {}))
@@ -235,24 +235,24 @@ class ToolServer:
                     "name": tool["name"], "description": tool.get("description") or "",
                     "parameters": tool.get("inputSchema") or {"type": "object"},
                 }  # fmt: skip
-                found.append({"type": "function", "function": function})
+                tools.append({"type": "function", "function": function})
             cursor = page.get("nextCursor")
             if not cursor:
-                return found
+                return tools
 
     def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """What a tool says: a text or, with pictures, parts as messages have them.
+        """Calls a tool; returns a text or, with images, parts of a message.
 
         Raises:
-            ToolFailed: It says that it has failed.
+            ToolFailed: The tool has reported an error.
         """
-        said = self._ask("tools/call", name=name, arguments=arguments)
-        content = said.get("content") or []
+        result = self._ask("tools/call", name=name, arguments=arguments)
+        content = result.get("content") or []
         parts = [part.get("text", f"[{part.get('type')}]") for part in content]
-        text = "\n".join(parts) or json.dumps(said.get("structuredContent", ""))
-        if said.get("isError"):
+        text = "\n".join(parts) or json.dumps(result.get("structuredContent", ""))
+        if result.get("isError"):
             raise ToolFailed(text)
-        if self._looks and any(part.get("type") == "image" for part in content):
+        if self._reads_images and any(part.get("type") == "image" for part in content):
             return [_part(part) for part in content]
         return text
 

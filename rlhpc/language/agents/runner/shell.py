@@ -1,5 +1,5 @@
-"""Sandboxes for what agents start, and a shell that stays. As `main.py`, by which it is read: the standard library, any
-Python from 3.8 on, nothing of rlhpc.
+"""Sandboxes of agents' programs, and a persistent shell. Runs like `main.py`, which loads it: standard library, any
+Python from 3.8 on, without rlhpc.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import tempfile
 import time
 from typing import Any, Iterable, Sequence  # noqa: UP035 (Python 3.8)
 
-#: Most characters of what a command says that the model reads: of its beginning, and of its end.
+#: Maximum number of characters of a command's output that the model reads: of its beginning, and of its end.
 _HEAD, _TAIL = 4000, 4000
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START = ["bash", "--noprofile", "--norc"]
-#: Seconds that a sandbox has to show that it works.
+#: Time limit of the check that a sandbox works, in seconds.
 _TRY_S = 20.0
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _INSIDE = os.path.join(_HERE, "loopback.py")
-#: Limits of what a sandbox runs, by the names of their keys in section `agent`.
+#: Limits of programs in a sandbox, by the names of their keys in section `agent`.
 LIMITS = ("memory_mb", "disk_mb")
-#: An episode's folder: where its command begins, and its `/tmp` and `/dev/shm`.
+#: Subfolders of an episode's folder: the command's working directory, and its `/tmp` and `/dev/shm`.
 _PARTS = ("work", "tmp", "shm")
-#: Settings that programs read; no keys, no passwords, no addresses of services.
+#: Environment variables with settings of programs; none with keys, passwords or addresses of services.
 _ETC = (
     "alternatives", "bash.bashrc", "ca-certificates", "crypto-policies", "fonts", "group", "hosts", "inputrc", "ld.so.cache",
     "ld.so.conf", "ld.so.conf.d", "localtime", "locale.conf", "magic", "mime.types", "nsswitch.conf", "passwd", "profile",
     "protocols", "services", "shells", "ssl/certs", "ssl/openssl.cnf", "pki/ca-trust/extracted", "pki/tls/certs",
     "pki/tls/openssl.cnf", "terminfo", "timezone",
 )  # fmt: skip
-#: Bubblewrap's words for what is there as it is outside.
+#: Arguments of bubblewrap for paths that are visible unchanged.
 _AS_OUTSIDE = ("--ro-bind-try", "--symlink")
 _SYS = ("/sys/devices/system/cpu", "/sys/devices/system/node")
-#: Folders that are not shown as a whole because a file in them is.
+#: Folders that do not become visible because a file in them is needed.
 _BROAD = (
     "/", "/dev", "/etc", "/home", "/media", "/mnt", "/proc", "/root", "/run", "/sys", "/tmp", "/var", "/var/run", "/var/tmp",
 )  # fmt: skip
@@ -60,13 +60,14 @@ def sandboxed(
     """Returns a command in a sandbox without a network, which begins with `loopback.py`.
 
     Args:
-        confinement: `kind` (`bubblewrap`, `unshare` or `none`); of bubblewrap `read`, what it shows beside what programs
-            need, and `hidden`, what it does not show unless `read` names it; and the limits of `loopback.py`.
-        command: argv.
-        folder: An episode's folder. The command may write in its `work`, where it begins; bubblewrap has `tmp` and `shm` of
-            it as `/tmp` and `/dev/shm`.
-        socket: The way to the model, if it is to have one.
-        needs: Files and folders that the command needs, wherever they are.
+        confinement: `kind` (`bubblewrap`, `unshare` or `none`); for bubblewrap `read`, paths that are visible in addition to
+            those that programs need, and `hidden`, paths that are not visible unless `read` names them; and the limits of
+            `loopback.py`.
+        command: Command line (argv).
+        folder: Folder of the episode. The command may write in its `work`, where it starts; with bubblewrap its `tmp` and
+            `shm` are `/tmp` and `/dev/shm`.
+        socket: Socket of the model; None for a command without access to it.
+        needs: Files and folders that the command needs.
     """
     kind = confinement["kind"]
     if kind not in ("bubblewrap", "unshare"):
@@ -76,13 +77,13 @@ def sandboxed(
         "socket": socket, "fixed": way if kind == "unshare" else "",
         **{name: confinement[name] for name in LIMITS if name in confinement},
     }  # fmt: skip
-    begun = [sys.executable, "-I", "-B", _INSIDE, json.dumps(first), *command]
-    if kind == "unshare":  # the files are those of the user
-        return [find_program("unshare"), "-rn", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc", *begun]
+    inner = [sys.executable, "-I", "-B", _INSIDE, json.dumps(first), *command]
+    if kind == "unshare":  # the user's files are visible
+        return [find_program("unshare"), "-rn", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc", *inner]
     work = os.path.join(folder, "work")
     mounts = _mounts(confinement, [_HERE, *_interpreter(), *needs], folder, way)
     return [
-        find_program("bwrap"), "--unshare-all", "--die-with-parent", "--new-session", *mounts, "--chdir", work, *begun,
+        find_program("bwrap"), "--unshare-all", "--die-with-parent", "--new-session", *mounts, "--chdir", work, *inner,
     ]  # fmt: skip
 
 
@@ -195,7 +196,7 @@ def _is_below(path: str, above: str) -> bool:
 
 
 def _is_broad(path: str) -> bool:
-    """Says of a folder that a program in it happens to lie there, beside everything else."""
+    """Returns whether a folder is too general to be made visible because of one program in it."""
     real, home = os.path.realpath(path), os.path.realpath(os.path.expanduser("~"))
     return os.path.isdir(real) and (
         _is_below(home, real) or real in _BROAD or real == os.path.realpath(tempfile.gettempdir())
@@ -252,17 +253,17 @@ def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> set[
 
 
 class Shell:
-    """A bash that stays: folder and variables are those that the last command left. Use it in a `with`.
+    """Persistent bash: folder and variables remain from command to command. A context manager.
 
-    It is a server of one tool, too (`tool_servers.ToolServer`).
+    It is also a tool server with one tool (`mcp_client.ToolServer`).
 
     Args:
-        confinement: See `sandboxed`; a text is its kind. The variables of this process, the model's key among them, are not
-            passed on.
-        timeout_s: Longest time of a command.
+        confinement: See `sandboxed`; a text is its kind. The variables of this process, which include the model's key, are
+            not passed on.
+        timeout_s: Time limit of a command.
 
     Attributes:
-        folder: Where it begins, and may write; removed at its end.
+        folder: Working directory, in which it may write; removed at its end.
     """
 
     def __init__(self, confinement: str | dict[str, Any] = "bubblewrap", timeout_s: float = 60.0) -> None:
@@ -280,35 +281,36 @@ class Shell:
         remove_folder(self._top)
 
     def run(self, command: str) -> str:
-        """What a command says, on both of its streams, and its status where that is not 0. One that takes too long is ended,
-        with the shell; the next one gets a new shell, in the folder as it is."""
+        """Runs a command; returns the output of both streams, with the status if it is not 0. A command that takes too
+        long is ended together with the shell; the next command gets a new shell, in the unchanged folder.
+        """
         if self._process is None:
             self._start()
         mark = f"done-{secrets.token_hex(8)}"
-        # Read whole before it is run; a heredoc, a quote that is not closed or an `exit` concern this command alone.
+        # The command is read completely before it runs: a heredoc, an open quote or an `exit` affect only this command.
         script = f'eval "$(cat <<\'{mark}\'\n{command}\n{mark}\n)" 2>&1 </dev/null; echo "{mark} $?"\n'
         try:
             self._process.stdin.write(script.encode())
             self._process.stdin.flush()
         except OSError:
-            pass  # it has ended: what there is of output is read
-        said, ended = self._read(mark.encode())
-        text, _, status = said.partition(mark.encode())
-        shown = _cut(text.decode(errors="replace")).rstrip("\n")
-        if ended:
+            pass  # the shell has ended: the available output is read
+        output, reason = self._read(mark.encode())
+        text, _, status = output.partition(mark.encode())
+        rendered = _cut(text.decode(errors="replace")).rstrip("\n")
+        if reason:
             self._end()
-            return f"{shown}\n[{ended}: the shell was started anew]".strip()
+            return f"{rendered}\n[{reason}: the shell was started anew]".strip()
         number = status.split()[0].decode() if status.split() else "0"
-        return shown if number == "0" else f"{shown}\n[status {number}]".strip()
+        return rendered if number == "0" else f"{rendered}\n[status {number}]".strip()
 
     def tools(self) -> list[dict[str, Any]]:
-        """Its tool, in OpenAI's form."""
+        """Returns its tool, in OpenAI's format."""
         parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
         about = "Runs a command in a bash that stays: the folder and variables are those that the last one left."
         return [{"type": "function", "function": {"name": "shell", "description": about, "parameters": parameters}}]
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """See `run`."""
+        """Implements `ToolServer.call`; see `run`."""
         del name
         if not isinstance(arguments.get("command"), str):
             raise ValueError("command must be a text")
@@ -323,23 +325,23 @@ class Shell:
         )  # fmt: skip
 
     def _read(self, mark: bytes) -> tuple[bytes, str]:
-        """What is said up to the mark's line; and why there is none, if so."""
-        said, deadline, stream = bytearray(), time.monotonic() + self._timeout_s, self._process.stdout.fileno()
+        """Reads output up to the mark's line; returns it and, if the mark is missing, the reason."""
+        output, deadline, stream = bytearray(), time.monotonic() + self._timeout_s, self._process.stdout.fileno()
         while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return bytes(said), f"it took longer than {self._timeout_s:g} s"
-            if not readable([stream], left):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return bytes(output), f"it took longer than {self._timeout_s:g} s"
+            if not readable([stream], remaining_s):
                 continue
             data = os.read(stream, 1 << 16)
             if not data:
-                return bytes(said), "it ended the shell"
-            said += data
-            at = said.find(mark, max(0, len(said) - len(data) - len(mark) - 16))
-            if at >= 0 and b"\n" in said[at:]:
-                return bytes(said), ""
-            if len(said) > 4 * (_HEAD + _TAIL):  # a flood: its middle is thrown away
-                del said[_HEAD * 2 : -_TAIL * 2]
+                return bytes(output), "it ended the shell"
+            output += data
+            at = output.find(mark, max(0, len(output) - len(data) - len(mark) - 16))
+            if at >= 0 and b"\n" in output[at:]:
+                return bytes(output), ""
+            if len(output) > 4 * (_HEAD + _TAIL):  # too much output: its middle is dropped
+                del output[_HEAD * 2 : -_TAIL * 2]
 
     def _end(self) -> None:
         if self._process is None:

@@ -1,5 +1,5 @@
-"""What an agent gets to see of its episode: the task and the model. As `main.py`, by which it is read: the standard library,
-any Python from 3.8 on, nothing of rlhpc.
+"""Task and model of an episode, as an agent gets them. Runs like `main.py`, which loads it: standard library, any
+Python from 3.8 on, without rlhpc.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Awaitable, Callable, Sequence  # noqa: UP035 (Python 3.8
 
 
 def _load(*path: str) -> Any:
-    """A file of rlhpc as a module: the package need not be installed."""
+    """Loads a file of rlhpc as a module, without an installed package."""
     file = Path(__file__).resolve().parent.joinpath(*path)
     spec = importlib.util.spec_from_file_location(f"rlhpc_{file.stem}", file)
     assert spec is not None and spec.loader is not None
@@ -42,15 +42,15 @@ class ModelError(Exception):
 
 
 class Model:
-    """The model that is trained, for an agent that brings no client of its own; others take `base_url` and `api_key`.
+    """Client of the trained model, for agents without a client; others use `base_url` and `api_key`.
 
     Attributes:
-        base_url: Of OpenAI's routes, with `/v1`.
-        api_key: The episode's.
-        name: What to call the model.
+        base_url: URL of OpenAI's routes, with `/v1`.
+        api_key: Key of the episode.
+        name: Name of the model.
         process_key, session_id: For a client with one key for many episodes: that key, and this episode's `X-Session-ID`.
-        looks: Whether messages may show it pictures.
-        ids: Of the completions that `chat` has got, in order: rewards that come later are about these.
+        looks: Whether messages may contain images.
+        ids: Ids of the completions of `chat`, in order, for delayed rewards.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class Model:
     def chat(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, **options: Any
     ) -> dict[str, Any]:
-        """The model's next message.
+        """Returns the model's next message.
 
         Args:
-            messages: The conversation.
-            tools: Which it may call, in OpenAI's form.
-            options: Further keys of the request, such as `max_tokens`.
+            messages: Conversation so far.
+            tools: Tools that it may call, in OpenAI's format.
+            options: Additional keys of the request, such as `max_tokens`.
 
         Raises:
-            ModelError: There is none.
+            ModelError: The request is refused.
         """
         body: dict[str, Any] = {"model": self.name, "messages": list(messages), **options}
         if tools:
@@ -83,40 +83,40 @@ class Model:
         return message
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Any of the gateway's routes below `/v1`: the answer's JSON.
+        """Sends a request to a route of the gateway below `/v1`; returns the JSON of the response.
 
         Raises:
-            ModelError: It is refused.
+            ModelError: The request is refused.
         """
         url = urllib.parse.urlsplit(self.base_url)
-        connection = http.client.HTTPConnection(url.hostname or "", url.port)  # never by a proxy
+        connection = http.client.HTTPConnection(url.hostname or "", url.port)  # never through a proxy
         try:
             headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
             connection.request("POST", url.path + path, json.dumps(body).encode(), headers)
             response = connection.getresponse()
-            said = response.read()
+            content = response.read()
         finally:
             connection.close()
         try:
-            found: dict[str, Any] = json.loads(said)
+            answer: dict[str, Any] = json.loads(content)
         except ValueError:
-            raise ModelError(response.status, said[:200].decode(errors="replace")) from None
+            raise ModelError(response.status, content[:200].decode(errors="replace")) from None
         if response.status != 200:
-            error = found.get("error") or {}
+            error = answer.get("error") or {}
             raise ModelError(response.status, str(error.get("message")), error.get("code"))
-        return found
+        return answer
 
 
 class Task:
-    """What an episode is about.
+    """Task of an episode.
 
     Attributes:
-        id: Of the problem.
-        messages: The conversation that it begins with.
-        question: The last thing that the user said there.
-        answer: The reference, as text.
-        meta: What the dataset knows of the problem.
-        seed: Of this episode, for what an agent draws itself.
+        id: Id of the prompt.
+        messages: Initial conversation.
+        question: Last user message of the initial conversation.
+        answer: Reference answer, as text.
+        meta: Further columns of the dataset.
+        seed: Seed of this episode, for random choices of the agent.
         kwargs: `agent.kwargs`.
     """
 
@@ -127,13 +127,13 @@ class Task:
 
 
 def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any]:
-    """Runs an agent on a ticket; what it returns, as an outcome.
+    """Runs an agent on a ticket; returns its result as an outcome.
 
     Raises:
-        TypeError: It returned something else.
+        TypeError: The result has another type.
     """
-    own = (ticket["process_key"], ticket["session_id"], ticket["looks"])
-    model = Model(ticket["base_url"], ticket["api_key"], ticket["model"], *own)
+    session = (ticket["process_key"], ticket["session_id"], ticket["looks"])
+    model = Model(ticket["base_url"], ticket["api_key"], ticket["model"], *session)
     value = run(Task(**ticket["task"]), model)
     if inspect.isawaitable(value):
         value = asyncio.run(_awaited(value))
@@ -143,27 +143,29 @@ def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any
         return {"reward": float(value)}
     if not isinstance(value, dict):
         raise TypeError(f"the agent returned a {type(value).__name__}; allowed: a number, a dict, None")
-    found: dict[str, Any] = {}
-    for name, said in value.items():
+    outcome: dict[str, Any] = {}
+    for name, item in value.items():
         if name == "response":
-            found[name] = str(said)
+            outcome[name] = str(item)
         elif name == "turn_rewards":
-            found[name] = [float(reward) for reward in said]
+            outcome[name] = [float(reward) for reward in item]
         elif name == "later":
-            found[name] = [str(known) for known in said] if isinstance(said, (list, tuple)) else bool(said)
+            outcome[name] = (
+                [str(completion_id) for completion_id in item] if isinstance(item, (list, tuple)) else bool(item)
+            )
         elif name == "rewards":
-            found[name] = {str(role): float(reward) for role, reward in said.items()}
-        elif said is not None:
-            found.setdefault("metrics", {})[name] = float(said)
-    if "reward" in found.get("metrics", {}):
-        found["reward"] = found["metrics"].pop("reward")
-    if found.get("later") and not {"reward", "rewards", "turn_rewards"}.isdisjoint(found):
+            outcome[name] = {str(role): float(reward) for role, reward in item.items()}
+        elif item is not None:
+            outcome.setdefault("metrics", {})[name] = float(item)
+    if "reward" in outcome.get("metrics", {}):
+        outcome["reward"] = outcome["metrics"].pop("reward")
+    if outcome.get("later") and not {"reward", "rewards", "turn_rewards"}.isdisjoint(outcome):
         raise TypeError(
             "the agent returned a reward and `later`, by which the reward comes from elsewhere: leave one out"
         )
-    if "reward" not in found and "rewards" not in found and "turn_rewards" in found:
-        found["reward"] = sum(found["turn_rewards"])
-    return found
+    if "reward" not in outcome and "rewards" not in outcome and "turn_rewards" in outcome:
+        outcome["reward"] = sum(outcome["turn_rewards"])
+    return outcome
 
 
 def checked_outcome(outcome: Any) -> dict[str, Any]:
@@ -204,7 +206,7 @@ def _is_list_of(is_one: Callable[[Any], bool], value: Any) -> bool:
     return isinstance(value, list) and all(is_one(item) for item in value)
 
 
-#: What an outcome may have, and in which form.
+#: Keys of an outcome, with the conversion of their values.
 _FORMS: dict[str, Callable[[Any], bool]] = {
     "reward": _is_number, "rewards": _is_table, "turn_rewards": functools.partial(_is_list_of, _is_number),
     "metrics": _is_table, "response": _is_text, "error": _is_text, "timeout": _is_flag, "cut": _is_flag,
@@ -217,7 +219,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def environment_of(ticket: dict[str, Any]) -> dict[str, str]:
-    """What clients of OpenAI and Anthropic read by themselves."""
+    """Returns the environment variables that clients of OpenAI and Anthropic read."""
     url = urllib.parse.urlsplit(ticket["base_url"])
     return {
         **_proxies.without_proxy([url.hostname or ""]),
@@ -229,12 +231,12 @@ def environment_of(ticket: dict[str, Any]) -> dict[str, str]:
 
 
 def unkeyed(text: str, ticket: dict[str, Any]) -> str:
-    """A text without what lets one speak for the episode."""
+    """Replaces the keys of the episode in a text."""
     for name in ("api_key", "process_key", "session_id"):
         text = text.replace(ticket[name], "KEY")
     return text
 
 
 def public(task: dict[str, Any]) -> dict[str, Any]:
-    """A command's task, without the reference answer."""
+    """Returns a command's task without the reference answer."""
     return {name: value for name, value in task.items() if name not in ("answer", "meta")}
