@@ -276,7 +276,7 @@ class OutsideEpisodes:
             drawing.answer(RequestError("the episode has ended", 401))
             return
         self._number += 1
-        request = Request(self._number, drawing.prompt_ids, drawing.sampling, drawing.seed, drawing.seen)
+        request = Request(self._number, drawing.prompt_ids, drawing.sampling, drawing.seed, drawing.images)
         try:
             self._backend.add([request])
         except ConfigError as error:  # a token is none, say

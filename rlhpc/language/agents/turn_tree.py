@@ -47,7 +47,7 @@ class AgentTurn:
         reward: Reward of this turn, if the agent sets one.
         names: Ids of the completion that clients have received.
         feedback: Delayed reward of the turn (`Feedback`); None before it arrives.
-        seen: Images of its prompt, including those of the turns before.
+        images: Images of its prompt, including those of the turns before.
     """
 
     parent: int | None
@@ -63,7 +63,7 @@ class AgentTurn:
     experts: np.ndarray | None = None
     names: list[str] = field(default_factory=list)
     feedback: float | None = None
-    seen: PromptImages | None = None
+    images: PromptImages | None = None
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Tree:
                 begin += len(part)
             else:
                 ends[at] = begin
-                same_images = _places(turn.seen) == tuple(place for place in _places(images) if place[0] < begin)
+                same_images = _places(turn.images) == tuple(place for place in _places(images) if place[0] < begin)
                 if same_images and begin < len(ids) and (best is None or begin >= ends[best]):
                     best = at
         return best
@@ -123,7 +123,8 @@ class Tree:
                 received.update(self.path(at))
         leaves = received - {self.turns[at].parent for at in received}
         paths = sorted(
-            (self.turns[leaf].role, self.ids(leaf), _places(self.turns[leaf].seen), self.path(leaf)) for leaf in leaves
+            (self.turns[leaf].role, self.ids(leaf), _places(self.turns[leaf].images), self.path(leaf))
+            for leaf in leaves
         )
         trained, samples, spoken = set[int](), list[Episode](), collections.Counter[int]()
         numbers = [spoken.update([turn.role]) or spoken[turn.role] - 1 for turn in self.turns]
@@ -141,7 +142,7 @@ class Tree:
             finish_reason=self.turns[path[-1]].finish_reason,
             role=first.role,
             experts=self.turns[path[-1]].experts,
-            seen=self.turns[path[-1]].seen,
+            seen=self.turns[path[-1]].images,
         )
         for depth, at in enumerate(path):
             turn, between = self.turns[at], 0
@@ -356,7 +357,7 @@ class Renderer:
             if behind is not None:
                 before = tree.ids(continued)
                 ids, images = self._encode(behind, messages[length - 1 :], len(before))
-                return before + ids, continued, joined(reply.seen, images)
+                return before + ids, continued, joined(reply.images, images)
         ids, images = self._encode(self._text(messages, tools), messages)
         return ids, tree.continued_by(ids, role, images), images
 

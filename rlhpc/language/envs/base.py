@@ -1,4 +1,6 @@
-"""What a user writes: a world of one episode. `reset` says what there is to read; `step` takes what the model wrote."""
+"""Environments of language models, written by users: one object per episode. `reset` returns the first observation;
+`step` takes the model's reply.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,21 @@ from rlhpc.language.policy_text import parse_json
 
 Message = dict[str, Any]
 Tool = TypeVar("Tool", bound=Callable[..., Any])
-#: Longest result of a tool, in characters.
+#: Maximum length of a tool's result, in characters.
 LONGEST = 4000
 _CALL = re.compile(r"^\s*(\w+)\s*:\s*(.*)$", re.DOTALL)
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
 class Task(Protocol):
-    """What an episode is about.
+    """Task of an episode.
 
     Attributes:
-        messages: The conversation that it begins with.
-        question: The last thing that the user said there.
-        answer: The reference, as text.
-        meta: What the problem has besides.
-        seed: Of this episode, for what the world draws itself.
+        messages: Initial conversation.
+        question: Last user message of the initial conversation.
+        answer: Reference answer, as text.
+        meta: Further columns of the problem.
+        seed: Seed of this episode, for random choices of the environment.
     """
 
     messages: Sequence[Message]
@@ -43,17 +45,18 @@ class Task(Protocol):
 
 @dataclass
 class Step:
-    """What the world answers.
+    """Response of an environment to a turn.
 
     Attributes:
-        said: What whoever speaks next gets to read: a text, or messages; None is nothing new, and at the beginning the
-            task's own messages.
-        reward: Of the turn that was just taken.
+        said: Observation for the next role: a text, or messages; None for no new message, and at the beginning for the
+            task's messages.
+        reward: Reward of the last turn.
         done: Whether the episode is over.
-        role: Who speaks next, where several do.
-        rewards: What roles get besides, by name, such as all players when a game ends. Each one's last turn has earned it.
-        afresh: Whether who speaks next knows nothing of what it has said and read before.
-        metrics: Logged as `agent/<name>`, those of an episode added up.
+        role: Next role, in environments with several.
+        rewards: Additional rewards of roles by name, such as those of all players when a game ends. They are added to each
+            role's last turn.
+        afresh: Whether the next role starts with a new context, without its earlier turns.
+        metrics: Metrics, summed over an episode and logged as `agent/<name>`.
     """
 
     said: str | list[Message] | None = None
@@ -65,34 +68,34 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-#: A text goes on, a number is the last turn's reward and ends.
+#: Results of environments: a text continues the episode, a number is the last turn's reward and ends it.
 Said: TypeAlias = "Step | str | float | None"
 
 
-def step_of(said: Said) -> Step:
-    """A short form, written out.
+def step_of(response: Said) -> Step:
+    """Converts a short form to a `Step`.
 
     Raises:
-        TypeError: It is none.
+        TypeError: The value has another type.
     """
-    if isinstance(said, Step):
-        return said
-    if isinstance(said, str) or said is None:
-        return Step(said)
-    if isinstance(said, (bool, int, float)):
-        return Step(reward=float(said), done=True)
-    raise TypeError(f"an environment gave a {type(said).__name__}; allowed: Step, a text, a number, None")
+    if isinstance(response, Step):
+        return response
+    if isinstance(response, str) or response is None:
+        return Step(response)
+    if isinstance(response, (bool, int, float)):
+        return Step(reward=float(response), done=True)
+    raise TypeError(f"an environment gave a {type(response).__name__}; allowed: Step, a text, a number, None")
 
 
 class Environment:
-    """The world of one episode; an object each. Its constructor takes `agent.kwargs`.
+    """Environment of one episode; each episode has its own object. Its constructor takes `agent.kwargs`.
 
-    `reset` and `step` are called in a thread, one after the other, while the engine goes on with other episodes. What they
-    raise leaves the episode out.
+    `reset` and `step` are called in a thread, one after the other, while the engine continues with other episodes. An
+    exception in them excludes the episode from training.
 
     Attributes:
-        tools: Which the model may call, in OpenAI's form.
-        roles: Who speaks, where several do.
+        tools: Tools that the model may call, in OpenAI's format.
+        roles: Names of the roles, in environments with several.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -114,7 +117,9 @@ class Environment:
         raise NotImplementedError
 
     def cut(self) -> Said:
-        """The model may say no more (`agent.max_turns`, `agent.max_tokens`, the context): a last reward, if any."""
+        """Returns the last reward, if any, of an episode that has reached a limit (`agent.max_turns`,
+        `agent.max_tokens`, the context).
+        """
         return Step(done=True)
 
     def close(self) -> None:
@@ -124,7 +129,7 @@ class Environment:
 
     @classmethod
     def count(cls, *args: Any, **kwargs: Any) -> int:
-        """How many problems there are."""
+        """Returns the number of problems."""
         return 1 << 30
 
     @classmethod
@@ -139,7 +144,7 @@ class Environment:
         raise NotImplementedError(f"{cls.__name__} makes no problems: give data.train another source")
 
     def demonstrate(self, rng: random.Random) -> str:
-        """What a good player would write now, for demonstrations (sft)."""
+        """Returns the reply of a good player, for demonstrations (sft)."""
         raise NotImplementedError(f"{type(self).__name__} has no demonstrations")
 
 
@@ -197,7 +202,7 @@ class ToolEnvironment(Environment):
 
 
 def described(name: str, method: Callable[..., Any]) -> dict[str, Any]:
-    """A function in OpenAI's form, from its docstring and the types of its arguments."""
+    """Describes a function in OpenAI's format, from its docstring and the types of its arguments."""
     hints, parameters = typing.get_type_hints(method), inspect.signature(method).parameters
     properties = {key: {"type": _KINDS.get(hints.get(key, str), "string")} for key in parameters}
     required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
@@ -206,22 +211,22 @@ def described(name: str, method: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "function", "function": about}
 
 
-#: Most seconds that a world has to release what it holds.
+#: Time limit of `Environment.close`, in seconds.
 _CLOSE_S = 5.0
-#: The model's next message: asked with a role, its conversation and its tools; None if it may say no more.
+#: Requests the model's next message, with a role, its conversation and its tools; None if a limit is reached.
 Ask = Callable[[str, list[Message], Sequence[Any]], Awaitable["Message | None"]]
-#: Calls a function that may take a while.
+#: Calls a blocking function.
 Call = Callable[..., Awaitable[Any]]
 
 
 @dataclass
 class Earned:
-    """What the turns of an episode were worth.
+    """Rewards of the turns of an episode.
 
     Attributes:
-        roles: Who spoke, by turn.
-        rewards: Of each turn.
-        metrics: Sums of what the world counted.
+        roles: Role of each turn.
+        rewards: Reward of each turn.
+        metrics: Sums of the environment's metrics.
     """
 
     roles: list[str] = field(default_factory=list)
@@ -240,29 +245,29 @@ class Earned:
                 self.rewards[last] += reward
 
     def outcome(self) -> dict[str, Any]:
-        """As an agent outside says it."""
-        found: dict[str, Any] = {"turn_rewards": self.rewards, "metrics": self.metrics}
+        """Returns the outcome in the format of external agents."""
+        outcome: dict[str, Any] = {"turn_rewards": self.rewards, "metrics": self.metrics}
         if not any(self.roles):
-            return {**found, "reward": float(sum(self.rewards))}
+            return {**outcome, "reward": float(sum(self.rewards))}
         each = dict.fromkeys(self.roles, 0.0)
         for role, reward in zip(self.roles, self.rewards, strict=True):
             each[role] += reward
-        return {**found, "rewards": each}
+        return {**outcome, "rewards": each}
 
 
 class Conversations:
-    """What each role has read and said."""
+    """Conversations of the roles of an episode."""
 
     def __init__(self, task: Task) -> None:
         self._begin = [message for message in task.messages if message["role"] == "system"]
-        self._whole = list(task.messages)
-        self._known: dict[str, list[Message]] = {}
+        self._messages = list(task.messages)
+        self._by_role: dict[str, list[Message]] = {}
 
     def of(self, step: Step) -> list[Message]:
-        """That of who speaks next, with what it has just been told."""
-        if step.afresh or step.role not in self._known:
-            self._known[step.role] = self._whole[:] if step.said is None else self._begin[:]
-        messages = self._known[step.role]
+        """Returns the conversation of the next role, with the new observation."""
+        if step.afresh or step.role not in self._by_role:
+            self._by_role[step.role] = self._messages[:] if step.said is None else self._begin[:]
+        messages = self._by_role[step.role]
         if isinstance(step.said, str):
             messages.append({"role": "user", "content": step.said})
         elif step.said is not None:
@@ -274,12 +279,12 @@ async def play(environment: Environment, task: Task, ask: Ask, call: Call) -> di
     """Plays an episode to its end.
 
     Returns:
-        What an agent outside says of it; `cut` where the model might say no more.
+        Outcome in the format of external agents; `cut` if the episode reached a limit.
     """
     conversations, earned, cut = Conversations(task), Earned(), False
     try:
-        said: Said = await call(environment.reset, task)
-        step = step_of(said)
+        observation: Said = await call(environment.reset, task)
+        step = step_of(observation)
         while not step.done:
             messages = conversations.of(step)
             reply = await ask(step.role, messages, environment.tools)

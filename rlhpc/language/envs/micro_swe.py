@@ -1,6 +1,6 @@
-"""A small package with one fault, which is found with tools and mended; tests that the model does not see say whether it is.
+"""Small package with one fault, which the model finds and repairs with tools; hidden tests check the repair.
 
-What the model writes runs in a sandbox, and only there (`rlhpc.language.sandbox.python`).
+Code of the model runs only in a sandbox (`rlhpc.language.sandbox.python`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def order(counts, wanted, prices, money):
     return needed, money - cost
 ''',
 }
-#: Where, what stands there, and what is put in its place.
+#: Faults: file, right text, wrong text.
 FAULTS = (
     ("stock/counts.py", "result = 0", "result = 1"),
     ("stock/counts.py", "result += counts[name]", "result = counts[name]"),
@@ -72,7 +72,7 @@ FAULTS = (
     ("stock/orders.py", "return {}, money", "return {}, 0"),
 )
 _IMPORTS = "from stock.counts import *\nfrom stock.prices import *\nfrom stock.orders import *"
-_SHOWN = (
+_VISIBLE = (
     "assert total({'a': 2, 'b': 3}) == 5",
     "assert missing({'a': 1, 'b': 2}, {'a': 3, 'b': 2}) == {'a': 2}",
     "assert price({'a': 2, 'b': 1}, {'a': 3, 'b': 5}) == 11",
@@ -80,7 +80,7 @@ _SHOWN = (
     "assert order({}, {'a': 2}, {'a': 5}, 10) == ({'a': 2}, 0)",
     "assert order({}, {'a': 3}, {'a': 5}, 10) == ({}, 10)",
 )
-#: Expressions, of which the values are compared out here: what the model wrote cannot say that it is right.
+#: Expressions whose values are compared outside the sandbox, so that the model's code cannot fake a success.
 _HIDDEN = {
     "total({}), total({'x': 7}), total({'a': 1, 'b': 4, 'c': 9})": "(0, 7, 14)",
     "missing({'a': 5}, {'a': 5, 'b': 1}), missing({'a': 2}, {'a': 7})": "({'b': 1}, {'a': 5})",
@@ -92,22 +92,22 @@ _HIDDEN = {
 
 
 class MicroSwe(ToolEnvironment):
-    """Looks for the fault with tools as of a shell; the reward is 1 if all hidden tests pass."""
+    """Software repair with tools like those of a shell; the reward is 1 if all hidden tests pass."""
 
     @classmethod
     def count(cls) -> int:
-        """One for each fault."""
+        """Returns the number of faults, one problem for each."""
         return len(FAULTS)
 
     @classmethod
     def problem(cls, number: int) -> Prompt:
-        """A package with a fault."""
+        """Returns a package with a fault."""
         path, _, _ = FAULTS[number]
         meta = {"fault": number, "part": str(number)}
         return Prompt(number, ({"role": "user", "content": _QUESTION},), "", meta, level=path)
 
     def reset(self, task: Task) -> Said:
-        """The question, as it is put."""
+        """Sets up the package; the observation is the task's question."""
         path, right, wrong = self._fault = FAULTS[task.meta["fault"]]
         self._files = {**_FILES, path: _FILES[path].replace(right, wrong)}
         self._steps = 0
@@ -121,12 +121,12 @@ class MicroSwe(ToolEnvironment):
     @tool
     def cat(self, path: str) -> str:
         """What a file says."""
-        return self._files[self._known(path)]
+        return self._files[self._existing(path)]
 
     @tool
     def replace(self, path: str, old: str, new: str) -> str:
         """Replaces a text in a file, which must be there once."""
-        text, count = self._files[self._known(path)], self._files[path].count(old) if old else 0
+        text, count = self._files[self._existing(path)], self._files[path].count(old) if old else 0
         if count != 1:
             raise ValueError(f"{path} has that text {count} times")
         self._files[path] = text.replace(old, new)
@@ -135,20 +135,20 @@ class MicroSwe(ToolEnvironment):
     @tool
     def pytest(self) -> str:
         """Runs the tests of the package."""
-        found = self._run([{"kind": "do", "source": test} for test in _SHOWN])
-        failed = [test for at, test in enumerate(_SHOWN) if not found.get(at, {}).get("passed")]
+        results = self._run([{"kind": "do", "source": test} for test in _VISIBLE])
+        failed = [test for at, test in enumerate(_VISIBLE) if not results.get(at, {}).get("passed")]
         return "all tests pass" if not failed else "\n".join(f"FAILED {test}" for test in failed)
 
-    def _known(self, path: str) -> str:
+    def _existing(self, path: str) -> str:
         if path not in self._files:
             raise ValueError(f"there is no file {path}; there are: {', '.join(self._files)}")
         return path
 
     def answer(self, text: str) -> Said:
-        """1 if all hidden tests pass."""
-        found = self._run([{"kind": "value", "source": f"repr(({test}))"} for test in _HIDDEN])
-        values = [found.get(at, {}).get("value") for at in range(len(_HIDDEN))]
-        failed = sum(value != wanted for value, wanted in zip(values, _HIDDEN.values(), strict=True))
+        """Ends the episode with reward 1 if all hidden tests pass."""
+        results = self._run([{"kind": "value", "source": f"repr(({test}))"} for test in _HIDDEN])
+        values = [results.get(at, {}).get("value") for at in range(len(_HIDDEN))]
+        failed = sum(value != expected for value, expected in zip(values, _HIDDEN.values(), strict=True))
         return Step(reward=float(not failed), done=True, metrics={"hidden_failed": float(failed)})
 
     def _run(self, checks: list[dict[str, str]]) -> dict[int, dict[str, Any]]:
@@ -164,7 +164,7 @@ class MicroSwe(ToolEnvironment):
         return ("pytest: {}", f"cat: {path}", "", "pytest: {}", "done")[self._steps - 1]
 
 
-#: Makes modules of texts.
+#: Creates modules from texts.
 _LOADER = """
 import sys, types
 files = {files!r}

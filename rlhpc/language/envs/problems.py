@@ -1,4 +1,4 @@
-"""Source `environment`: the problems that an environment makes, and demonstrations of how it is played."""
+"""Data source `environment`: problems of an environment, and demonstrations."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ _MOST_TURNS = 100
 
 
 class EnvironmentProblems:
-    """Problems of an environment. A hash of the question decides a problem's part; where all have the same question, of its
-    number. With `demonstrations`, each turn of a game that is played well is a row: the conversation, and the reply.
+    """Problems of an environment. A hash of the question decides a problem's part; if all problems have the same
+    question, a hash of its number. With `demonstrations`, each turn of a well played game is a row: the conversation,
+    and the reply.
 
     Args:
         cfg: A section `data.train` or `data.eval[i]`. `kwargs`: `name`, of the environment; `demonstrations` (default false);
-            the rest is the environment's own.
+            the other keys are the environment's.
         part: "train" or "eval".
-        key: What messages call the section.
+        key: Name of the section in messages.
 
     Raises:
-        ConfigError: There is no such environment, it does not take these arguments, or has fewer problems.
+        ConfigError: The environment is unknown, does not take these arguments, or has fewer problems.
     """
 
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
-        given = arguments(cfg)
-        name, shows = given.pop("name", None), bool(given.pop("demonstrations", False))
+        kwargs = arguments(cfg)
+        name, shows = kwargs.pop("name", None), bool(kwargs.pop("demonstrations", False))
         if not isinstance(name, str):
             raise ConfigError(f"{key}.kwargs.name is {name!r}; name an environment, such as search")
-        self._environment, self._kwargs = find_environment(name, {}, f"{key}.kwargs.name"), given
+        self._environment, self._kwargs = find_environment(name, {}, f"{key}.kwargs.name"), kwargs
         fraction = procedural_fraction(cfg)
 
         def keep(number: int) -> bool:
@@ -46,10 +47,10 @@ class EnvironmentProblems:
             return belongs(str(problem.meta.get("part", problem.question)), part, fraction)
 
         try:
-            count = self._environment.count(**given)
+            count = self._environment.count(**kwargs)
             self._problem(max(count - 1, 0))
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise ConfigError(f"{key}.kwargs: {name} makes no problem of {given}: {error}") from error
+            raise ConfigError(f"{key}.kwargs: {name} makes no problem of {kwargs}: {error}") from error
         self._numbers = choose(cfg, [count], keep, part=part, key=key)
         self._rows: list[Prompt] | None = None
         if shows:
@@ -68,7 +69,7 @@ class EnvironmentProblems:
 
 
 def demonstrations(environment: Environment, problem: Prompt) -> list[Prompt]:
-    """A row for each turn of a problem that is played well."""
+    """Returns a row for each turn of a well played problem."""
     task: Any = SimpleNamespace(
         messages=problem.messages, question=problem.question, answer=problem.answer, meta=problem.meta, seed=problem.id
     )

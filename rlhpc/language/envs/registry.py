@@ -1,4 +1,6 @@
-"""Environments of language models by name: built in, registered, or an entry point of group `rlhpc.language_environments`."""
+"""Registry of environments of language models: built in, registered, or an entry point of group
+`rlhpc.language_environments`.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,17 @@ register_environment = ENVIRONMENTS.register
 
 
 def find_environment(name: str, kwargs: Mapping[str, Any], key: str = "agent.target") -> type[Environment]:
-    """The class of a name, which takes these arguments.
+    """Returns the environment class of a name, and checks that it takes these arguments.
 
     Raises:
-        ConfigError: It is unknown, no environment, or does not take them.
+        ConfigError: The name is unknown or not an environment, or the class does not take the arguments.
     """
-    found = ENVIRONMENTS.find(name, key)
-    if not (isinstance(found, type) and issubclass(found, Environment)):
+    environment = ENVIRONMENTS.find(name, key)
+    if not (isinstance(environment, type) and issubclass(environment, Environment)):
         raise ConfigError(f"{key} is {name!r}, which is no subclass of rlhpc.language.envs.base:Environment")
     try:
-        inspect.signature(found).bind(**kwargs)
+        inspect.signature(environment).bind(**kwargs)
     except TypeError as error:
-        takes = ", ".join(inspect.signature(found).parameters) or "none"
+        takes = ", ".join(inspect.signature(environment).parameters) or "none"
         raise ConfigError(f"agent.kwargs of {name!r}: {error}; it takes: {takes}") from None
-    return found
+    return environment

@@ -1,4 +1,4 @@
-"""Questions about tables, which are made by rule and asked in SQL."""
+"""SQL environment: generated questions about tables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NAMES = (
 )
 _CITIES = ("Arle", "Brun", "Cole", "Dahl", "Este", "Ferr")
 _COUNTRIES = ("Norland", "Sudland", "Ostland")
-_ASKED = (
+_QUESTIONS = (
     ("How many people live in {city}?", "SELECT count(*) FROM person WHERE city = '{city}'"),
     ("How old is {name}?", "SELECT age FROM person WHERE name = '{name}'"),
     (
@@ -49,31 +49,31 @@ _ASKED = (
     ),
 )
 _MOST_S, _ROWS = 1.0, 50
-#: Most bytes of a value and of a query; and opcodes between looks at the clock. An opcode is quick on values so small.
+#: Maximum bytes of a value and of a query; and opcodes between checks of the time. Opcodes are fast on such small values.
 _MAX_BYTES, _OPCODES = 1 << 14, 100
-#: Functions that take as long as a number in their arguments says, whatever the length of their result.
+#: Functions whose run time depends on a number in their arguments, whatever the length of their result.
 _SLOW_FUNCTIONS = ("printf", "format")
 
 
 class Sql(ToolEnvironment):
-    """Answers a question about tables with a tool that takes SQL; the reward is 1 for the exact answer."""
+    """Question answering about tables with a SQL tool; the reward is 1 for the exact answer."""
 
     @classmethod
     def problem(cls, number: int) -> Prompt:
-        """Tables and a question."""
+        """Returns tables and a question."""
         rng = random.Random(f"sql {number}")
-        asked, query = rng.choice(_ASKED)
+        template, query = rng.choice(_QUESTIONS)
         chosen = {"name": rng.choice(_NAMES), "city": rng.choice(_CITIES), "country": rng.choice(_COUNTRIES)}
-        question = f"Tables: {_TABLES}. {asked.format(**chosen)}"
+        question = f"Tables: {_TABLES}. {template.format(**chosen)}"
         meta = {"seed": number, "query": query.format(**chosen), "part": str(number)}
         with contextlib.closing(tables(number)) as connection:
             answer = str(connection.execute(str(meta["query"])).fetchone()[0])
-        return Prompt(number, ({"role": "user", "content": question},), answer, meta, level=asked)
+        return Prompt(number, ({"role": "user", "content": question},), answer, meta, level=template)
 
     def reset(self, task: Task) -> Said:
-        """The question, as it is put."""
+        """Creates the tables; the observation is the task's question."""
         self._task, self._connection = task, tables(task.meta["seed"])
-        self._shown = ""
+        self._last_result = ""
         return None
 
     @tool
@@ -82,16 +82,16 @@ class Sql(ToolEnvironment):
         end = time.monotonic() + _MOST_S
         self._connection.set_progress_handler(lambda: time.monotonic() > end, _OPCODES)
         rows = self._connection.execute(sql).fetchmany(_ROWS)
-        self._shown = "\n".join(" | ".join(map(str, row)) for row in rows) or "no rows"
-        return self._shown
+        self._last_result = "\n".join(" | ".join(map(str, row)) for row in rows) or "no rows"
+        return self._last_result
 
     def answer(self, text: str) -> Said:
-        """1 for the exact answer."""
+        """Ends the episode with reward 1 for the exact answer."""
         return Step(reward=float(text.strip().strip(".") == self._task.answer), done=True)
 
     def demonstrate(self, rng: random.Random) -> str:
         """Asks, then reads off."""
-        return self._shown or f"query: {self._task.meta['query']}"
+        return self._last_result or f"query: {self._task.meta['query']}"
 
     def close(self) -> None:
         """Closes the tables."""
@@ -99,7 +99,7 @@ class Sql(ToolEnvironment):
 
 
 def tables(seed: int) -> sqlite3.Connection:
-    """Tables in memory, which cannot be changed, nor anything else be opened from there."""
+    """Creates the tables in memory. They cannot be changed, and the connection cannot open other files."""
     rng = random.Random(f"tables {seed}")
     connection = sqlite3.connect(":memory:", check_same_thread=False)
     connection.execute("CREATE TABLE city(name TEXT, country TEXT)")

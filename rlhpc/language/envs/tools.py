@@ -1,4 +1,4 @@
-"""Tools that a model may call in its response: arithmetic, Python in a sandbox, and the agent that carries out calls."""
+"""Tools for the model's responses: arithmetic, and Python in a sandbox."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def _rounded(value: Any, digits: int = 0) -> Any:
-    """Rounds; to a power of ten that a value can have, for the time of `round` grows with it."""
+    """Rounds a value. The digits are limited, because the run time of `round` grows with them."""
     if abs(digits) > _MOST_BITS:
         raise ValueError("the value is rounded to too many digits")
     return round(value, digits) if digits else round(value)
@@ -41,10 +41,10 @@ _NAMES = {"pi": math.pi, "e": math.e}
 
 
 def calculator(expression: str) -> str:
-    """The value of an arithmetic expression: numbers, `+ - * / // % **` (or `^`), parentheses, and functions.
+    """Evaluates an arithmetic expression: numbers, `+ - * / // % **` (or `^`), parentheses, and functions.
 
     Raises:
-        ValueError: It is something else, or its value is too large.
+        ValueError: The text is not such an expression, or its value is too large.
     """
     text = expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/").replace("−", "-")
     text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text.removesuffix("=").strip()) if "(" not in text else text
@@ -68,11 +68,11 @@ def _value(node: ast.expr) -> Any:
         case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
             return _bounded(node.value)
         case ast.BinOp() if type(node.op) in _BINARY:
-            left, right = _value(node.left), _value(node.right)
-            whole = isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int)
-            if whole and left.bit_length() * right > _MOST_BITS:
+            lhs, rhs = _value(node.left), _value(node.right)
+            is_integer_power = isinstance(node.op, ast.Pow) and isinstance(lhs, int) and isinstance(rhs, int)
+            if is_integer_power and lhs.bit_length() * rhs > _MOST_BITS:
                 raise ValueError("the value is too large")
-            return _bounded(_BINARY[type(node.op)](left, right))
+            return _bounded(_BINARY[type(node.op)](lhs, rhs))
         case ast.UnaryOp() if type(node.op) in _UNARY:
             return _UNARY[type(node.op)](_value(node.operand))
         case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _FUNCTIONS:
@@ -94,10 +94,11 @@ def _bounded(value: Any) -> Any:
 
 
 class PythonTool:
-    """Runs a program in a sandbox: what it prints, and the value of its last line where that is an expression.
+    """Tool that runs a program in a sandbox: returns its output, and the value of its last line if that is an
+    expression.
 
     Args:
-        sandbox: Arguments of the `Sandbox`.
+        sandbox: Arguments of `Sandbox`.
     """
 
     def __init__(self, sandbox: Mapping[str, Any] | None = None) -> None:
@@ -108,20 +109,20 @@ class PythonTool:
         result = self._sandbox.run(_with_last_value(textwrap.dedent(fenced[1] if fenced else source).strip()))
         if result.status == "ok":
             return result.stdout.strip()
-        said = result.stdout.strip() + "\n" if result.stdout.strip() else ""
+        printed = result.stdout.strip() + "\n" if result.stdout.strip() else ""
         why = {"timeout": "the program took too long", "output": "the program wrote too much"}
-        return said + "error: " + (why.get(result.status) or result.error or "the program was ended")
+        return printed + "error: " + (why.get(result.status) or result.error or "the program was ended")
 
 
 def _with_last_value(source: str) -> str:
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return source  # the program says so itself
+        return source  # running the program reports the error
     last = body[-1] if body else None
     if not isinstance(last, ast.Expr):
         return source
-    shown = ast.parse("_value = 0\nif _value is not None:\n    print(_value)").body
-    assert isinstance(shown[0], ast.Assign)
-    shown[0].value = last.value
-    return ast.unparse(ast.fix_missing_locations(ast.Module([*body[:-1], *shown], [])))
+    print_value = ast.parse("_value = 0\nif _value is not None:\n    print(_value)").body
+    assert isinstance(print_value[0], ast.Assign)
+    print_value[0].value = last.value
+    return ast.unparse(ast.fix_missing_locations(ast.Module([*body[:-1], *print_value], [])))

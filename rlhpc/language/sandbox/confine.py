@@ -1,10 +1,11 @@
-"""Gives up what a program must not have, then runs the program. Runs in a fresh interpreter, alone and single-threaded.
+"""Confinement of a program: drops privileges, then runs the program. Runs in a fresh interpreter, alone and
+single-threaded.
 
-Three processes: the *keeper*, which the caller starts and kills; where a process namespace can be had, its *init*, whose
-end takes every process of the namespace with it; and the *program*. Each asks the kernel to be killed with the one before.
+It uses three processes: the *keeper*, which the caller starts and kills; with a process namespace, its *init*, whose
+end kills every process of the namespace; and the *program*. Each asks the kernel to be killed when the one before ends.
 """
 
-# Raw calls are the subject here, and pathlib would make the start slower.
+# This file makes raw system calls, and pathlib would slow down the start.
 # ruff: noqa: PTH103, PTH106, PTH102, PTH112, PTH114, PTH115, PTH116, PTH120, PTH123, PTH208, PTH211
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8,
 _MOUNT_FLAGS = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8, "noatime": 1024, "nodiratime": 2048, "relatime": 1 << 21}
 _DETACH = 2
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_NOBODY, _INSIDE = 65534, 1000
+_NOBODY_UID, _INSIDE = 65534, 1000
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _BOX = "/box"
 _PID_MARK = 0x51D0C0DE
@@ -35,16 +36,16 @@ _THREADS = 32
 Job = dict[str, Any]
 
 
-def _checked(result: int, what: str) -> int:
+def _checked(result: int, action: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{action}: {os.strerror(number)}")
     return result
 
 
 def _prctl(option: int, value: int = 0, third: Any = 0) -> int:
-    given = third if not isinstance(third, int) else ctypes.c_ulong(third)
-    return int(_libc.prctl(option, ctypes.c_ulong(value), given, ctypes.c_ulong(0), ctypes.c_ulong(0)))
+    argument = third if not isinstance(third, int) else ctypes.c_ulong(third)
+    return int(_libc.prctl(option, ctypes.c_ulong(value), argument, ctypes.c_ulong(0), ctypes.c_ulong(0)))
 
 
 def _write(path: str, text: str) -> None:
@@ -58,18 +59,18 @@ def _write(path: str, text: str) -> None:
 def _map_from_outside(keeper: int) -> bytes:
     """Maps two users, if root may: itself, which makes the mounts, and nobody, which runs the program. Otherwise maps
     the own user to another number."""
-    for rows in (f"0 0 1\n{_NOBODY} {_NOBODY} 1\n", f"{_INSIDE} 0 1\n"):
+    for rows in (f"0 0 1\n{_NOBODY_UID} {_NOBODY_UID} 1\n", f"{_INSIDE} 0 1\n"):
         try:
             _write(f"/proc/{keeper}/gid_map", rows)
             _write(f"/proc/{keeper}/uid_map", rows)
-            return b"2" if str(_NOBODY) in rows else b"1"
+            return b"2" if str(_NOBODY_UID) in rows else b"1"
         except OSError:
             continue
     return b"0"
 
 
 def _new_user() -> int:
-    """Enters a user namespace; returns the user that the program becomes inside, 0 if no namespace can be had."""
+    """Enters a user namespace; returns the user id of the program inside, 0 if no namespace is available."""
     keeper, uid, gid = os.getpid(), os.geteuid(), os.getegid()
     if uid:
         if _libc.unshare(_NEW_USER):
@@ -81,22 +82,22 @@ def _new_user() -> int:
         except OSError:
             return 0
         return _INSIDE
-    (go, gone), (answer, answered) = os.pipe(), os.pipe()
+    (go_read, go_write), (answer, answered) = os.pipe(), os.pipe()
     helper = os.fork()
     if helper == 0:  # a map of two rows is accepted only from the namespace outside
-        os.close(gone)
-        if os.read(go, 1):
+        os.close(go_write)
+        if os.read(go_read, 1):
             os.write(answered, _map_from_outside(keeper))
         os._exit(0)
     os.close(answered)
     if _libc.unshare(_NEW_USER) == 0:
-        os.write(gone, b"1")
-    os.close(gone)
+        os.write(go_write, b"1")
+    os.close(go_write)
     kind = os.read(answer, 1)
     os.waitpid(helper, 0)
-    os.close(go)
+    os.close(go_read)
     os.close(answer)
-    return {b"2": _NOBODY, b"1": _INSIDE}.get(kind, 0)
+    return {b"2": _NOBODY_UID, b"1": _INSIDE}.get(kind, 0)
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
@@ -106,8 +107,8 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 
 
 def _mounts_below(root: str) -> list[tuple[str, int]]:
-    """(mount point, flags) below `root`."""
-    found = []
+    """Returns (mount point, flags) of the mounts below `root`."""
+    mounts = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
             fields = line.split(" ")
@@ -116,8 +117,8 @@ def _mounts_below(root: str) -> list[tuple[str, int]]:
                 point = point.replace(code, char)
             if point.startswith(root + "/"):
                 flags = sum(_MOUNT_FLAGS.get(name, 0) for name in fields[5].split(","))
-                found.append((point, flags))
-    return found
+                mounts.append((point, flags))
+    return mounts
 
 
 def _bind(root: str, path: str) -> None:
@@ -134,7 +135,7 @@ def _bind(root: str, path: str) -> None:
 
 
 def _new_root(job: Job, user: int) -> None:
-    """A root of its own: the folders to be read, read-only; the devices; an empty folder in memory. Nothing else."""
+    """Builds a new root: the readable folders, read-only; the devices; and an empty folder in memory."""
     root = job["folder"]
     _mount(None, "/", None, _PRIVATE | _REC)
     _mount("none", root, "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m,nr_inodes=10k")
@@ -150,7 +151,7 @@ def _new_root(job: Job, user: int) -> None:
     try:
         _mount("proc", root + "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
     except OSError:
-        os.rmdir(root + "/proc")  # inside a container that hides parts of its own; a program can do without
+        os.rmdir(root + "/proc")  # fails in containers that hide parts of /proc; programs do not need it
     os.chdir(root)
     _checked(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
     _checked(_libc.umount2(b".", _DETACH), "umount")
@@ -170,12 +171,14 @@ _MAKE_DEVICES = (1 << 6) | (1 << 11)  # character and block
 
 
 def landlock_version() -> int:
-    """Version of this kernel's Landlock; 0 if it has none."""
+    """Returns the version of this kernel's Landlock; 0 without it."""
     return max(0, int(_libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
 def _landlock(box: str, read: list[str]) -> int:
-    """Files: `read` for reading, `box` for everything; no TCP; no signals and abstract sockets to the outside."""
+    """Restricts the process with Landlock: reads in `read`, all access in `box`; no TCP; no signals and abstract
+    sockets to other processes.
+    """
     version = landlock_version()
     if not version:
         return 0
@@ -225,7 +228,9 @@ def _drop_capabilities() -> None:
 
 
 def _count_threads(uid: int) -> int:
-    """Threads of a user on this machine: what the limit counts where it is not of the namespace."""
+    """Returns the number of a user's threads on this machine: the limit counts them if it does not belong to a
+    namespace.
+    """
     count = 0
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -244,9 +249,9 @@ def _limit(job: Job, threads: int) -> None:
         ("NPROC", threads, threads), ("MEMLOCK", 0, 0), ("MSGQUEUE", 0, 0),
     ):  # fmt: skip
         kind = getattr(resource, f"RLIMIT_{name}")
-        most = resource.getrlimit(kind)[1]
-        given = (soft, hard) if most == resource.RLIM_INFINITY else (min(soft, most), min(hard, most))
-        resource.setrlimit(kind, given)
+        maximum = resource.getrlimit(kind)[1]
+        limits = (soft, hard) if maximum == resource.RLIM_INFINITY else (min(soft, maximum), min(hard, maximum))
+        resource.setrlimit(kind, limits)
 
 
 # --- the three processes
@@ -262,14 +267,14 @@ def _die_with(parent: int, lifeline: int) -> None:
 
 
 def _keep(child: int, status: int) -> None:
-    """Waits for the program, tells how it ended, and ends: whatever else is in its process namespace ends with it."""
+    """Waits for the program, reports its end, and exits; this ends all other processes of its process namespace."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     _prctl(_DUMPABLE, 0)
     while True:
-        ended, code, usage = os.wait4(-1, 0)
-        if ended == child:
+        pid, code, usage = os.wait4(-1, 0)
+        if pid == child:
             if status >= 0:
                 end = {"code": os.waitstatus_to_exitcode(code), "cpu_s": usage.ru_utime + usage.ru_stime}
                 os.write(status, json.dumps({**end, "memory": usage.ru_maxrss * 1024}).encode())
@@ -285,7 +290,9 @@ def _program(
     box = _BOX if "mount" in have else job["folder"]
     read = [*job["read"], *(["/proc"] if "mount" in have else [])]
     _limit(job, threads)
-    if user == _NOBODY and "mount" in have:  # without the mount, user nobody may not be able to read the interpreter
+    if (
+        user == _NOBODY_UID and "mount" in have
+    ):  # without the mount, user nobody may not be able to read the interpreter
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
@@ -297,7 +304,7 @@ def _program(
     _checked(_prctl(_NO_NEW_PRIVS, 1), "no_new_privs")
     if "landlock" in job["mechanisms"] and (version := _landlock(box, read)):
         have["landlock"] = str(version)
-    # Signals may only be let through where a process namespace hides everybody else.
+    # Signals are allowed only if a process namespace hides all other processes.
     text = job["filters"][f"{'mount' in have} {'pid' in have and job['processes'] > 1}"]
     if text and _seccomp(text):
         have["seccomp"] = "yes"
@@ -310,7 +317,9 @@ def _program(
 
 
 def main(harness: Any, job_fd: int, result: int, status: int, caller: int) -> None:
-    """The keeper. `harness` is the module of that name beside this one: in here, neither is part of a package."""
+    """Runs the keeper. `harness` is the module of that name in this folder: neither is part of a package in this
+    interpreter.
+    """
     _prctl(_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != caller:
         os._exit(1)
@@ -325,7 +334,7 @@ def main(harness: Any, job_fd: int, result: int, status: int, caller: int) -> No
             have["user"] = str(user)
             have |= {name: "yes" for name, flag in _NAMESPACES.items() if _libc.unshare(flag) == 0}
         if "pid" not in have:
-            have.pop("mount", None)  # the new root is made by the namespace's init
+            have.pop("mount", None)  # the namespace's init builds the new root
     threads = job["processes"] + _THREADS + (3 if user and own_count else _count_threads(uid))
     keeper, (lifeline, held) = os.getpid(), os.pipe()
     child = os.fork()

@@ -1,11 +1,13 @@
-"""Runs a program and reports on it, over a pipe, in lines that begin with a number that the program was not told.
+"""Harness of a program: runs it and reports over a pipe, in lines that begin with a nonce that the program does not
+get.
 
-What an assertion such as `assert f(2) == 4` is about travels as data: the value of `f(2)` goes out, the 4 never comes in. So
-the verdict is made outside, and nothing that the program prints, returns or breaks can stand for it. A program that searches
-its process for the number can write lines of its own; for a value that gains it nothing, since it could return that value.
+Assertions such as `assert f(2) == 4` are transferred as data: the value of `f(2)` leaves the sandbox, and the 4 never
+enters it. So the comparison is made outside, and nothing that the program prints, returns or breaks can replace it. A
+program that searches its process for the nonce can write such lines; this does not help it, since it could also return
+the same value.
 """
 
-# Raw calls are the subject here, and pathlib would make the start slower.
+# This file makes raw system calls, and pathlib would slow down the start.
 # ruff: noqa: PTH120
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from typing import Any
 _MOST_BYTES = 1 << 20
 _DEEPEST = 40
 _MOST_ITEMS = 1 << 17
-# Taken before the program can put something else in their place.
+# Bound before the program can replace them.
 _run, _evaluate, _compile, _write, _dumps = exec, eval, compile, os.write, json.dumps
 
 
@@ -30,10 +32,10 @@ def tell(fd: int, nonce: str, kind: str, payload: Any = None) -> None:
 
 
 def encode(value: Any, depth: int = 0) -> Any:
-    """A value as JSON that keeps its type.
+    """Encodes a value as JSON with its type.
 
     Raises:
-        TypeError: It is made of something other than numbers, text and containers.
+        TypeError: It contains other types than numbers, text and containers.
     """
     if depth > _DEEPEST:
         raise TypeError("nested too deep")

@@ -1,8 +1,9 @@
-"""Runs untrusted Python without root: no network, no files but its own, no other process, and bounds on all it uses.
+"""Sandbox for untrusted Python without root: no network, no files except its own, no other processes, and limits on all
+resources.
 
-What confines a program: namespaces (a root of its own with the interpreter's folders read-only and an empty folder in
+Programs are confined by namespaces (a separate root with the interpreter's folders read-only and an empty folder in
 memory, no network, no other processes), Landlock, seccomp and resource limits. Clusters differ in what they allow, so a
-sandbox tries itself when it is made: a program attempts what it must not be able to do, and what succeeds is not enforced.
+sandbox tests itself when it is created: a program attempts forbidden actions, and those that succeed are not enforced.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ _MOST_TOLD = 16 * _MB
 
 @dataclass
 class SandboxResult:
-    """How a program ended.
+    """Result of a program.
 
     Attributes:
         status: `ok`; `error` (it raised, or exited with another code than 0); `timeout`; `output` (it wrote too much);
             `killed` (by a signal: limits of CPU time and file size, crashes).
-        stdout: What it wrote, up to the cap.
-        stderr: The same; a traceback where it raised.
-        error: The exception it ended with, as one line.
-        checks: By number, what each check gave: `value`, `passed` or `error`. Those that were not reached are missing.
-        seconds: Wall time, the start included.
+        stdout: Standard output, up to the limit.
+        stderr: Standard error, up to the limit; a traceback if it raised.
+        error: Exception that ended it, as one line.
+        checks: Number of a check → its result: `value`, `passed` or `error`. Checks that were not reached are missing.
+        seconds: Wall time, including the start.
         cpu_s: CPU time of the program.
-        memory: Its peak, in bytes.
-        have: What confined it.
+        memory: Peak memory, in bytes.
+        have: Mechanisms that confined it.
     """
 
     status: str = "killed"
@@ -72,24 +73,25 @@ class SandboxResult:
 
 
 class Sandbox:
-    """Runs programs, each in a process of its own. Thread-safe.
+    """Runner of untrusted programs, each in a separate process. Thread-safe.
 
     Args:
-        wall_s: Most wall time of a program.
-        cpu_s: Most CPU time; None takes `wall_s`.
-        memory_mb: Most address space of a process.
-        file_mb: Largest file.
-        disk_mb: All its files together, where its folder is in memory (with namespaces).
-        output_kb: Most that it may write to stdout and stderr, each.
-        processes: Most processes, itself included. More than one needs namespaces.
-        open_files: Most open files of a process.
-        packages: Whether it may import what is installed beside Python.
-        read: Further folders that it may read.
-        allow_unconfined: Run although something cannot be enforced here.
-        mechanisms: What to use of `MECHANISMS`.
+        wall_s: Maximum wall time of a program.
+        cpu_s: Maximum CPU time; None for `wall_s`.
+        memory_mb: Maximum address space of a process.
+        file_mb: Maximum size of a file.
+        disk_mb: Maximum size of all its files, if its folder is in memory (with namespaces).
+        output_kb: Maximum output to stdout and stderr, each.
+        processes: Maximum number of processes, including the program. More than one needs namespaces.
+        open_files: Maximum number of open files of a process.
+        packages: Whether it may import installed packages.
+        read: Additional folders that it may read.
+        allow_unconfined: Whether to run programs although some limits cannot be enforced here.
+        mechanisms: Subset of `MECHANISMS` to use.
 
     Raises:
-        ConfigError: This machine cannot confine programs, and `allow_unconfined` is not given; names what is missing.
+        ConfigError: This machine cannot confine programs, and `allow_unconfined` is false; the message names the missing
+            limits.
     """
 
     def __init__(
@@ -122,22 +124,23 @@ class Sandbox:
         self._try_out()
         missing = self.unenforced()
         if missing:
-            told = f"this machine does not enforce: {', '.join(missing)}"
+            message = f"this machine does not enforce: {', '.join(missing)}"
             if not allow_unconfined:
                 raise ConfigError(
-                    f"sandbox: {told}. Untrusted programs are not run like this: allow user namespaces "
+                    f"sandbox: {message}. Untrusted programs are not run like this: allow user namespaces "
                     "(sysctl user.max_user_namespaces) or use a kernel with Landlock (5.13), "
                     "or accept the risk with allow_unconfined: true"
                 )
-            log.warning("sandbox: %s; programs run all the same (allow_unconfined)", told)
+            log.warning("sandbox: %s; programs run all the same (allow_unconfined)", message)
 
     def limits(self) -> dict[str, str]:
-        """What is enforced, and by what, as tried here; "" for what is not."""
+        """Returns limit → the mechanisms that enforce it, as tested here; "" for a limit that is not enforced."""
         return dict(self._limits)
 
     def unenforced(self) -> list[str]:
-        """Names of the limits that do not hold here. A bound on all files together is not counted: it only fills a disk
-        until the program ends."""
+        """Returns the names of the limits that are not enforced here. The limit of all files together is not counted:
+        without it a program can only fill a disk until it ends.
+        """
         return [name for name, how in self._limits.items() if not how and name != "disk"]
 
     def run(self, source: str, stdin: str = "", wall_s: float | None = None) -> SandboxResult:
@@ -173,12 +176,12 @@ class Sandbox:
                 file.write(stdin.encode())
             os.lseek(stdin_fd, 0, os.SEEK_SET)
         (result, result_in), (status, status_in) = os.pipe(), os.pipe()
-        given = (job_fd, result_in, status_in)
+        fds = (job_fd, result_in, status_in)
         try:
-            # The keeper asks to be killed with the thread that started it: this one, which waits for it below.
+            # The keeper asks to be killed with the thread that started it: this thread, which waits for the keeper below.
             keeper = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOOT.format(str(_INSIDE)), *map(str, given), str(os.getpid())],
-                stdin=stdin_fd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=given, cwd="/",
+                [sys.executable, "-I", "-S", "-c", _BOOT.format(str(_INSIDE)), *map(str, fds), str(os.getpid())],
+                stdin=stdin_fd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=fds, cwd="/",
                 env=environment(), start_new_session=True,
             )  # fmt: skip
         except BaseException:
@@ -187,7 +190,7 @@ class Sandbox:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         finally:
-            for fd in (*given, stdin_fd):
+            for fd in (*fds, stdin_fd):
                 os.close(fd)
         assert keeper.stdout and keeper.stderr
         reading = {
@@ -210,7 +213,7 @@ class Sandbox:
     def _collect(
         self, keeper: subprocess.Popen[bytes], reading: dict[str, int], deadline: float
     ) -> tuple[str, dict[str, bytes]]:
-        """Reads until all ends are closed, which is when the program is gone; kills it when it is over a bound."""
+        """Reads until all pipes are closed, when the program has ended; kills it when it exceeds a limit."""
         texts = dict.fromkeys(reading, b"")
         outcome, killed_at = "", 0.0
         with selectors.DefaultSelector() as selector:
@@ -229,15 +232,15 @@ class Sandbox:
                     part = os.read(key.fd, 1 << 16)
                     if not part:
                         selector.unregister(key.fd)
-                    most = self.output_bytes if key.data in ("stdout", "stderr") else _MOST_TOLD
-                    whole = texts[key.data] + part
-                    texts[key.data] = whole[:most]
-                    if len(whole) > most and not outcome:
+                    limit = self.output_bytes if key.data in ("stdout", "stderr") else _MOST_TOLD
+                    text = texts[key.data] + part
+                    texts[key.data] = text[:limit]
+                    if len(text) > limit and not outcome:
                         outcome = "output"
         return outcome, texts
 
     def _try_out(self) -> None:
-        """Lets a program attempt what it must not, and notes what stopped it."""
+        """Lets a program attempt forbidden actions, and notes what stopped it."""
         with (
             temporary_folder("try") as place,
             socket.create_server(("127.0.0.1", 0)) as server,
@@ -246,10 +249,10 @@ class Sandbox:
             folder, secret = str(place), place / "secret"
             secret.write_text("secret")
             secret.chmod(0o600)
-            known = {"port": server.getsockname()[1], "pid": os.getpid(), "secret": str(secret), "folder": folder,
+            targets = {"port": server.getsockname()[1], "pid": os.getpid(), "secret": str(secret), "folder": folder,
                      "memory": self._job["memory"], "processes": self._job["processes"], "ipc": reached}  # fmt: skip
             source = (_INSIDE / "self_test.py").read_text()
-            checks = [{"kind": "value", "source": f"attempts({known!r})"}]
+            checks = [{"kind": "value", "source": f"attempts({targets!r})"}]
             result = self._start({"source": source, "setup": "", "checks": checks, "main": False}, "", _START_S)
         if "value" not in result.checks.get(0, {}):
             raise RlhpcError(f"sandbox: the trial run failed: {result.status} {result.error or result.stderr}")
@@ -258,7 +261,7 @@ class Sandbox:
         for name, through in result.checks[0]["value"]["d"]:
             ways = [_WAYS[key].format(have.get(key)) for key in _STOPS[name] if key in have]
             self._limits[name] = "" if through else ", ".join(ways) or _ELSE.get(name, "permissions")
-        if not {"pid", "seccomp"} & set(have):  # those it started would outlive it
+        if not {"pid", "seccomp"} & set(have):  # child processes would outlive the program
             self._limits["processes"] = ""
         self._limits["disk"] = "size of its folder in memory" if "mount" in have else ""
 
@@ -277,18 +280,20 @@ _STOPS = {
 
 
 def environment() -> dict[str, str]:
-    """What a program sees of the environment: nothing of ours, but where the interpreter's libraries are."""
+    """Returns the environment of a program: no variables of this process, except the folders of the interpreter's
+    libraries.
+    """
     libraries = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **threads, **libraries}
 
 
 def readable(further: Sequence[str]) -> list[str]:
-    """Folders that a Python program reads: the system's libraries, the interpreter and its packages."""
+    """Returns the folders that a Python program reads: the system's libraries, the interpreter and its packages."""
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     folders = [*_SYSTEM, sys.base_prefix, sys.prefix, sys.exec_prefix, *libraries, *further]
-    whole = (str(Path(path).absolute()) for path in folders if path)
-    return [path for path in dict.fromkeys(whole) if os.path.lexists(path) and path != "/"]
+    paths = (str(Path(path).absolute()) for path in folders if path)
+    return [path for path in dict.fromkeys(paths) if os.path.lexists(path) and path != "/"]
 
 
 def _kill(keeper: subprocess.Popen[bytes]) -> None:
@@ -304,44 +309,46 @@ def _end(keeper: subprocess.Popen[bytes]) -> None:
 
 
 def _records(text: bytes, nonce: str) -> list[tuple[str, Any]]:
-    """What the harness wrote, in order. From the second on, a program that knows the nonce may have written it.
+    """Returns the harness's records, in order. From the second on, a program that knows the nonce may have written
+    them.
 
     Raises:
-        ValueError: It is not what the harness writes.
+        ValueError: The text does not have the harness's format.
     """
-    found = []
+    records = []
     for line in text.split(b"\n")[:-1]:
-        begin, _, told = line.decode(errors="replace").partition(" ")
+        begin, _, record = line.decode(errors="replace").partition(" ")
         if begin != nonce:
-            continue  # not even the nonce
-        kind, _, rest = told.partition(" ")
-        number, _, payload = rest.partition(" ") if kind in ("value", "passed", "error") else ("", "", rest)
+            continue  # without the nonce
+        kind, _, fields = record.partition(" ")
+        number, _, payload = fields.partition(" ") if kind in ("value", "passed", "error") else ("", "", fields)
         try:
-            found.append((f"{kind} {int(number)}" if number else kind, json.loads(payload)))
+            records.append((f"{kind} {int(number)}" if number else kind, json.loads(payload)))
         except RecursionError:
             raise ValueError("nested too deep") from None
-    return found
+    return records
 
 
 def _result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -> SandboxResult:
-    """What became of a program. It was confined where the first record says so; then all that follows is its own doing,
-    and what is malformed or forged makes it a program that failed, never one that could not be judged."""
+    """Builds the result of a program. The first record shows that it was confined; all later ones are the program's
+    responsibility, so malformed or forged records make it a failed program, never an error of the sandbox.
+    """
     stdout, stderr = (texts[name].decode(errors="replace") for name in ("stdout", "stderr"))
-    first, mark, rest = texts["result"].partition(b"\n")
+    first, mark, remainder = texts["result"].partition(b"\n")
     began = dict(_records(first + mark, nonce))
     if "have" not in began and (began or not outcome):
         why = began.get("failed") or stderr.strip() or "no word from it"
         raise RlhpcError(f"sandbox: the program could not be confined, and was not run: {why}")
     checks: dict[int, dict[str, Any]] = {}
-    told, error = set(), ""
+    processed, error = set(), ""
     try:
-        for what, payload in _records(rest, nonce):
-            kind, _, number = what.partition(" ")
+        for label, payload in _records(remainder, nonce):
+            kind, _, number = label.partition(" ")
             if kind not in ("end", "value", "passed", "error") or (kind == "end") == bool(number):
-                raise ValueError(f"an unknown record {what[:40]!r}")
-            if what in told:
-                continue  # a process that the program forked has come this far, too
-            told.add(what)
+                raise ValueError(f"an unknown record {label[:40]!r}")
+            if label in processed:
+                continue  # a process that the program forked has written the same record
+            processed.add(label)
             if kind == "end":
                 error = str(payload)
             else:
@@ -362,16 +369,16 @@ _PRIVATE, _REMOVE, _CREATE = 0, 0, 0o100 | 0o2
 
 @contextlib.contextmanager
 def ipc_objects() -> Iterator[dict[str, Any]]:
-    """A segment, a queue with one message, and a named queue; what a program needs to know of them.
+    """Creates a shared-memory segment, a queue with one message, and a named queue; yields their identifiers.
 
-    What this kernel does not offer has the number -1.
+    An object that this kernel does not support has the identifier -1.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.shmat.restype = ctypes.c_void_p
     segment = libc.shmget(_PRIVATE, ctypes.c_size_t(4096), 0o600)
     place = libc.shmat(segment, None, 0) if segment >= 0 else None
     if segment >= 0:
-        libc.shmctl(segment, _REMOVE, None)  # it goes with this process, however that ends; until then it is there
+        libc.shmctl(segment, _REMOVE, None)  # removed when this process ends, however that happens
     queue = libc.msgget(_PRIVATE, 0o600)
     name = f"/rlhpc-try-{secrets.token_hex(8)}"
     named = libc.mq_open(name.encode(), _CREATE, 0o600, None) if hasattr(libc, "mq_open") else -1
@@ -389,7 +396,7 @@ def ipc_objects() -> Iterator[dict[str, Any]]:
             libc.mq_unlink(name.encode())
 
 
-#: Stands in the filter for the process id of the program, which only the program's own process knows.
+#: Placeholder in the filter for the process id of the program, which only the program's process knows.
 PID_MARK = 0x51D0C0DE
 
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
@@ -446,7 +453,7 @@ def _refuse(error: int = errno.EPERM) -> bytes:
 
 
 def numbers(machine: str) -> dict[str, int]:
-    """System call numbers of a machine (`os.uname().machine`)."""
+    """Returns the system call numbers of a machine (`os.uname().machine`)."""
     column = _MACHINES[machine][1]
     rows = (entry.split() for line in _NUMBERS.strip().splitlines() for entry in line.split("·"))
     return {name: int(row[column]) for name, *row in rows if row[column] != "-"}
@@ -469,7 +476,7 @@ class _Program:
                 self.code += [_instruction(_JEQ, self.calls[name], 0, 1), _refuse(error)]
 
     def inspect(self, names: Iterable[str], argument: int, *body: bytes) -> None:
-        """For these calls: `body` looks at the low half of an argument; falling through it allows."""
+        """Appends code for these calls: `body` checks the low half of an argument; reaching its end allows the call."""
         for name in names:
             if name in self.calls:
                 load = _instruction(_LD, _ARGS_AT + 8 * argument)
@@ -486,18 +493,18 @@ def _if_any(values: Iterable[int]) -> list[bytes]:
 
 
 def build_seccomp_filter(machine: str, *, fork: bool, files_read_only: bool) -> bytes | None:
-    """The filter, or None for a machine whose system calls are not known here.
+    """Builds the seccomp filter; None for a machine whose system call numbers are unknown.
 
     Args:
         machine: `os.uname().machine`.
-        fork: The program may start processes and signal them. Only where a process namespace hides all others.
-        files_read_only: The files outside are mounted read-only, so their attributes need no guard.
+        fork: Whether the program may start processes and signal them, which requires a process namespace.
+        files_read_only: Whether the files outside are mounted read-only, so that their attributes need no protection.
     """
     if machine not in _MACHINES:
         return None
     program = _Program(machine)
     program.refuse(_REACHING_OUT.split())
-    program.refuse(["clone3"], errno.ENOSYS)  # its flags are behind a pointer; the C library falls back to clone
+    program.refuse(["clone3"], errno.ENOSYS)  # its flags are behind a pointer; the C library then uses clone
     new = [_instruction(_JSET, _CLONE_NEW, 0, 1), _refuse()]
     if fork:
         program.inspect(["clone"], 0, *new)
@@ -505,15 +512,15 @@ def build_seccomp_filter(machine: str, *, fork: bool, files_read_only: bool) -> 
         program.refuse(["fork", "vfork", "tkill"])
         program.inspect(["clone"], 0, *new, _instruction(_JSET, _CLONE_THREAD, 1, 0), _refuse())
         program.inspect(["kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"], 0, *_unless(PID_MARK))
-    own = ["prlimit64", "sched_setaffinity", "sched_setparam", "sched_setscheduler", "sched_setattr"]
-    program.inspect(own, 0, *_unless(0))
-    program.inspect(["prctl"], 0, *_if_any([1]))  # PR_SET_PDEATHSIG: it is what ends the program with its keeper
+    targeted_calls = ["prlimit64", "sched_setaffinity", "sched_setparam", "sched_setscheduler", "sched_setattr"]
+    program.inspect(targeted_calls, 0, *_unless(0))
+    program.inspect(["prctl"], 0, *_if_any([1]))  # PR_SET_PDEATHSIG ends the program with its keeper
     program.inspect(["ioctl"], 1, *_if_any([*_TERMINAL_INPUT, *_SIGNAL_OWNER]))
     program.inspect(["fcntl"], 1, *_if_any(_FCNTL_OWNER))
     if not files_read_only:
         program.refuse(_ATTRIBUTES.split())
         program.refuse(["openat2"], errno.ENOSYS)
-        # A file opened for reading may be emptied by the same call, which Landlock lets pass before its third version.
+        # A file opened for reading may be truncated by the same call, which Landlock allows before its third version.
         empties = (_instruction(_AND, _TRUNCATE | _ACCESS), _instruction(_JEQ, _TRUNCATE, 0, 1), _refuse())
         program.inspect(["open"], 1, *empties)
         program.inspect(["openat"], 2, *empties)

@@ -1,6 +1,8 @@
-"""What a confined program must not be able to do. Each attempt says whether it got through."""
+"""Self-test of the sandbox: actions that a confined program must not be able to perform. Each attempt reports its
+success.
+"""
 
-# Raw calls are the subject here, and pathlib would make the start slower.
+# This file makes raw system calls, and pathlib would slow down the start.
 # ruff: noqa: PTH123
 from __future__ import annotations
 
@@ -13,34 +15,34 @@ from collections.abc import Callable
 from typing import Any
 
 
-def _network(known: dict[str, Any]) -> None:
-    socket.create_connection(("127.0.0.1", known["port"]), 2).close()
+def _network(targets: dict[str, Any]) -> None:
+    socket.create_connection(("127.0.0.1", targets["port"]), 2).close()
 
 
-def _signals(known: dict[str, Any]) -> None:
-    os.kill(known["pid"], 0)
+def _signals(targets: dict[str, Any]) -> None:
+    os.kill(targets["pid"], 0)
 
 
-def _environments(known: dict[str, Any]) -> None:
-    with open(f"/proc/{known['pid']}/environ", "rb") as file:
+def _environments(targets: dict[str, Any]) -> None:
+    with open(f"/proc/{targets['pid']}/environ", "rb") as file:
         file.read()
 
 
-def _reading(known: dict[str, Any]) -> None:
-    with open(known["secret"]) as file:
+def _reading(targets: dict[str, Any]) -> None:
+    with open(targets["secret"]) as file:
         file.read()
 
 
-def _writing(known: dict[str, Any]) -> None:
+def _writing(targets: dict[str, Any]) -> None:
     def create(path: str) -> None:
         with open(path, "w"):
             pass
 
     tries: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
-        (create, (known["folder"] + "/new",)),
-        (os.chmod, (known["folder"], 0o700)),
-        (os.truncate, (known["secret"], 0)),
-        (os.utime, (known["secret"],)),
+        (create, (targets["folder"] + "/new",)),
+        (os.chmod, (targets["folder"], 0o700)),
+        (os.truncate, (targets["secret"], 0)),
+        (os.utime, (targets["secret"],)),
     ]
     for attempt, arguments in tries:
         try:
@@ -51,11 +53,11 @@ def _writing(known: dict[str, Any]) -> None:
     raise PermissionError
 
 
-def _processes(known: dict[str, Any]) -> None:
-    most = 1 if known["processes"] == 1 else known["processes"] + 64
+def _processes(targets: dict[str, Any]) -> None:
+    num_processes = 1 if targets["processes"] == 1 else targets["processes"] + 64
     reader, writer = os.pipe()
     try:
-        for _ in range(most):
+        for _ in range(num_processes):
             if os.fork() == 0:
                 os.close(writer)
                 os.read(reader, 1)
@@ -64,27 +66,27 @@ def _processes(known: dict[str, Any]) -> None:
         os.close(writer)
 
 
-def _memory(known: dict[str, Any]) -> None:
-    bytearray(known["memory"] + (64 << 20))
+def _memory(targets: dict[str, Any]) -> None:
+    bytearray(targets["memory"] + (64 << 20))
 
 
-def _ipc(known: dict[str, Any]) -> None:
-    """Objects of the same user: to know a number or a name is enough."""
+def _ipc(targets: dict[str, Any]) -> None:
+    """Accesses IPC objects of the same user: a number or a name is enough."""
     libc, room = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(512)
-    segment, queue, size = known["ipc"]["segment"], known["ipc"]["queue"], ctypes.c_size_t(8)
+    segment, queue, size = targets["ipc"]["segment"], targets["ipc"]["queue"], ctypes.c_size_t(8)
     results = [
         libc.shmctl(segment, 2, room),  # IPC_STAT
         libc.msgctl(queue, 2, room),
         libc.msgrcv(queue, room, size, ctypes.c_long(0), 0o4000),
         libc.msgsnd(queue, struct.pack("lq", 1, 0), size, 0o4000),
-        libc.mq_unlink(known["ipc"]["name"].encode()) if hasattr(libc, "mq_unlink") else -1,
+        libc.mq_unlink(targets["ipc"]["name"].encode()) if hasattr(libc, "mq_unlink") else -1,
     ]
     if max(results) < 0:
         raise PermissionError
 
 
 def _unlimited(kind: int) -> Callable[[dict[str, Any]], None]:
-    def attempt(known: dict[str, Any]) -> None:
+    def attempt(targets: dict[str, Any]) -> None:
         if resource.getrlimit(kind)[1] != resource.RLIM_INFINITY:
             raise PermissionError
 
@@ -106,12 +108,12 @@ ATTEMPTS = {
 }
 
 
-def attempts(known: dict[str, Any]) -> dict[str, bool]:
-    """Whether each attempt got through, by the name of the limit."""
+def attempts(targets: dict[str, Any]) -> dict[str, bool]:
+    """Returns the name of each limit → whether its attempt succeeded."""
     through = {}
     for name, attempt in ATTEMPTS.items():
         try:
-            attempt(known)
+            attempt(targets)
             through[name] = True
         except (OSError, MemoryError):
             through[name] = False

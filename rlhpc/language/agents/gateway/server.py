@@ -72,7 +72,7 @@ class Drawing:
 
     Attributes:
         session: Session that asks.
-        prompt_ids, sampling, seed, seen: Prompt, sampling parameters, seed and images.
+        prompt_ids, sampling, seed, images: Prompt, sampling parameters, seed and images.
         answer: Callback with the completion or the error; the engine's thread calls it.
         show: Callback with all tokens so far, for a streaming client; the engine's thread calls it from time to time.
         given_up: Whether the client has stopped waiting.
@@ -85,7 +85,7 @@ class Drawing:
     answer: Callable[[Completion | Exception], None]
     show: Callable[[list[int]], None] | None = None
     given_up: bool = False
-    seen: PromptImages | None = None
+    images: PromptImages | None = None
 
 
 class StreamReader:
@@ -296,7 +296,7 @@ class Gateway:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self.loop.call_soon_threadsafe(settle, outcome)
 
-        drawing = Drawing(session, tuple(prompt), sampling, seed, answer, seen=images)
+        drawing = Drawing(session, tuple(prompt), sampling, seed, answer, images=images)
         if reading is not None:
             reading.prompt = prompt
             drawing.show = partial(self._show_tokens, reading)

@@ -290,7 +290,7 @@ class GatewaySession:
         before = 0 if parent is None else len(self.tree.ids(parent))
         turn = AgentTurn(
             parent, prompt[before:], completion.token_ids, completion.logprobs, completion.versions,
-            completion.finish_reason, keys, role=role, experts=completion.experts, seen=images,
+            completion.finish_reason, keys, role=role, experts=completion.experts, images=images,
         )  # fmt: skip
         self.tree.turns.append(turn)
         return turn

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _open_door(path: str) -> None:
-    """Forwards the port to the model's socket, in a child process."""
+    """Relays the port to the model's socket, in a child process."""
     with socket.socket() as door:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         door.bind(("127.0.0.1", PORT))

@@ -78,7 +78,7 @@ def test_the_same_tokens_with_another_picture_go_on_from_nothing() -> None:
             patches, grids, 1 + 3 * np.arange(len(shades)), 2, tuple(str(shade).encode() for shade in shades)
         )
 
-    tree = Tree([AgentTurn(None, [7, 9], [5], [-0.5], [0], "stop", seen=seen(0.0))])
+    tree = Tree([AgentTurn(None, [7, 9], [5], [-0.5], [0], "stop", images=seen(0.0))])
     longer = [7, 9, 5, 8, 9, 6]
     assert tree.continued_by(longer, images=seen(0.0)) == tree.continued_by(longer, images=seen(0.0, 1.0)) == 0
     assert tree.continued_by(longer, images=seen(1.0, 0.0)) is None and tree.continued_by(longer) is None
