@@ -81,9 +81,14 @@ class Program:
         """Returns the runner's first message."""
         paths = import_paths(foreign=self.python is not None)
         return {
-            "kind": self.kind, "target": self.target, "command": list(self.command), "paths": paths,
-            "options": self.options, "sandbox": self.confinement(), "temporary": _temporary(),
-        }  # fmt: skip
+            "kind": self.kind,
+            "target": self.target,
+            "command": list(self.command),
+            "paths": paths,
+            "options": self.options,
+            "sandbox": self.confinement(),
+            "temporary": _temporary(),
+        }
 
     def confinement(self) -> dict[str, Any] | None:
         """Returns what `shells.sandboxed` gets; None without a sandbox."""
@@ -172,9 +177,11 @@ class Harnesses:
         python = self._program.python or sys.executable
         try:
             process = subprocess.Popen(
-                [python, "-P" if self._program.python is None else "-u", str(RUNNER)], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, env={**os.environ, **self._program.environment},
-            )  # fmt: skip
+                [python, "-P" if self._program.python is None else "-u", str(RUNNER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, **self._program.environment},
+            )
         except OSError as error:
             raise ConfigError(f"agent.python is {python!r}, which cannot be started: {error.strerror}") from None
         self._process, self._outbox = process, queue.SimpleQueue[dict[str, Any] | None]()

@@ -274,11 +274,11 @@ class EpisodeRunner:
         follows = request
         if count:
             follows = dataclasses.replace(
-                request, prompt_ids=(*request.prompt_ids, *drawn.token_ids), seed=_seed(request.seed, count),
-                sampling=dataclasses.replace(
-                    request.sampling, max_new_tokens=request.sampling.max_new_tokens - count
-                ),
-            )  # fmt: skip
+                request,
+                prompt_ids=(*request.prompt_ids, *drawn.token_ids),
+                seed=_seed(request.seed, count),
+                sampling=dataclasses.replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - count),
+            )
         self._backend.add([follows])
         self._writing[request.id] = episode, request
 
@@ -395,9 +395,12 @@ class EpisodeRunner:
             self._end(episode, "length")
             return
         follows = dataclasses.replace(
-            request, prompt_ids=(*episode.prompt_ids, *episode.token_ids), seed=_seed(request.seed, episode.turns),
-            sampling=dataclasses.replace(request.sampling, max_new_tokens=remaining - len(ids)), seen=episode.seen,
-        )  # fmt: skip
+            request,
+            prompt_ids=(*episode.prompt_ids, *episode.token_ids),
+            seed=_seed(request.seed, episode.turns),
+            sampling=dataclasses.replace(request.sampling, max_new_tokens=remaining - len(ids)),
+            seen=episode.seen,
+        )
         try:
             self._backend.add([follows])
         except ConfigError:  # the context is full

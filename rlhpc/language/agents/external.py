@@ -149,11 +149,19 @@ class OutsideEpisodes:
         if prompt is not None:
             task |= {"id": prompt.id, "question": prompt.question, "answer": prompt.answer, "meta": prompt.meta}
         return {
-            "id": number, "task": {"question": "", **task}, "base_url": f"{self._gateway.url}/v1",
-            "api_key": session.key, "socket": self._gateway.socket, "model": MODEL, "timeout_s": self._options.timeout_s,
-            "host": host_id(), "far": self._gateway.far, "session_id": session.name,
-            "process_key": self._gateway.keys.process, "looks": self._has_images,
-        }  # fmt: skip
+            "id": number,
+            "task": {"question": "", **task},
+            "base_url": f"{self._gateway.url}/v1",
+            "api_key": session.key,
+            "socket": self._gateway.socket,
+            "model": MODEL,
+            "timeout_s": self._options.timeout_s,
+            "host": host_id(),
+            "far": self._gateway.far,
+            "session_id": session.name,
+            "process_key": self._gateway.keys.process,
+            "looks": self._has_images,
+        }
 
     def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:
         """Refuses to resume: episodes of external agents cannot be handed over, and no rank requests it."""
@@ -357,9 +365,13 @@ class OutsideEpisodes:
         truncated = reported.get("cut") or (last is not None and stop_reason(last.finish_reason) == "length")
         reason = "error" if outcome.error else "length" if truncated else "stop"
         episode = Episode(
-            session.number, ids, prompt, finish_reason=reason, outcome=outcome,
+            session.number,
+            ids,
+            prompt,
+            finish_reason=reason,
+            outcome=outcome,
             branches=branches,
-        )  # fmt: skip
+        )
         if last is not None:
             episode.token_ids, episode.logprobs, episode.versions = last.token_ids, last.logprobs, last.versions
             episode.loss_mask = [True] * len(last.token_ids)
@@ -380,8 +392,12 @@ class OutsideEpisodes:
             return
         self._failures += 1
         if self._failures <= _MAX_LOGGED or self._failures % 1000 == 0:
-            log.warning("episode %d: the agent failed (number %d of these): %s", episode.id, self._failures,
-                        episode.outcome.error)  # fmt: skip
+            log.warning(
+                "episode %d: the agent failed (number %d of these): %s",
+                episode.id,
+                self._failures,
+                episode.outcome.error,
+            )
 
 
 def _conversation(prompt: Prompt) -> list[dict[str, Any]]:

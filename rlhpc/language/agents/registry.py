@@ -132,9 +132,16 @@ def make_generation(
     try:
         program = program_of(cfg, services.addresses)
         return OutsideEpisodes(
-            backend, tokenizer, parsers, context, program, options, ended_with_it=services.close, address=address,
+            backend,
+            tokenizer,
+            parsers,
+            context,
+            program,
+            options,
+            ended_with_it=services.close,
+            address=address,
             check=services.check,
-        )  # fmt: skip
+        )
     except BaseException:
         services.close()
         raise
@@ -188,9 +195,18 @@ def program_of(cfg: LanguageConfig, addresses: Mapping[str, str] | None = None) 
     environment = {f"RLHPC_SERVICE_{name.upper()}": address for name, address in addresses.items()}
     limits = {name: int(getattr(agent, name)) for name in LIMITS}
     return Program(
-        agent.kind, agent.target, command, agent.python, agent.episodes_per_rank, placed_in(options, addresses),
-        environment, agent.sandbox, tuple(plain(agent.sandbox_read)), _private_paths(cfg), limits,
-    )  # fmt: skip
+        agent.kind,
+        agent.target,
+        command,
+        agent.python,
+        agent.episodes_per_rank,
+        placed_in(options, addresses),
+        environment,
+        agent.sandbox,
+        tuple(plain(agent.sandbox_read)),
+        _private_paths(cfg),
+        limits,
+    )
 
 
 def _private_paths(cfg: LanguageConfig) -> tuple[str, ...]:

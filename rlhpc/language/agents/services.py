@@ -153,9 +153,12 @@ def _start(section: ServiceConfig, folder: Path, before: str | None) -> _Running
     log_file = folder / f"service-{section.name}-{os.uname().nodename}.log"
     with log_file.open("ab") as file:
         process = subprocess.Popen(
-            run_module("rlhpc.language.agents.runner.keeper", *command), stdin=subprocess.PIPE, stdout=file, stderr=file,
+            run_module("rlhpc.language.agents.runner.keeper", *command),
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=file,
             env={**os.environ, **without_proxy(), "PORT": str(port)},
-        )  # fmt: skip
+        )
     return _RunningService(section, f"{_LOOPBACK}:{port}", process, log_file)
 
 
@@ -169,9 +172,11 @@ def _await_ready(running: _RunningService) -> None:
         if status is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
             continue
-        why = f"ended with status {status}" if status is not None else (
-            f"was not ready ({section.ready}) within timeout_s ({section.timeout_s:g} s)"
-        )  # fmt: skip
+        why = (
+            f"ended with status {status}"
+            if status is not None
+            else (f"was not ready ({section.ready}) within timeout_s ({section.timeout_s:g} s)")
+        )
         raise ConfigError(f"agent.services[{section.name}] {why}{running.tail()}")
     log.info("service %s is ready at %s", section.name, running.address)
 

@@ -112,8 +112,10 @@ def chat(
     seed = cfg.runner.seed if seed is None else seed
     sampling = SamplingParams(
         max_new_tokens=cfg.rollout.max_new_tokens if max_tokens is None else max_tokens,
-        temperature=mapping(cfg.rollout).get("temperature", 1.0), top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
-    )  # fmt: skip
+        temperature=mapping(cfg.rollout).get("temperature", 1.0),
+        top_p=cfg.rollout.top_p,
+        top_k=cfg.rollout.top_k,
+    )
     with contextlib.ExitStack() as opened:
         # Libraries print while they are loaded; standard output is for replies.
         with contextlib.redirect_stdout(sys.stderr):

@@ -339,9 +339,11 @@ def answers_to(
     """
     count, seed, task = section.samples, cfg.runner.seed, zlib.crc32(suite.encode())
     sampling = SamplingParams(
-        max_new_tokens=cfg.rollout.max_new_tokens, temperature=section.temperature,
-        top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
-    )  # fmt: skip
+        max_new_tokens=cfg.rollout.max_new_tokens,
+        temperature=section.temperature,
+        top_p=cfg.rollout.top_p,
+        top_k=cfg.rollout.top_k,
+    )
     for place, (prompt, ids, at, encoder) in enumerate(problems):
         shown, seeds = encoder.seen(prompt, at), [seed_of(seed, task, prompt.id, sample) for sample in range(count)]
         generation.add([Request(place * count + j, ids, sampling, own, shown) for j, own in enumerate(seeds)], prompt)

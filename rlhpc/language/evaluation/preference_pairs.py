@@ -88,9 +88,14 @@ def make_pairs(
         raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
     right = sum(bool(answer["right"]) for answer in answers)
     return {
-        "rows": len(flat), "form": form, "problems": len(problems), "used": sum(map(bool, rows)), "shuffled": shuffled,
-        "accuracy": right / len(answers), "samples": samples,
-    }  # fmt: skip
+        "rows": len(flat),
+        "form": form,
+        "problems": len(problems),
+        "used": sum(map(bool, rows)),
+        "shuffled": shuffled,
+        "accuracy": right / len(answers),
+        "samples": samples,
+    }
 
 
 def describe(result: dict[str, Any]) -> str:

@@ -224,16 +224,24 @@ def evaluate_reward_model(
         max_tokens = cfg.actor.max_tokens_per_micro_batch
         with torch.no_grad():
             rewards = rewards_of(
-                asked.rows, asked.encoder, most_tokens(max_tokens, form), int(tokenizer.pad_token_id or 0), max_tokens,
+                asked.rows,
+                asked.encoder,
+                most_tokens(max_tokens, form),
+                int(tokenizer.pad_token_id or 0),
+                max_tokens,
                 lambda batch: token_values(module, batch.to(device)),
-            )  # fmt: skip
+            )
     rows = [
         {
-            "id": row.prompt.id, "level": row.prompt.level, "prompt": row.prompt.question, "responses": list(row.responses),
-            "target": row.target, "rewards": found,
+            "id": row.prompt.id,
+            "level": row.prompt.level,
+            "prompt": row.prompt.question,
+            "responses": list(row.responses),
+            "target": row.target,
+            "rewards": found,
         }
         for row, found in zip(asked.rows, rewards, strict=True)
-    ]  # fmt: skip
+    ]
     result = {
         **summarize_preferences(rows, form),
         "dropped": asked.dropped,
@@ -254,9 +262,11 @@ def _model_of(cfg: RewardRunConfig, path: str | None) -> LanguageModelConfig:
     """`actor.model` with another path."""
     model = cfg.actor.model
     return LanguageModelConfig(
-        model_path=path, dtype=model.dtype, attn_implementation=model.attn_implementation,
+        model_path=path,
+        dtype=model.dtype,
+        attn_implementation=model.attn_implementation,
         trust_remote_code=model.trust_remote_code,
-    )  # fmt: skip
+    )
 
 
 def check_reward_model(cfg: RewardRunConfig) -> None:

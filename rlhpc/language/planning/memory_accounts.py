@@ -1,4 +1,4 @@
-"""The accounts of a language model's run, one for each of its groups."""
+"""Memory accounts of a language model's run, one for each of its groups."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from rlhpc.language.scoring.groups import (
 )
 from rlhpc.runs.memory.account import Account, GroupRanks, MemoryTerm, Moment, SuggestedChange, terms
 
-#: Most tokens that are looked at, and the multiple that they are of.
-_MOST, _STEP = 1 << 22, 256
-#: How many configurations are named.
+#: Maximum number of tokens in the search, and the multiple to which it is rounded.
+_MAX_TOKENS, _STEP = 1 << 22, 256
+#: Maximum number of suggested configurations.
 _NAMED = 3
-#: Distance of a change that costs time, in powers of two of the ranks that share a model's matrices.
+#: Distances of changes that cost time, in powers of two of the ranks that share a model's matrices.
 _RECOMPUTING, _OFFLOADING, _SMALLER = 0.4, 2.5, 0.3
 
 
 def held(training: Training) -> float:
-    """What a rank holds at most."""
+    """Returns the peak bytes of a rank."""
     return max(moment.nbytes for moment in training.moments())
 
 
 def largest_micro_batch(name: str, training: Training, room: float) -> Mapping[str, str]:
-    """The largest micro-batch that fits; nothing if none does."""
+    """Returns the largest micro-batch that fits; nothing if none does."""
     tokens = largest_tokens(training, room)
     return {f"{name}.max_tokens_per_micro_batch": f"{tokens} tokens"} if tokens else {}
 
 
 def largest_tokens(training: Training, room: float) -> int:
-    """Tokens of the largest micro-batch that fits; 0 if none does."""
-    low, high = 0, _MOST // _STEP
+    """Returns the tokens of the largest micro-batch that fits; 0 if none does."""
+    low, high = 0, _MAX_TOKENS // _STEP
     while low < high:
         middle = (low + high + 1) // 2
         if held(training.with_tokens(middle * _STEP)) <= room:
@@ -62,49 +62,49 @@ def largest_tokens(training: Training, room: float) -> int:
 
 
 def largest_context(name: str, serving: Serving, room: float) -> Mapping[str, str]:
-    """The longest sequence of which the cache holds one."""
+    """Returns the longest sequence that fits into the KV cache."""
     del room
     if serving.engine != "vllm" or not serving.accelerated or serving.room is None:
         return {}
-    tokens = min(serving.longest_in(serving.left()), serving.size.context or 1 << 62)
+    tokens = min(serving.longest_in(serving.cache_budget()), serving.size.context or 1 << 62)
     return {f"{name}.max_model_len": f"{tokens} tokens"} if tokens > 0 else {}
 
 
 def wider_engines(name: str, serving: Serving, room: float) -> Sequence[SuggestedChange]:
-    """The smallest engine of more ranks that fits, where engines may have several."""
+    """Returns the smallest engine with more ranks that fits, for groups whose engines may have several ranks."""
     if serving.engine != "vllm" or name != "rollout":
         return ()
     for tensor in _powers(serving.size.heads):
         wider = dataclasses.replace(serving, tensor=tensor)
-        most = max(moment.nbytes for moment in wider.moments())
-        if tensor > serving.tensor and serving.size.heads % tensor == 0 and not wider.refusals() and most <= room:
-            return (SuggestedChange((f"{name}.parallel.tensor={tensor}",), most),)
+        peak = max(moment.nbytes for moment in wider.moments())
+        if tensor > serving.tensor and serving.size.heads % tensor == 0 and not wider.refusals() and peak <= room:
+            return (SuggestedChange((f"{name}.parallel.tensor={tensor}",), peak),)
     return ()
 
 
 def nearest(name: str, training: Training, section: LanguageActorConfig, room: float) -> Sequence[SuggestedChange]:
-    """Configurations that fit, those that change least first.
+    """Returns configurations that fit, those with the smallest changes first.
 
     Args:
-        name: The group.
-        training: As it is.
-        section: The group's section.
-        room: What a rank may hold.
+        name: Name of the group.
+        training: Configured training.
+        section: Section of the group.
+        room: Memory of a rank, in bytes.
     """
-    found: list[tuple[float, SuggestedChange]] = []
-    for distance, words, changed in _others(name, training, divides=select(section, "parallel") is not None):
+    fitting: list[tuple[float, SuggestedChange]] = []
+    for distance, words, changed in _neighbours(name, training, divides=select(section, "parallel") is not None):
         if words and (nbytes := held(changed)) <= room:
-            found.append((distance, SuggestedChange(words, nbytes)))
-    found.sort(key=lambda one: (one[0], one[1].nbytes))
+            fitting.append((distance, SuggestedChange(words, nbytes)))
+    fitting.sort(key=lambda one: (one[0], one[1].nbytes))
     best: list[SuggestedChange] = []
-    for _, change in found:
+    for _, change in fitting:
         if not any(set(other.overrides) <= set(change.overrides) for other in best):
             best.append(change)
     return best[:_NAMED]
 
 
-def _others(name: str, training: Training, *, divides: bool) -> Iterator[tuple[float, tuple[str, ...], Training]]:
-    """Every configuration nearby: how far it is, what to set, and what it would be."""
+def _neighbours(name: str, training: Training, *, divides: bool) -> Iterator[tuple[float, tuple[str, ...], Training]]:
+    """Yields all neighbouring configurations: distance, overrides, and training."""
     recomputed = (False, True) if not training.checkpointing else (True,)
     offloaded = (False, True) if not training.offload else (True,)
     tokens = [(0, training.tokens), (1, training.tokens // 2), (2, training.tokens // 4)]
@@ -127,13 +127,15 @@ def _others(name: str, training: Training, *, divides: bool) -> Iterator[tuple[f
 
 
 def _divided(name: str, training: Training, *, divides: bool) -> Iterator[tuple[float, tuple[str, ...], Training]]:
-    """Other ways in which as many ranks, or more, could share the model."""
+    """Yields other divisions of the model over as many ranks or more."""
     yield 0.0, (), training
     ranks, sizes = training.ranks, training.sizes
     if training.backend != "fsdp" and ranks > 1:
-        yield 1.0, (f"{name}.training_backend=fsdp",), dataclasses.replace(
-            training, backend="fsdp", sizes=MeshSizes(shard=ranks), offload=False
-        )  # fmt: skip
+        yield (
+            1.0,
+            (f"{name}.training_backend=fsdp",),
+            dataclasses.replace(training, backend="fsdp", sizes=MeshSizes(shard=ranks), offload=False),
+        )
     if training.backend == "deepspeed" and training.stage < 3:
         yield 1.2, (f"{name}.deepspeed.zero_stage=3",), dataclasses.replace(training, stage=3)
     if training.backend == "fsdp" and divides:
@@ -154,8 +156,9 @@ def _divided(name: str, training: Training, *, divides: bool) -> Iterator[tuple[
 
 
 def divisions(training: Training) -> Iterator[tuple[float, Training]]:
-    """All ways in which the same ranks can divide a model under FSDP, and how far each is from what is configured: what has no
-    more copies than now, and sizes that are powers of two."""
+    """Yields all divisions of a model over the same ranks under FSDP, with distances from the configured one: those
+    with no more copies than now, and sizes that are powers of two.
+    """
     ranks, experts = training.ranks, training.ranks if training.size.experts else 1
     for replicate, context, tensor, expert in itertools.product(*map(_powers, (ranks, ranks, ranks, experts))):
         if ranks % (replicate * context * tensor) or replicate > training.sizes.replicate:
@@ -165,12 +168,12 @@ def divisions(training: Training) -> Iterator[tuple[float, Training]]:
             yield _far(training.sizes, sizes), dataclasses.replace(training, sizes=sizes)
 
 
-def _powers(most: int) -> list[int]:
-    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+def _powers(limit: int) -> list[int]:
+    return [1 << power for power in range(limit.bit_length()) if 1 << power <= limit]
 
 
 def _possible(training: Training, sizes: MeshSizes) -> bool:
-    """Whether the model can be divided so."""
+    """Returns whether the model can be divided by these sizes."""
     size = training.size
     within = sizes.shard * sizes.context * sizes.tensor
     return (
@@ -184,7 +187,7 @@ def _possible(training: Training, sizes: MeshSizes) -> bool:
 
 
 def _far(before: MeshSizes, after: MeshSizes) -> float:
-    """How far one is from the other: experts cost least, then context, then tensor."""
+    """Returns the distance of two divisions: experts cost least, then context, then tensor."""
     weights = {"replicate": 0.5, "context": 0.8, "tensor": 1.0, "expert": 0.6}
     return sum(w * abs(math.log2(getattr(after, key) / getattr(before, key))) for key, w in weights.items())
 
@@ -197,26 +200,26 @@ def _words(name: str, before: MeshSizes, after: MeshSizes) -> tuple[str, ...]:
 
 
 _BACKENDS = ("local", "fsdp", "deepspeed")
-#: Names of the engines that an account can be made of.
+#: Names of the engines with a memory account.
 _ENGINES = ("hf", "vllm")
 _HALF = ("bfloat16", "float16")
-#: Terms of an optimizer step that are gone when weights are sent.
+#: Terms of an optimizer step that are freed before weights are sent.
 FREED_BY_A_STEP = ("gradients", "optimizer temporaries")
 
 
 def accounts(
     cfg: TrainedLanguageConfig, ranks: Mapping[str, GroupRanks], *, build: bool = True, measure: bool = False
 ) -> list[Account]:
-    """What each group of a run holds (`rlhpc.runs.memory.plan.Accounting`).
+    """Returns the memory account of each group of a run (`rlhpc.runs.memory.plan.Accounting`).
 
     Args:
-        cfg: The configuration.
-        ranks: The groups.
+        cfg: Configuration of the run.
+        ranks: Ranks of the groups.
         build: Whether models of unknown families may be built on the meta device.
-        measure: Makes no difference: what takes longer is done by `Account.measured`.
+        measure: Ignored: `Account.measured` runs the slow measurement.
     """
     del measure
-    return [_account(cfg, name, found, build) for name, found in ranks.items() if name != AGENT]
+    return [_account(cfg, name, group_ranks, build) for name, group_ranks in ranks.items() if name != AGENT]
 
 
 def _account(cfg: TrainedLanguageConfig, name: str, ranks: GroupRanks, build: bool) -> Account:
@@ -242,12 +245,12 @@ def _engines_config(cfg: TrainedLanguageConfig) -> GrpoConfig:
 
 
 def itemsize(dtype: str, accelerated: bool) -> int:
-    """Bytes of a number of a `dtype`, as it is on such a device."""
+    """Returns the bytes of a number of a `dtype` on such a device."""
     return 2 if dtype in _HALF or (dtype == "auto" and accelerated) else 4
 
 
 def sizes_of(section: LanguageActorConfig, ranks: int) -> MeshSizes:
-    """How a group's ranks divide its model."""
+    """Returns the sizes by which a group's ranks divide its model."""
     if section.training_backend.lower() != "fsdp":
         return MeshSizes(replicate=ranks)
     parallel: Any = select(section, "parallel")
@@ -255,7 +258,7 @@ def sizes_of(section: LanguageActorConfig, ranks: int) -> MeshSizes:
 
 
 def longest(cfg: RunConfig) -> tuple[int, int]:
-    """Most tokens of a prompt, and of a response."""
+    """Returns the maximum tokens of a prompt and of a response."""
     prompt = int(select(cfg, "data.max_prompt_tokens") or 0)
     response = int(select(cfg, "rollout.max_new_tokens") or 0) * int(select(cfg, "rollout.max_turns") or 1)
     return (prompt, response) if _writes(cfg) else (prompt, 0)
@@ -268,20 +271,20 @@ def _measured(training: Training, section: LanguageActorConfig) -> str:
 
 
 def _writes(cfg: RunConfig) -> bool:
-    """Whether the run trains on what the model writes."""
+    """Returns whether the run trains on text that the model writes."""
     return select(cfg, "algorithm.group_size") is not None
 
 
-# -- who trains -------------------------------------------------------------------------------------------------------
+# -- training groups---------------------------------------------------------------------------------------------------
 
 
 def training_of(
     cfg: TrainedLanguageConfig, name: str, section: LanguageActorConfig, ranks: GroupRanks, *, build: bool = True
 ) -> Training:
-    """How a group trains.
+    """Returns the training of a group.
 
     Raises:
-        NotKnown: The model or the backend is not known here.
+        NotKnown: The model or the backend is unknown.
     """
     backend = section.training_backend.lower()
     if backend not in _BACKENDS:
@@ -296,35 +299,46 @@ def training_of(
     eager = section.model.attn_implementation == "eager"
     causal = name == "actor" and cfg.runner.task_type.lower() != "reward_model"
     return Training(
-        size, backend, sizes, _tokens(cfg, section, sizes, prompt + response),
-        itemsize(section.model.dtype, ranks.accelerated), ranks.accelerated,
-        lora=section.lora.rank, targets=plain(section.lora.target_modules),
+        size,
+        backend,
+        sizes,
+        _tokens(cfg, section, sizes, prompt + response),
+        itemsize(section.model.dtype, ranks.accelerated),
+        ranks.accelerated,
+        lora=section.lora.rank,
+        targets=plain(section.lora.target_modules),
         checkpointing=section.model.gradient_checkpointing,
         offload=section.fsdp.cpu_offload if backend == "fsdp" else section.deepspeed.cpu_offload,
-        reshard=section.fsdp.reshard_after_forward, stage=section.deepspeed.zero_stage, reference=reference,
-        beside=_beside(grpo, ranks, build) if grpo is not None and name == "actor" else 0.0,
-        logits=causal, head=causal, edges_apart=select(section, "parallel") is not None,
+        reshard=section.fsdp.reshard_after_forward,
+        stage=section.deepspeed.zero_stage,
+        reference=reference,
+        other_models_bytes=_teacher_bytes(grpo, ranks, build) if grpo is not None and name == "actor" else 0.0,
+        logits=causal,
+        head=causal,
+        edges_apart=select(section, "parallel") is not None,
         policies=_policies(cfg) if name == "actor" else 1,
         eager=prompt + response if eager else 0,
-    )  # fmt: skip
+    )
 
 
 def _policies(cfg: object) -> int:
-    """How many policies there are (`agent.policies`)."""
+    """Returns the number of policies (`agent.policies`)."""
     return max(1, len({*plain(select(cfg, "agent.policies") or {}).values()}))
 
 
 def _tokens(cfg: RunConfig, section: LanguageActorConfig, sizes: MeshSizes, length: int) -> int:
-    """Tokens of the largest micro-batch: what may be in one, or less where an optimizer step has less for a rank."""
-    if not _writes(cfg):  # nobody says how long the rows are
+    """Returns the tokens of the largest micro-batch: the configured maximum, or fewer if an optimizer step has fewer
+    per rank.
+    """
+    if not _writes(cfg):  # the length of rows is unknown
         return section.max_tokens_per_micro_batch
     step = int(select(section, "global_batch_size") or responses_per_step(typed(GrpoConfig, cfg)))
-    whole = length * math.ceil(step / sizes.data)
-    return max(min(section.max_tokens_per_micro_batch, whole), min(length, whole))
+    step_tokens = length * math.ceil(step / sizes.data)
+    return max(min(section.max_tokens_per_micro_batch, step_tokens), min(length, step_tokens))
 
 
-def _beside(cfg: GrpoConfig, ranks: GroupRanks, build: bool) -> float:
-    """Bytes of a teacher on the actor's ranks."""
+def _teacher_bytes(cfg: GrpoConfig, ranks: GroupRanks, build: bool) -> float:
+    """Returns the bytes of a teacher on the actor's ranks."""
     if not distils(cfg) or TEACHER in group_roles(cfg):
         return 0.0
     size = size_of(cfg.teacher.model.model_path, plain(cfg.teacher.model.kwargs), build=build)
@@ -363,25 +377,29 @@ def _trained(
 
 
 def _sending(training: Training, moments: Sequence[Moment]) -> Moment:
-    """While weights are sent: what is there between steps, one weight in full, and the part that it is written to."""
+    """Returns the moment when weights are sent: the terms between steps, one weight in full, and the bucket of the
+    update.
+    """
     held = [term for term in moments[-1].terms if term.name not in FREED_BY_A_STEP]
-    whole = 4.0 * training.size.largest if training.backend != "local" else 0.0
-    return Moment("weights are sent", (*held, *terms(a_weight_in_full=whole, part_of_an_update=float(PART))))
+    largest_weight = 4.0 * training.size.largest if training.backend != "local" else 0.0
+    return Moment("weights are sent", (*held, *terms(a_weight_in_full=largest_weight, part_of_an_update=float(PART))))
 
 
 def _shared(cfg: GrpoConfig, training: Training, turns: bool) -> tuple[MemoryTerm, ...]:
-    """What an update takes of /dev/shm: a few parts or, where engines come for it later, all of it; and what is kept."""
-    whole = float(training.itemsize * training.size.parameters)
+    """Returns the memory of an update in /dev/shm: a few buckets or, for engines that receive it later, all of it; and
+    the retained weights.
+    """
+    model_bytes = float(training.itemsize * training.size.parameters)
     if cfg.rollout.weight_delta == "elements":
-        return terms(weights_and_their_changes=2.0 * whole)
+        return terms(weights_and_their_changes=2.0 * model_bytes)
     adapted = sum(math.prod(shape) for shape in training.size.adapted(training.targets).values()) * training.itemsize
-    frozen = whole - adapted if training.lora and cfg.rollout.weight_delta == "frozen" else 0.0
-    moving = (whole - frozen) * training.policies
+    frozen = model_bytes - adapted if training.lora and cfg.rollout.weight_delta == "frozen" else 0.0
+    moving = (model_bytes - frozen) * training.policies
     return terms(weights_under_way=moving if turns else min(moving, float(PARTS * PART)), frozen_weights=frozen)
 
 
 def _loading(training: Training, ranks: GroupRanks) -> tuple[MemoryTerm, ...]:
-    """What reading the model takes of the host where the rank computes elsewhere."""
+    """Returns the host memory for reading the model when the rank computes on an accelerator."""
     if not ranks.accelerated or (training.backend == "deepspeed" and training.stage == 3):
         return ()
     each = 1.0 if training.backend != "fsdp" else training.part()
@@ -405,21 +423,30 @@ def _about(training: Training, section: LanguageActorConfig) -> str:
         how += f" (ZeRO-{training.stage})"
     if training.offload:
         how += ", offloaded to the host"
-    what = f"LoRA of rank {training.lora}: {counted(training.trained)} trained" if training.lora else ""
-    kept = "activations recomputed" if training.checkpointing else "all activations kept"
+    lora = f"LoRA of rank {training.lora}: {counted(training.trained)} trained" if training.lora else ""
+    activations = "activations recomputed" if training.checkpointing else "all activations kept"
     precision = "bfloat16" if training.mixed else "float32"
     return ", ".join(
-        filter(None, (f"{section.model.model_path}: {counted(size.parameters)} parameters", what, how, precision, kept,
-                      f"micro-batches of {training.tokens} tokens"))
-    )  # fmt: skip
+        filter(
+            None,
+            (
+                f"{section.model.model_path}: {counted(size.parameters)} parameters",
+                lora,
+                how,
+                precision,
+                activations,
+                f"micro-batches of {training.tokens} tokens",
+            ),
+        )
+    )
 
 
 def counted(parameters: int) -> str:
-    """`7.62 B`, `135 M`."""
+    """Formats a number of parameters: `7.62 B`, `135 M`."""
     return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
 
 
-# -- who writes -------------------------------------------------------------------------------------------------------
+# -- generating groups---------------------------------------------------------------------------------------------------
 
 
 def _rollout(cfg: GrpoConfig, ranks: GroupRanks, build: bool) -> Account:
@@ -467,13 +494,19 @@ def _serving(
             f"the KV cache has room for {serving.cache_words()}; {serving.sequences} are asked for at a time"
         )
     return Account(
-        name, about=about, moments=serving.moments(), shared=terms(weights_under_way=part) if name == "rollout" else (),
-        turns=turns and ranks.accelerated, remarks=tuple(remarks), refusals=serving.refusals(),
-        most=lambda room: largest_context(name, serving, room), changes=lambda room: wider_engines(name, serving, room),
-    )  # fmt: skip
+        name,
+        about=about,
+        moments=serving.moments(),
+        shared=terms(weights_under_way=part) if name == "rollout" else (),
+        turns=turns and ranks.accelerated,
+        remarks=tuple(remarks),
+        refusals=serving.refusals(),
+        most=lambda room: largest_context(name, serving, room),
+        changes=lambda room: wider_engines(name, serving, room),
+    )
 
 
-# -- who scores -------------------------------------------------------------------------------------------------------
+# -- scoring groups ------------------------------------------------------------------------------------------------------
 
 
 def _scoring(cfg: GrpoConfig, name: str, ranks: GroupRanks, build: bool) -> Account:
@@ -481,9 +514,17 @@ def _scoring(cfg: GrpoConfig, name: str, ranks: GroupRanks, build: bool) -> Acco
         step = responses_per_step(cfg)
         judge = cfg.judge
         return _serving(
-            cfg, name, judge.model, judge, judge.rollout_backend, ranks, judge.max_prompt_tokens, judge.max_new_tokens,
-            step, build,
-        )  # fmt: skip
+            cfg,
+            name,
+            judge.model,
+            judge,
+            judge.rollout_backend,
+            ranks,
+            judge.max_prompt_tokens,
+            judge.max_new_tokens,
+            step,
+            build,
+        )
     group = scoring_groups(cfg).get(name)
     if group is None or not group.model.model_path:
         raise NotKnown(f"{name} has no model that the configuration names")
@@ -506,7 +547,7 @@ def frozen_account(
     logits: bool,
     build: bool,
 ) -> Account:
-    """A rank with a model that is not trained, and reads what others have written."""
+    """Returns the account of a rank with a frozen model that scores samples."""
     size: ModelSize = size_of(model.model_path, plain(select(model, "kwargs")), build=build)
     b = itemsize(model.dtype, ranks.accelerated)
     step = sum(longest(cfg)) * math.ceil(responses_per_step(cfg) / ranks.number)

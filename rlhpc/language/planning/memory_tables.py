@@ -1,8 +1,8 @@
-"""The tables of docs/explanation/memory.md: what ranks hold of models from 7 B to 235 B on one, four and sixteen nodes.
+"""Tables of docs/explanation/memory.md: memory of models from 7 B to 235 B on one, four and sixteen nodes.
 
     python -m rlhpc.language.planning.memory_tables configs/reasoning/large.yaml
 
-writes them for the settings of a configuration, in which the model and the nodes take the place of its own.
+prints them for the settings of a configuration, with these models and nodes in place of the configured ones.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MODELS = (
 )  # fmt: skip
 NODES, PER_NODE, ROOM = (1, 4, 16), 8, 80.0 * GIB
 _USABLE = (1.0 - SPARE) * ROOM
-#: Sizes of an engine that are tried.
+#: Engine sizes to try.
 _ENGINES = (1, 2, 4, 8)
 
 
 def tables(config: str) -> str:
-    """Markdown of all tables.
+    """Returns the Markdown of all tables.
 
     Args:
-        config: A configuration of kind `reasoning`.
+        config: Configuration of task type `reasoning`.
     """
     cfg = typed(GrpoConfig, load_config(config, training=False))
     return "\n\n".join((_training(cfg), _serving(cfg)))
@@ -52,22 +52,22 @@ def _training(cfg: GrpoConfig) -> str:
         size = size_of(model)
         for nodes in NODES:
             cards = nodes * PER_NODE
-            found = _fitting(dataclasses.replace(base, size=size, sizes=MeshSizes(shard=cards), edges_apart=True))
+            fitting = _fitting(dataclasses.replace(base, size=size, sizes=MeshSizes(shard=cards), edges_apart=True))
             name = f"{model.rpartition('/')[2]} ({counted(size.parameters)})"
-            rows.append(f"| {name} | {nodes} × {PER_NODE} | {' | '.join(_cells(found))} |")
+            rows.append(f"| {name} | {nodes} × {PER_NODE} | {' | '.join(_cells(fitting))} |")
     return "\n".join(rows)
 
 
 def _fitting(plain: Training) -> tuple[Training, bool]:
-    """As it is, or with the nearest sizes that fit; and whether they do."""
-    found = [(far, sized) for far, sized in divisions(plain) if held(sized) <= _USABLE]
-    if found:
-        return min(found, key=lambda one: (one[0], held(one[1])))[1], True
+    """Returns the training, or the nearest division that fits; and whether it fits."""
+    candidates = [(far, sized) for far, sized in divisions(plain) if held(sized) <= _USABLE]
+    if candidates:
+        return min(candidates, key=lambda one: (one[0], held(one[1])))[1], True
     return min((sized for _, sized in divisions(plain)), key=held), False
 
 
-def _cells(found: tuple[Training, bool]) -> Iterator[str]:
-    training, fits = found
+def _cells(fitting: tuple[Training, bool]) -> Iterator[str]:
+    training, fits = fitting
     peak = max(training.moments(), key=lambda moment: moment.nbytes)
     yield divided(training.sizes)
     yield f"{peak.nbytes / GIB:.1f}" + ("" if fits else " (**does not fit**)")
@@ -83,7 +83,7 @@ def _largest(training: Training) -> int:
 
 
 def divided(sizes: MeshSizes) -> str:
-    """`shard 8, tensor 2`."""
+    """Formats the sizes of a division: `shard 8, tensor 2`."""
     named = dataclasses.asdict(sizes)
     return ", ".join(f"{key} {value}" for key, value in named.items() if value > 1) or "shard 1"
 
@@ -98,10 +98,19 @@ def _serving(cfg: GrpoConfig) -> str:
         size = size_of(model)
         for tensor in _ENGINES:
             engine = Serving(
-                size, "vllm", 2, True, ROOM, prompt, response, responses_per_step(cfg),
-                tensor=tensor, utilization=cfg.rollout.gpu_memory_utilization, at_once=cfg.rollout.max_batch_size,
+                size,
+                "vllm",
+                2,
+                True,
+                ROOM,
+                prompt,
+                response,
+                responses_per_step(cfg),
+                tensor=tensor,
+                utilization=cfg.rollout.gpu_memory_utilization,
+                at_once=cfg.rollout.max_batch_size,
                 longest=cfg.rollout.max_model_len,
-            )  # fmt: skip
+            )
             cells = (
                 ["—", "does not fit"]
                 if engine.refusals()
@@ -115,13 +124,13 @@ def _serving(cfg: GrpoConfig) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """`python -m rlhpc.language.planning.memory_tables CONFIG`."""
-    given = list(sys.argv[1:] if words is None else words)
+    """Runs `python -m rlhpc.language.planning.memory_tables CONFIG`."""
+    arguments = list(sys.argv[1:] if words is None else words)
 
     def command() -> int:
-        if len(given) != 1:
+        if len(arguments) != 1:
             raise ConfigError("give one configuration, such as configs/reasoning/large.yaml")
-        print(tables(given[0]))
+        print(tables(arguments[0]))
         return 0
 
     return report_errors(command)

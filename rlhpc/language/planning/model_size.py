@@ -1,7 +1,7 @@
-"""The sizes of a language model: every parameter's shape, and what its activations are made of.
+"""Sizes of language models: shapes of all parameters, and the sizes that determine activations.
 
-For the families named in `FAMILIES` shapes follow from the configuration; any other family's model is built on the meta
-device, which takes a few seconds and no memory. Both give the same, as a test says.
+For the families in `FAMILIES` shapes follow from the configuration; models of other families are built on the meta
+device, which takes a few seconds and no memory. A test checks that both give the same result.
 """
 
 from __future__ import annotations
@@ -30,14 +30,19 @@ _LLAMA3 = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings
 
 def _sizes(base: Mapping[str, Any], hidden: int, inner: int, layers: int, heads: int, kv: int, **more: Any) -> Any:
     return {
-        **base, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv, **more,
-    }  # fmt: skip
+        **base,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        **more,
+    }
 
 
 _TIED = {"tie_word_embeddings": True}
-#: By the hub's name in lower case, without what says how a model was tuned.
-KNOWN: Mapping[str, Mapping[str, Any]] = {
+#: Configurations by the hub's name in lower case, without suffixes of tuning.
+HUB_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "qwen/qwen2.5-0.5b": _sizes(_QWEN2_SMALL, 896, 4864, 24, 14, 2),
     "qwen/qwen2.5-1.5b": _sizes(_QWEN2_SMALL, 1536, 8960, 28, 12, 2),
     "qwen/qwen2.5-3b": _sizes(_QWEN2_SMALL, 2048, 11008, 36, 16, 2),
@@ -60,34 +65,34 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
         {"model_type": "llama", "vocab_size": 49152, "max_position_embeddings": 8192, **_TIED}, 576, 1536, 30, 9, 3
     ),
 }
-#: What says how a model was tuned, and nothing about its sizes.
+#: Suffixes of tuning, which do not change the sizes.
 _TUNED = ("-instruct", "-base", "-chat", "-2507", "-thinking", "-math")
 
 
-def known(name: str) -> Mapping[str, Any] | None:
-    """The configuration of a model of this name on the hub, tuned or not; None if it is not among `KNOWN`."""
+def hub_config(name: str) -> Mapping[str, Any] | None:
+    """Returns the configuration of a hub model, tuned or not; None if it is not in `HUB_CONFIGS`."""
     name = name.lower()
-    while name not in KNOWN:
+    while name not in HUB_CONFIGS:
         ending = next((part for part in _TUNED if name.endswith(part)), None)
         if ending is None:
             return None
         name = name.removesuffix(ending)
-    return KNOWN[name]
+    return HUB_CONFIGS[name]
 
 
-#: Families whose shapes follow from the configuration: decoder layers of attention and a gated MLP, or a mixture of them.
+#: Families whose shapes follow from the configuration: decoder layers of attention and a gated MLP or a mixture of experts.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 _MIXTURES = ("qwen3_moe", "mixtral")
-#: What a configuration says where a model divides its head's result, or bounds it.
+#: Configuration keys of models that scale or bound the logits.
 _BEYOND_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-#: What a configuration says about keys and values, or leaves to defaults.
+#: Configuration keys about keys and values, which may be left to defaults.
 _CACHE_KEYS = (
     "layer_types", "sliding_window", "attention_chunk_size", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
     "v_head_dim",
 )  # fmt: skip
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
-#: Names of the linear layers that adapters go on, where all linear layers get one.
+#: Names of the linear layers that get adapters with `all-linear`.
 LINEAR = _ATTENTION | {"gate_proj", "up_proj", "down_proj"}
 
 
@@ -97,20 +102,20 @@ class NotKnown(RlhpcError):
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A causal language model's sizes. Counts are of elements.
+    """Sizes of a causal language model. Counts are of elements.
 
     Attributes:
         family: Its `model_type`.
-        shapes: Of all parameters, by name; tied ones once.
-        windows: Of each layer that keeps keys and values: tokens that it looks back at most.
-        latent: Of latent attention (MLA): numbers that are kept of a token in a layer, where heads are made of them anew.
-        latent_heads: Numbers of a head that are kept otherwise.
+        shapes: Shapes of all parameters, by name; tied ones once.
+        windows: Attention window of each layer with a KV cache, in tokens.
+        latent: Latent attention (MLA): cached numbers per token and layer, from which heads are computed again.
+        latent_heads: Numbers of a head that are cached otherwise.
         linear: Names of the layers that `all-linear` gives adapters (`training.lora.linear_layers`).
-        hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary: As everybody calls them.
-        experts, per_token, expert_width: Of a mixture: experts of a layer, those that a token goes to, and their inner width.
+        hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary: Sizes with their usual names.
+        experts, per_token, expert_width: Mixture of experts: experts of a layer, experts per token, and their inner width.
         qk_norm: Whether queries and keys are normalized.
-        context: Longest prompt and response together.
-        whole_logits: Whether the model does more with its head's result than give it back, so that logits are made whole.
+        context: Maximum length of prompt and response together.
+        whole_logits: Whether the model transforms the result of its head, so that all logits are computed at once.
     """
 
     family: str
@@ -140,22 +145,22 @@ class ModelSize:
 
     @functools.cached_property
     def expert_parameters(self) -> int:
-        """Those of experts."""
+        """Number of parameters of experts."""
         return sum(math.prod(shape) for name, shape in self.shapes.items() if ".experts." in name)
 
     @functools.cached_property
     def layer_parameters(self) -> tuple[int, int]:
-        """Of the largest decoder layer: those of its experts, and all others."""
-        found: dict[str, list[int]] = {}
+        """Numbers of parameters of the largest decoder layer: those of its experts, and all others."""
+        counts: dict[str, list[int]] = {}
         for name, shape in self.shapes.items():
             if place := _LAYER.search(name):
-                found.setdefault(place[1], [0, 0])[".experts." not in name] += math.prod(shape)
-        experts, others = max(found.values(), key=sum, default=[0, 0])
-        return experts, others
+                counts.setdefault(place[1], [0, 0])[".experts." not in name] += math.prod(shape)
+        experts, dense = max(counts.values(), key=sum, default=[0, 0])
+        return experts, dense
 
     @functools.cached_property
     def root_parameters(self) -> int:
-        """Those outside of decoder layers: embeddings, head and the last norm."""
+        """Number of parameters outside of decoder layers: embeddings, head and the last norm."""
         return sum(math.prod(shape) for name, shape in self.shapes.items() if not _LAYER.search(name))
 
     @property
@@ -165,7 +170,7 @@ class ModelSize:
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the embedding."""
+        """True if the head and the embedding share their weights."""
         return self.root_parameters < 2 * self.embedding
 
     @functools.cached_property
@@ -174,18 +179,18 @@ class ModelSize:
         return max(map(math.prod, self.shapes.values()), default=0)
 
     def adapted(self, targets: Any) -> dict[str, tuple[int, int]]:
-        """The linear layers that get an adapter: name → outputs, inputs.
+        """Returns the linear layers that get an adapter: name → outputs, inputs.
 
         Args:
             targets: `actor.lora.target_modules`.
         """
         every = is_all_linear(targets)
-        found: dict[str, tuple[int, int]] = {}
+        shapes_of_adapted: dict[str, tuple[int, int]] = {}
         for name, shape in self.shapes.items():
             module = name.removesuffix(".weight")
             if module != name and len(shape) == 2 and (module in self.linear if every else is_target(module, targets)):
-                found[module] = (shape[0], shape[1])
-        return found
+                shapes_of_adapted[module] = (shape[0], shape[1])
+        return shapes_of_adapted
 
     def key_value_bytes(self, itemsize: int, tokens: float, tensor: int = 1, *, compact: bool = False) -> float:
         """Returns the bytes of a sequence's keys and values on a rank, of all layers.
@@ -210,22 +215,22 @@ def size_of(
     build: bool = True,
     config: Mapping[str, Any] | None = None,
 ) -> ModelSize:
-    """The sizes of the model that `model_path` names.
+    """Returns the sizes of the model that `model_path` names.
 
     Args:
         path: A folder, a hub name, or a built-in model.
-        kwargs: Of a built-in model.
-        config: What its config.json says, if that is known.
-        build: Whether a family that is not among `FAMILIES` may be built on the meta device.
+        kwargs: Arguments of a built-in model.
+        config: Contents of its config.json, if known.
+        build: Whether a family that is not in `FAMILIES` may be built on the meta device.
 
     Raises:
-        NotKnown: There is nothing here that says.
+        NotKnown: The sizes are not available on this machine.
     """
     config = config_of(path, kwargs) if config is None else config
     text = {**config, **(config.get("text_config") or {})}
     if text.get("model_type") in FAMILIES:
         shapes = dict(_shapes(text))
-        # What a mixture has beside attention, peft takes for its experts.
+        # For mixtures, peft treats all linear layers except attention as experts.
         last_parts = _ATTENTION if _experts(text) else LINEAR
         layers = (name.removesuffix(".weight") for name in shapes)
         return _sized(text, shapes, frozenset(name for name in layers if name.rpartition(".")[2] in last_parts))
@@ -236,17 +241,17 @@ def size_of(
 
 
 def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """What a model's config.json says.
+    """Returns the contents of a model's config.json.
 
     Raises:
-        NotKnown: It is not on this machine, and not among the models that are known by name.
+        NotKnown: The file is not on this machine, and the model is not in `HUB_CONFIGS`.
     """
     if not path:
         raise NotKnown("no model is named")
     if path == f"{PREFIX}tiny":
         try:
             return _tiny(**{str(key): value for key, value in (kwargs or {}).items()})
-        except TypeError as error:  # whoever makes the model says what it takes
+        except TypeError as error:  # the message names the accepted arguments
             raise NotKnown(f"{path} with {dict(kwargs or {})}: {error}") from None
     if path.startswith(PREFIX):
         path = {"builtin:smollm2": "HuggingFaceTB/SmolLM2-135M"}.get(path.lower(), path)
@@ -257,7 +262,7 @@ def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapp
                 return dict(json.loads(config_file.read_text()))
             except (OSError, ValueError) as error:
                 raise NotKnown(f"{config_file} cannot be read ({error})") from error
-    if (by_name := known(path)) is not None:
+    if (by_name := hub_config(path)) is not None:
         return by_name
     raise NotKnown(
         f"{path}: no folder, nothing of it in the hub's cache here, and none of the models known by name; give a folder with "
@@ -268,13 +273,18 @@ def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapp
 def _tiny(
     vocabulary: str = VOCABULARY, hidden: int = 128, layers: int = 4, heads: int = 4, context: int = 64, seed: int = 0
 ) -> dict[str, Any]:
-    """The configuration that `make_tiny_model` writes."""
+    """Returns the configuration that `make_tiny_model` writes."""
     del seed
     return {
-        "model_type": "llama", "vocab_size": len(dict.fromkeys(vocabulary)) + len(SPECIAL), "hidden_size": hidden,
-        "intermediate_size": -(-hidden * 8 // 3 // 8) * 8, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": heads, "max_position_embeddings": context,
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": len(dict.fromkeys(vocabulary)) + len(SPECIAL),
+        "hidden_size": hidden,
+        "intermediate_size": -(-hidden * 8 // 3 // 8) * 8,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": context,
+    }
 
 
 def _sized(c: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], linear: frozenset[str]) -> ModelSize:
@@ -323,7 +333,7 @@ def _windows(c: Mapping[str, Any]) -> Iterator[float]:
 
 
 def _shapes(c: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The parameters of a family among `FAMILIES`, by their names in transformers, in its order."""
+    """Yields the parameters of a family in `FAMILIES`, by their names in transformers, in its order."""
     family, hidden, heads = c["model_type"], int(c["hidden_size"]), int(c["num_attention_heads"])
     width = int(c.get("head_dim") or hidden // heads)
     q, kv = heads * width, int(c.get("num_key_value_heads") or heads) * width
@@ -347,16 +357,16 @@ def _shapes(c: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _experts(c: Mapping[str, Any]) -> int:
-    """Experts of a layer; 0 where the family has none, whatever else its configuration says."""
+    """Returns the experts of a layer; 0 for families without experts, whatever else the configuration contains."""
     if c.get("model_type") in FAMILIES and c["model_type"] not in _MIXTURES:
         return 0
     return int(c.get("num_experts") or c.get("num_local_experts") or c.get("n_routed_experts") or 0)
 
 
 def _expert_width(c: Mapping[str, Any]) -> int:
-    """Inner width of an expert."""
-    own = None if c.get("model_type") == "mixtral" else c.get("moe_intermediate_size")
-    return int(own or c["intermediate_size"])
+    """Returns the inner width of an expert."""
+    expert_width = None if c.get("model_type") == "mixtral" else c.get("moe_intermediate_size")
+    return int(expert_width or c["intermediate_size"])
 
 
 def _feed_forward(c: Mapping[str, Any], number: int, at: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -379,8 +389,9 @@ def _feed_forward(c: Mapping[str, Any], number: int, at: str) -> Iterator[tuple[
 def _built(
     path: str | None, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], frozenset[str]]:
-    """Returns facts of a model of any other family, built on the meta device: what its configuration leaves to defaults about
-    keys and values; its parameters; and its `ModelSize.linear`."""
+    """Returns facts of a model of another family, built on the meta device: its configuration's defaults about keys and
+    values; its parameters; and its `ModelSize.linear`.
+    """
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -390,13 +401,13 @@ def _built(
         raise NotKnown(f"{path}: models of this type are built to be looked at, which needs {error.name}") from error
     try:
         known_keys = {key: value for key, value in config.items() if key != "model_type"}
-        made = AutoConfig.for_model(str(config["model_type"]), **known_keys)
+        model_config = AutoConfig.for_model(str(config["model_type"]), **known_keys)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(made)
+            model = AutoModelForCausalLM.from_config(model_config)
     except (KeyError, ValueError, ImportError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotKnown(f"{path}: this transformers cannot build it: {reason}") from error
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    inner = made.get_text_config()
+    inner = model_config.get_text_config()
     facts = {key: value for key in _CACHE_KEYS if (value := getattr(inner, key, None)) is not None}
     return facts, shapes, frozenset(linear_layers(model))

@@ -1,4 +1,4 @@
-"""What a step of a language model's run consists of, for `rlhpc tune`."""
+"""Workloads of language models' runs for `rlhpc tune`: the phases of a step."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from rlhpc.runtime.cluster import Cluster
 STALENESS, OFFLOAD = "algorithm.max_staleness", "actor.offload_in_rollout"
 MICRO, BATCH = "actor.max_tokens_per_micro_batch", "rollout.max_batch_size"
 TENSOR = "rollout.parallel.tensor"
-#: Sequences that an engine makes at a time unless told otherwise.
+#: Default number of concurrent sequences of an engine.
 _AT_A_TIME = 64
 
 
 def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
-    """A step of RL on verifiable tasks."""
+    """Returns the workload of a step of RL on verifiable tasks."""
     prompts, responses, batch = cfg.data.prompts_per_step, responses_per_step(cfg), minibatch_size(cfg, cfg.actor)
-    others = tuple(Phase(name, name, f"time/{name}_s", streams=True) for name in group_roles(cfg) if name != AGENT)
+    scoring_phases = tuple(
+        Phase(name, name, f"time/{name}_s", streams=True) for name in group_roles(cfg) if name != AGENT
+    )
     micro = cfg.actor.max_tokens_per_micro_batch
     knobs = [
         Knob(STALENESS, tuple(range(ahead + 1))),
         Knob(MICRO, (micro, *(micro // n for n in (2, 4) if micro >= 8 * n))),
     ]
-    if cfg.rollout.rollout_backend.lower() == "hf":  # it has one rank, and says how many sequences it makes at a time
+    if cfg.rollout.rollout_backend.lower() == "hf":  # it has one rank, and its number of concurrent sequences is a key
         knobs.append(Knob(BATCH, _values(cfg, BATCH, (responses, responses // 2))))
     else:
         ranks = len(placed(cfg)["rollout"].processes)
@@ -45,7 +47,7 @@ def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
     return Workload(
         phases=(
             Phase("generate", "rollout", "time/generate_s"),
-            *others,
+            *scoring_phases,
             Phase("score", "actor", "time/score_s", streams=True),
             Phase("train", "actor", "time/train_s"),
             Phase("take weights", "rollout", "time/rollout_sync_s"),
@@ -56,13 +58,13 @@ def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
         staleness=STALENESS,
         measured_with=(f"{STALENESS}=0",),
         smaller=_smaller(prompts, batch),
-        divides={**{phase.group: prompts for phase in others}, "actor": prompts},
+        divides={**{phase.group: prompts for phase in scoring_phases}, "actor": prompts},
         pieces=responses / (cfg.rollout.max_batch_size or _AT_A_TIME),
     )
 
 
 def supervised_workload(cfg: LanguageConfig | RewardRunConfig, ahead: int) -> Workload:
-    """An optimizer step on rows."""
+    """Returns the workload of an optimizer step on rows."""
     del ahead
     rows, micro = cfg.data.prompts_per_step, _micro(cfg)
     return Workload(
@@ -87,5 +89,5 @@ def _smaller(prompts: int, batch: int) -> dict[int, tuple[str, ...]]:
     }
 
 
-def _values(cfg: GrpoConfig, key: str, found: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys([select(cfg, key), *found]))
+def _values(cfg: GrpoConfig, key: str, candidates: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys([select(cfg, key), *candidates]))

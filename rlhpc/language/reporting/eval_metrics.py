@@ -193,7 +193,7 @@ def pairs_summary(rows: Sequence[PreferenceRow]) -> dict[str, Any]:
         }
         if len(levels) > 1
         else {},
-    }  # fmt: skip
+    }
 
 
 def calibration(margins: np.ndarray) -> tuple[float, list[dict[str, float]]]:

@@ -504,9 +504,11 @@ def write_episodes_page(paths: RunPaths) -> Path | None:
     target = episodes_page(paths)
     ways = f'<nav><a href="{PAGE}">The run</a></nav>'
     html = page(
-        title=f"{paths.root.name}: episodes", subtitle="what was read, what was drawn, what it was worth",
-        body=[ways, *sections], css=_EPISODE_CSS,
-    )  # fmt: skip
+        title=f"{paths.root.name}: episodes",
+        subtitle="what was read, what was drawn, what it was worth",
+        body=[ways, *sections],
+        css=_EPISODE_CSS,
+    )
     return write_page(html, target)
 
 
@@ -519,10 +521,14 @@ def _episode_rows(path: Path) -> list[EpisodeRow]:
 
 def _is_episode(samples: Any) -> bool:
     """Says whether these are samples as `transcript` writes them: the file may be anybody's."""
-    return isinstance(samples, list) and bool(samples) and all(
-        isinstance(sample, dict) and isinstance(sample.get("parts"), list) and all(map(_is_part, sample["parts"]))
-        for sample in samples
-    )  # fmt: skip
+    return (
+        isinstance(samples, list)
+        and bool(samples)
+        and all(
+            isinstance(sample, dict) and isinstance(sample.get("parts"), list) and all(map(_is_part, sample["parts"]))
+            for sample in samples
+        )
+    )
 
 
 def _is_part(part: Any) -> bool:

@@ -244,10 +244,15 @@ def _count_threads(uid: int) -> int:
 
 def _limit(job: Job, threads: int) -> None:
     for name, soft, hard in (
-        ("CPU", job["cpu_s"], job["cpu_s"] + 1), ("AS", job["memory"], job["memory"]), ("CORE", 0, 0),
-        ("FSIZE", job["file_size"], job["file_size"]), ("NOFILE", job["open_files"], job["open_files"]),
-        ("NPROC", threads, threads), ("MEMLOCK", 0, 0), ("MSGQUEUE", 0, 0),
-    ):  # fmt: skip
+        ("CPU", job["cpu_s"], job["cpu_s"] + 1),
+        ("AS", job["memory"], job["memory"]),
+        ("CORE", 0, 0),
+        ("FSIZE", job["file_size"], job["file_size"]),
+        ("NOFILE", job["open_files"], job["open_files"]),
+        ("NPROC", threads, threads),
+        ("MEMLOCK", 0, 0),
+        ("MSGQUEUE", 0, 0),
+    ):
         kind = getattr(resource, f"RLIMIT_{name}")
         maximum = resource.getrlimit(kind)[1]
         limits = (soft, hard) if maximum == resource.RLIM_INFINITY else (min(soft, maximum), min(hard, maximum))

@@ -95,15 +95,33 @@ class Sandbox:
     """
 
     def __init__(
-        self, *, wall_s: float = 5.0, cpu_s: float | None = None, memory_mb: int = 512, file_mb: int = 16, disk_mb: int = 64,
-        output_kb: int = 256, processes: int = 1, open_files: int = 64, packages: bool = True, read: Sequence[str] = (),
-        allow_unconfined: bool = False, mechanisms: Sequence[str] = MECHANISMS,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        wall_s: float = 5.0,
+        cpu_s: float | None = None,
+        memory_mb: int = 512,
+        file_mb: int = 16,
+        disk_mb: int = 64,
+        output_kb: int = 256,
+        processes: int = 1,
+        open_files: int = 64,
+        packages: bool = True,
+        read: Sequence[str] = (),
+        allow_unconfined: bool = False,
+        mechanisms: Sequence[str] = MECHANISMS,
+    ) -> None:
         unknown = sorted(set(mechanisms) - set(MECHANISMS))
         if unknown:
             raise ConfigError(f"sandbox: mechanisms has {unknown}; allowed: {', '.join(MECHANISMS)}")
-        bounds = {"wall_s": wall_s, "memory_mb": memory_mb, "file_mb": file_mb, "disk_mb": disk_mb,
-                  "output_kb": output_kb, "processes": processes, "open_files": open_files}  # fmt: skip
+        bounds = {
+            "wall_s": wall_s,
+            "memory_mb": memory_mb,
+            "file_mb": file_mb,
+            "disk_mb": disk_mb,
+            "output_kb": output_kb,
+            "processes": processes,
+            "open_files": open_files,
+        }
         for name, value in bounds.items():
             if value <= 0:
                 raise ConfigError(f"sandbox: {name} is {value}; it must be above 0")
@@ -114,12 +132,18 @@ class Sandbox:
             for several in (False, True)
         }
         self._job: dict[str, Any] = {
-            "cpu_s": math.ceil(cpu_s or wall_s), "memory": memory_mb * _MB, "file_size": file_mb * _MB,
-            "disk": disk_mb * _MB, "processes": processes, "open_files": open_files, "need": [],
-            "mechanisms": list(mechanisms), "read": readable(read),
+            "cpu_s": math.ceil(cpu_s or wall_s),
+            "memory": memory_mb * _MB,
+            "file_size": file_mb * _MB,
+            "disk": disk_mb * _MB,
+            "processes": processes,
+            "open_files": open_files,
+            "need": [],
+            "mechanisms": list(mechanisms),
+            "read": readable(read),
             "packages": [path for path in sys.path if packages and Path(path).name in _PACKAGES],
             "filters": {name: code.hex() if code and "seccomp" in mechanisms else "" for name, code in filters.items()},
-        }  # fmt: skip
+        }
         self._limits: dict[str, str] = {}
         self._try_out()
         missing = self.unenforced()
@@ -181,9 +205,14 @@ class Sandbox:
             # The keeper asks to be killed with the thread that started it: this thread, which waits for the keeper below.
             keeper = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _BOOT.format(str(_INSIDE)), *map(str, fds), str(os.getpid())],
-                stdin=stdin_fd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=fds, cwd="/",
-                env=environment(), start_new_session=True,
-            )  # fmt: skip
+                stdin=stdin_fd,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=fds,
+                cwd="/",
+                env=environment(),
+                start_new_session=True,
+            )
         except BaseException:
             for fd in (result, status):
                 os.close(fd)
@@ -249,8 +278,15 @@ class Sandbox:
             folder, secret = str(place), place / "secret"
             secret.write_text("secret")
             secret.chmod(0o600)
-            targets = {"port": server.getsockname()[1], "pid": os.getpid(), "secret": str(secret), "folder": folder,
-                     "memory": self._job["memory"], "processes": self._job["processes"], "ipc": reached}  # fmt: skip
+            targets = {
+                "port": server.getsockname()[1],
+                "pid": os.getpid(),
+                "secret": str(secret),
+                "folder": folder,
+                "memory": self._job["memory"],
+                "processes": self._job["processes"],
+                "ipc": reached,
+            }
             source = (_INSIDE / "self_test.py").read_text()
             checks = [{"kind": "value", "source": f"attempts({targets!r})"}]
             result = self._start({"source": source, "setup": "", "checks": checks, "main": False}, "", _START_S)
@@ -359,9 +395,16 @@ def _result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -
     end = json.loads(texts["status"]) if texts["status"] else {"code": -signal.SIGKILL}
     status = outcome or ("ok" if end["code"] == 0 else "killed" if end["code"] < 0 else "error")
     return SandboxResult(
-        status, stdout, stderr, error, checks, seconds, end.get("cpu_s", 0.0), end.get("memory", 0),
+        status,
+        stdout,
+        stderr,
+        error,
+        checks,
+        seconds,
+        end.get("cpu_s", 0.0),
+        end.get("memory", 0),
         began.get("have", {}),
-    )  # fmt: skip
+    )
 
 
 _PRIVATE, _REMOVE, _CREATE = 0, 0, 0o100 | 0o2
@@ -464,9 +507,11 @@ class _Program:
         self.calls = numbers(machine)
         arch = _MACHINES[machine][0]
         self.code = [
-            _instruction(_LD, _ARCH_AT), _instruction(_JEQ, arch, 1, 0), _instruction(_RET, _KILL),
+            _instruction(_LD, _ARCH_AT),
+            _instruction(_JEQ, arch, 1, 0),
+            _instruction(_RET, _KILL),
             _instruction(_LD, _NUMBER_AT),
-        ]  # fmt: skip
+        ]
         if machine == "x86_64":  # the x32 ABI has numbers of its own for the same calls
             self.code += [_instruction(_JGE, 0x40000000, 0, 1), _refuse(errno.ENOSYS)]
 

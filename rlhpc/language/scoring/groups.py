@@ -63,8 +63,10 @@ def scoring_groups(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
 def group_models(cfg: GrpoConfig) -> dict[str, FrozenModelConfig]:
     """Returns the models of the groups that accept built-in models, by their sections."""
     models: dict[str, FrozenModelConfig] = {
-        "critic.model": cfg.critic.model, "teacher.model": cfg.teacher.model, "judge.model": cfg.judge.model,
-    }  # fmt: skip
+        "critic.model": cfg.critic.model,
+        "teacher.model": cfg.teacher.model,
+        "judge.model": cfg.judge.model,
+    }
     return {**models, **{f"groups[{index}].model": group.model for index, group in enumerate(cfg.groups)}}
 
 
@@ -166,18 +168,29 @@ def engine_config(
     """
     model = section.model
     rollout = {
-        "rollout_backend": section.rollout_backend, "max_new_tokens": max_new_tokens,
-        "max_batch_size": section.max_batch_size, "max_model_len": section.max_model_len, "dtype": section.dtype,
-        "gpu_memory_utilization": section.gpu_memory_utilization, "engine_kwargs": plain(section.engine_kwargs),
-        "temperature": temperature, "top_p": 1.0, "top_k": -1, "max_turns": 1, "agent": None,
-    }  # fmt: skip
+        "rollout_backend": section.rollout_backend,
+        "max_new_tokens": max_new_tokens,
+        "max_batch_size": section.max_batch_size,
+        "max_model_len": section.max_model_len,
+        "dtype": section.dtype,
+        "gpu_memory_utilization": section.gpu_memory_utilization,
+        "engine_kwargs": plain(section.engine_kwargs),
+        "temperature": temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_turns": 1,
+        "agent": None,
+    }
     actor = {
         "model": {
-            "model_path": model.model_path, "kwargs": {}, "dtype": model.dtype,
-            "attn_implementation": model.attn_implementation, "trust_remote_code": model.trust_remote_code,
+            "model_path": model.model_path,
+            "kwargs": {},
+            "dtype": model.dtype,
+            "attn_implementation": model.attn_implementation,
+            "trust_remote_code": model.trust_remote_code,
         },
         "offload_in_rollout": takes_turns,
-    }  # fmt: skip
+    }
     return typed(LanguageConfig, OmegaConf.create({"rollout": rollout, "actor": actor}))
 
 

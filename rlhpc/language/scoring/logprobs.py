@@ -88,10 +88,15 @@ class EngineLogProbs(Scorer):
         self.group_section, config = group, engine_config(cfg.teacher, takes_turns=cfg.actor.offload_in_rollout)
         with explained(group):
             self.engine = VLLMScores(
-                config, model_path=resolve_model(cfg.teacher.model), device=device, seed=cfg.runner.seed,
-                temperature=cfg.rollout.temperature, top=k, vocabulary=vocabulary_of(cfg) if k else None,
+                config,
+                model_path=resolve_model(cfg.teacher.model),
+                device=device,
+                seed=cfg.runner.seed,
+                temperature=cfg.rollout.temperature,
+                top=k,
+                vocabulary=vocabulary_of(cfg) if k else None,
                 max_tokens=group.max_tokens,
-            )  # fmt: skip
+            )
 
     def score(self, batch: TokenBatch) -> torch.Tensor:
         """Returns log-probs `[T]` of all tokens; or `[T, k + 1, 2]` of the trained tokens, as `top_logprobs`."""

@@ -114,8 +114,11 @@ class AskingGroup(Asker):
 
     def _ask(self, samples: dict[Any, Sample]) -> None:
         message = {
-            "rollout": self._rank, "round": self._round, "ids": list(samples), "samples": list(samples.values()),
-        }  # fmt: skip
+            "rollout": self._rank,
+            "round": self._round,
+            "ids": list(samples),
+            "samples": list(samples.values()),
+        }
         self._requests.entrust(message, key=str(self._count % self._ranks))
         self._count += 1
 

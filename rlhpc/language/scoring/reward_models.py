@@ -98,9 +98,14 @@ class ProcessRewards(Scorer):
     """
 
     def __init__(
-        self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup, separator: str = "\n", sigmoid: bool = False,
+        self,
+        cfg: GrpoConfig,
+        device: torch.device,
+        group: ScoringGroup,
+        separator: str = "\n",
+        sigmoid: bool = False,
         change: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(cfg, device, group)
         if not separator:
             raise ConfigError(f"groups[{group.name}].kwargs.separator is empty; a step ends with it")

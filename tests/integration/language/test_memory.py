@@ -13,7 +13,7 @@ need_extra("llm")
 
 from rlhpc.config.parallel import MeshSizes
 from rlhpc.language.planning.memory_model import Training
-from rlhpc.language.planning.model_size import FAMILIES, KNOWN, size_of
+from rlhpc.language.planning.model_size import FAMILIES, HUB_CONFIGS, size_of
 from tests.forked import forked
 
 #: Small, and yet so large that what libraries hold is little beside it.
@@ -137,5 +137,5 @@ def test_pytorchs_tracker_finds_what_is_accounted_for() -> None:
     found = measure(asked, name, {})
     for layers, peak in found.peaks.items():
         assert found.accounted[layers] == pytest.approx(peak, rel=0.05)
-    assert found.whole_accounted == pytest.approx(found.whole, rel=0.1)
-    assert KNOWN["qwen/qwen2.5-7b"]["num_hidden_layers"] == asked.size.layers
+    assert found.full_model_accounted == pytest.approx(found.full_model, rel=0.1)
+    assert HUB_CONFIGS["qwen/qwen2.5-7b"]["num_hidden_layers"] == asked.size.layers

@@ -22,9 +22,13 @@ def chat_reply(answer: StoredResponse, body: Mapping[str, Any], model: str, toke
         as_ids = bool(body.get("return_tokens_as_token_ids"))
         choice["logprobs"] = {"content": _logprobs(answer, None if as_ids else tokenizer)}
     response = {
-        "id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "created": int(time.time()), "model": model,
-        "choices": [choice], "usage": _usage(answer),
-    }  # fmt: skip
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+        "usage": _usage(answer),
+    }
     if body.get("return_token_ids"):
         response["prompt_token_ids"] = answer.prompt_ids
         choice["token_ids"] = turn.token_ids
@@ -35,9 +39,11 @@ def generate_reply(answer: StoredResponse) -> dict[str, Any]:
     """Returns the response to `/inference/v1/generate`, in vLLM's format."""
     turn = answer.turn
     choice = {
-        "index": 0, "token_ids": turn.token_ids, "finish_reason": stop_reason(turn.finish_reason),
+        "index": 0,
+        "token_ids": turn.token_ids,
+        "finish_reason": stop_reason(turn.finish_reason),
         "logprobs": {"content": _logprobs(answer, None)},
-    }  # fmt: skip
+    }
     return {"request_id": uuid.uuid4().hex, "choices": [choice], "versions": turn.versions}
 
 
@@ -159,10 +165,15 @@ def message_reply(answer: StoredResponse, model: str) -> dict[str, Any]:
     stop = None if answer.reply is None or message.get("tool_calls") else answer.reply.stop
     reason = "tool_use" if message.get("tool_calls") else reason if stop is None else "stop_sequence"
     return {
-        "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model, "content": content,
-        "stop_reason": reason, "stop_sequence": stop,
+        "id": f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        "stop_reason": reason,
+        "stop_sequence": stop,
         "usage": {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.turn.token_ids)},
-    }  # fmt: skip
+    }
 
 
 def message_error(why: RequestError) -> dict[str, Any]:
@@ -286,9 +297,15 @@ class MessageStream:
             return []
         self._started = True
         message: dict[str, Any] = {
-            "id": self.id, "type": "message", "role": "assistant", "model": self._model, "content": [],
-            "stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": read, "output_tokens": 0},
-        }  # fmt: skip
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": read, "output_tokens": 0},
+        }
         return [_event({"type": "message_start", "message": message})]
 
     def _text(self, kind: str, text: str) -> list[str]:

@@ -149,9 +149,11 @@ def _equals(*allowed: Any) -> Check:
 
 def _are_stops(value: Any) -> bool:
     texts = [value] if isinstance(value, str) else value
-    return isinstance(texts, list) and len(texts) <= MAX_STOP_TEXTS and all(
-        isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARACTERS and is_encodable(text) for text in texts
-    )  # fmt: skip
+    return (
+        isinstance(texts, list)
+        and len(texts) <= MAX_STOP_TEXTS
+        and all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARACTERS and is_encodable(text) for text in texts)
+    )
 
 
 def _are_stop_ids(value: Any) -> bool:

@@ -149,9 +149,14 @@ class Gateway:
     """
 
     def __init__(
-        self, tokenizer: Any, parsers: Parsers, context: int, address: str = "", looker: Looker | None = None,
+        self,
+        tokenizer: Any,
+        parsers: Parsers,
+        context: int,
+        address: str = "",
+        looker: Looker | None = None,
         feedback: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.engine_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.loop = asyncio.new_event_loop()
         self._tokenizer, self._parsers, self._context = tokenizer, parsers, context
@@ -208,8 +213,10 @@ class Gateway:
         """Makes an application of the routes of episodes, and more; returns what takes its connections."""
         app = web.Application(client_max_size=_BODY)
         posts = {
-            "/v1/chat/completions": self._chat, "/inference/v1/generate": self._generate, "/v1/messages": self._messages,
-        }  # fmt: skip
+            "/v1/chat/completions": self._chat,
+            "/inference/v1/generate": self._generate,
+            "/v1/messages": self._messages,
+        }
         app.add_routes([web.get("/v1/models", self._models), *(web.post(*route) for route in posts.items()), *more])
         # An access log would contain keys. Requests of disconnected clients are cancelled.
         runner = web.AppRunner(
@@ -265,9 +272,15 @@ class Gateway:
         """
         session = self.keys.find(key)
         asking = session.chat(
-            messages, tools, session.role_of(role), session.sampling_of(), self._renderer, self._parsers, self._draw,
+            messages,
+            tools,
+            session.role_of(role),
+            session.sampling_of(),
+            self._renderer,
+            self._parsers,
+            self._draw,
             self._threads,
-        )  # fmt: skip
+        )
         answer = await asking
         answer.turn.received = True
         return answer.message
@@ -275,9 +288,14 @@ class Gateway:
     # -- the engine -----------------------------------------------------------------------------------------------
 
     async def _draw(
-        self, session: GatewaySession, prompt: list[int], sampling: SamplingParams, seed: int, images: PromptImages | None,
+        self,
+        session: GatewaySession,
+        prompt: list[int],
+        sampling: SamplingParams,
+        seed: int,
+        images: PromptImages | None,
         reading: StreamReader | None = None,
-    ) -> Completion:  # fmt: skip
+    ) -> Completion:
         if len(prompt) >= self._context:
             raise RequestError(
                 f"{len(prompt)} tokens: that leaves no room in the context of {self._context} tokens", code=OVER

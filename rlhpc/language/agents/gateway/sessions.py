@@ -166,9 +166,16 @@ class GatewaySession:
     # -- the two ways to ask --------------------------------------------------------------------------------------
 
     async def chat(
-        self, messages: Any, tools: Any, role: int, sampling: SamplingParams, renderer: Renderer, parsers: Parsers, draw: Draw,
+        self,
+        messages: Any,
+        tools: Any,
+        role: int,
+        sampling: SamplingParams,
+        renderer: Renderer,
+        parsers: Parsers,
+        draw: Draw,
         threads: Threads,
-    ) -> StoredResponse:  # fmt: skip
+    ) -> StoredResponse:
         """Answers a conversation.
 
         Raises:
@@ -284,14 +291,27 @@ class GatewaySession:
         return completion
 
     def _record(
-        self, prompt: list[int], parent: int | None, completion: Completion, role: int, keys: tuple[str, ...] = (),
+        self,
+        prompt: list[int],
+        parent: int | None,
+        completion: Completion,
+        role: int,
+        keys: tuple[str, ...] = (),
         images: PromptImages | None = None,
-    ) -> AgentTurn:  # fmt: skip
+    ) -> AgentTurn:
         before = 0 if parent is None else len(self.tree.ids(parent))
         turn = AgentTurn(
-            parent, prompt[before:], completion.token_ids, completion.logprobs, completion.versions,
-            completion.finish_reason, keys, role=role, experts=completion.experts, images=images,
-        )  # fmt: skip
+            parent,
+            prompt[before:],
+            completion.token_ids,
+            completion.logprobs,
+            completion.versions,
+            completion.finish_reason,
+            keys,
+            role=role,
+            experts=completion.experts,
+            images=images,
+        )
         self.tree.turns.append(turn)
         return turn
 

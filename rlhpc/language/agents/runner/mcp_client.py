@@ -232,9 +232,10 @@ class ToolServer:
             page = self._ask("tools/list", **({"cursor": cursor} if cursor else {}))
             for tool in page["tools"]:
                 function = {
-                    "name": tool["name"], "description": tool.get("description") or "",
+                    "name": tool["name"],
+                    "description": tool.get("description") or "",
                     "parameters": tool.get("inputSchema") or {"type": "object"},
-                }  # fmt: skip
+                }
                 tools.append({"type": "function", "function": function})
             cursor = page.get("nextCursor")
             if not cursor:

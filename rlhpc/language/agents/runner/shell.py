@@ -74,17 +74,25 @@ def sandboxed(
         return list(command)
     way = os.path.dirname(socket) if socket else ""
     first = {
-        "socket": socket, "fixed": way if kind == "unshare" else "",
+        "socket": socket,
+        "fixed": way if kind == "unshare" else "",
         **{name: confinement[name] for name in LIMITS if name in confinement},
-    }  # fmt: skip
+    }
     inner = [sys.executable, "-I", "-B", _INSIDE, json.dumps(first), *command]
     if kind == "unshare":  # the user's files are visible
         return [find_program("unshare"), "-rn", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc", *inner]
     work = os.path.join(folder, "work")
     mounts = _mounts(confinement, [_HERE, *_interpreter(), *needs], folder, way)
     return [
-        find_program("bwrap"), "--unshare-all", "--die-with-parent", "--new-session", *mounts, "--chdir", work, *inner,
-    ]  # fmt: skip
+        find_program("bwrap"),
+        "--unshare-all",
+        "--die-with-parent",
+        "--new-session",
+        *mounts,
+        "--chdir",
+        work,
+        *inner,
+    ]
 
 
 def make_places(folder: str) -> str:
@@ -130,12 +138,16 @@ def _mounts(confinement: dict[str, Any], needs: Sequence[str], folder: str, way:
             else:
                 words[at] = ["--ro-bind", os.devnull, at]
     work = os.path.join(folder, "work")
-    words.update({
-        "/dev": ["--dev", "/dev"], "/proc": ["--proc", "/proc"], work: ["--bind", work, work],
-        "/tmp": ["--bind", os.path.join(folder, "tmp"), "/tmp"],
-        "/var/tmp": ["--bind", os.path.join(folder, "tmp"), "/var/tmp"],
-        "/dev/shm": ["--bind", os.path.join(folder, "shm"), "/dev/shm"],
-    })  # fmt: skip
+    words.update(
+        {
+            "/dev": ["--dev", "/dev"],
+            "/proc": ["--proc", "/proc"],
+            work: ["--bind", work, work],
+            "/tmp": ["--bind", os.path.join(folder, "tmp"), "/tmp"],
+            "/var/tmp": ["--bind", os.path.join(folder, "tmp"), "/var/tmp"],
+            "/dev/shm": ["--bind", os.path.join(folder, "shm"), "/dev/shm"],
+        }
+    )
     if way:  # read-only: who could write there could take the place of the socket, and be asked by all later episodes
         words[way] = ["--ro-bind", way, way]
     ordered = sorted(words, key=lambda path: 0 if path == "/" else path.count("/"))
@@ -146,7 +158,7 @@ def _mounts(confinement: dict[str, Any], needs: Sequence[str], folder: str, way:
     return [
         *(word for path in ordered for word in words[path]),
         *(word for path in ["/", "/dev", *fixed] for word in ("--remount-ro", path)),
-    ]  # fmt: skip
+    ]
 
 
 def _system_paths() -> list[str]:
@@ -219,9 +231,14 @@ def broken(confinement: dict[str, Any], parent: str | None = None) -> str:
     try:
         work = make_places(folder)
         done = subprocess.run(
-            sandboxed(confinement, ["true"], folder), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, timeout=_TRY_S, cwd=work, check=False,
-        )  # fmt: skip
+            sandboxed(confinement, ["true"], folder),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_TRY_S,
+            cwd=work,
+            check=False,
+        )
         return (
             "" if done.returncode == 0 else done.stdout.decode(errors="replace").strip() or f"status {done.returncode}"
         )
@@ -320,9 +337,14 @@ class Shell:
         temporary = os.path.join(self._top, "tmp") if self._confinement["kind"] != "bubblewrap" else "/tmp"
         environment = {"PATH": _PATH, "HOME": self.folder, "LANG": "C.UTF-8", "TERM": "dumb", "TMPDIR": temporary}
         self._process = subprocess.Popen(
-            sandboxed(self._confinement, _START, self._top), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, cwd=self.folder, env=environment, start_new_session=True,
-        )  # fmt: skip
+            sandboxed(self._confinement, _START, self._top),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=self.folder,
+            env=environment,
+            start_new_session=True,
+        )
 
     def _read(self, mark: bytes) -> tuple[bytes, str]:
         """Reads output up to the mark's line; returns it and, if the mark is missing, the reason."""

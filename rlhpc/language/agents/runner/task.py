@@ -223,11 +223,15 @@ def environment_of(ticket: dict[str, Any]) -> dict[str, str]:
     url = urllib.parse.urlsplit(ticket["base_url"])
     return {
         **_proxies.without_proxy([url.hostname or ""]),
-        "OPENAI_BASE_URL": ticket["base_url"], "OPENAI_API_KEY": ticket["api_key"],
-        "OPENAI_API_BASE": ticket["base_url"], "ANTHROPIC_BASE_URL": f"{url.scheme}://{url.netloc}",
-        "ANTHROPIC_API_KEY": ticket["api_key"], "RLHPC_SOCKET": ticket["socket"],
-        "RLHPC_PROCESS_KEY": ticket["process_key"], "RLHPC_SESSION_ID": ticket["session_id"],
-    }  # fmt: skip
+        "OPENAI_BASE_URL": ticket["base_url"],
+        "OPENAI_API_KEY": ticket["api_key"],
+        "OPENAI_API_BASE": ticket["base_url"],
+        "ANTHROPIC_BASE_URL": f"{url.scheme}://{url.netloc}",
+        "ANTHROPIC_API_KEY": ticket["api_key"],
+        "RLHPC_SOCKET": ticket["socket"],
+        "RLHPC_PROCESS_KEY": ticket["process_key"],
+        "RLHPC_SESSION_ID": ticket["session_id"],
+    }
 
 
 def unkeyed(text: str, ticket: dict[str, Any]) -> str:
