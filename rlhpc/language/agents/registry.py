@@ -75,9 +75,12 @@ def make_agent(name: str) -> Agent:
 
 
 def run_episodes(
-    backend: RolloutBackend, requests: Iterable[tuple[Request, Prompt | None]], agent: Agent | None, tokenizer: Any,
+    backend: RolloutBackend,
+    requests: Iterable[tuple[Request, Prompt | None]],
+    agent: Agent | None,
+    tokenizer: Any,
     max_turns: int,
-) -> Iterator[Episode]:  # fmt: skip
+) -> Iterator[Episode]:
     """Runs episodes to their end; each as soon as it is there."""
     episodes = EpisodeRunner(backend, tokenizer, agent, max_turns)
     try:

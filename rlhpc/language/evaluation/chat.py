@@ -93,9 +93,13 @@ class Conversation:
 
 
 def chat(
-    cfg: LanguageConfig, checkpoint: Path, *, system: str | None = None, max_tokens: int | None = None,
+    cfg: LanguageConfig,
+    checkpoint: Path,
+    *,
+    system: str | None = None,
+    max_tokens: int | None = None,
     seed: int | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Answers what is typed, until the end of the input.
 
     Args:

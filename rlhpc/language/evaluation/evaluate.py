@@ -251,9 +251,14 @@ def _exported(checkpoint: Path, step: int) -> Path | None:
 
 
 def answered(
-    problems: Problems, cfg: LanguageConfig, section: EvalDataConfig, suite: str, folder: str, tokenizer: Any,
+    problems: Problems,
+    cfg: LanguageConfig,
+    section: EvalDataConfig,
+    suite: str,
+    folder: str,
+    tokenizer: Any,
     progress: bool,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Every sample of some problems, made and judged by an engine and judges of this process.
 
     Args:
@@ -316,9 +321,18 @@ def problems_of(
 
 
 def answers_to(
-    problems: Problems, cfg: LanguageConfig, section: EvalDataConfig, suite: str, generation: Generation, judges: Judges,
-    tokenizer: Any, *, bar: ProgressBar | None = None, deadline: float = math.inf, transcripts: bool = False,
-) -> list[dict[str, Any]]:  # fmt: skip
+    problems: Problems,
+    cfg: LanguageConfig,
+    section: EvalDataConfig,
+    suite: str,
+    generation: Generation,
+    judges: Judges,
+    tokenizer: Any,
+    *,
+    bar: ProgressBar | None = None,
+    deadline: float = math.inf,
+    transcripts: bool = False,
+) -> list[dict[str, Any]]:
     """Every sample of some problems of a suite. While the engine works on the next ones, the judges work on those that ended.
 
     Args:

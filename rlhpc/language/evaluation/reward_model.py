@@ -141,9 +141,14 @@ def cut(whole: TokenBatch, each: int, max_tokens: int) -> Parts:
 
 
 def rewards_of(
-    rows: Sequence[PreferenceRow], encoder: PromptTokenizer, most: int, pad: int, max_tokens: int,
-    forward: Callable[[TokenBatch], Tensor], evenly: Callable[[Parts, TokenBatch], Parts] = lambda parts, _: parts,
-) -> list[list[float]]:  # fmt: skip
+    rows: Sequence[PreferenceRow],
+    encoder: PromptTokenizer,
+    most: int,
+    pad: int,
+    max_tokens: int,
+    forward: Callable[[TokenBatch], Tensor],
+    evenly: Callable[[Parts, TokenBatch], Parts] = lambda parts, _: parts,
+) -> list[list[float]]:
     """The rewards of each row's responses.
 
     Args:

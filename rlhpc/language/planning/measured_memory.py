@@ -55,8 +55,8 @@ class MeasuredMemory:
         )
         off = self.full_model_accounted / self.full_model - 1
         return (
-            f"measured with fake tensors, forward and backward pass under FSDP: {deep}; the whole model {gib(self.full_model)}, "
-            f"by the account {gib(self.full_model_accounted)} ({off:+.1%}); {self.seconds:.0f} s"
+            f"measured with fake tensors, forward and backward pass under FSDP: {deep}; the whole model "
+            f"{gib(self.full_model)}, by the account {gib(self.full_model_accounted)} ({off:+.1%}); {self.seconds:.0f} s"
         )
 
 

@@ -458,9 +458,17 @@ def _rollout(cfg: GrpoConfig, ranks: GroupRanks, build: bool) -> Account:
 
 
 def _serving(
-    cfg: GrpoConfig, name: str, model: Any, section: ServingConfig, engine: str, ranks: GroupRanks, prompt: int, response: int,
-    step: int, build: bool,
-) -> Account:  # fmt: skip
+    cfg: GrpoConfig,
+    name: str,
+    model: Any,
+    section: ServingConfig,
+    engine: str,
+    ranks: GroupRanks,
+    prompt: int,
+    response: int,
+    step: int,
+    build: bool,
+) -> Account:
     if engine.lower() not in _ENGINES:
         raise NotKnown(f"{name}.rollout_backend is {engine}, of which nothing is known here")
     tensor = int(select(section, "parallel.tensor") or 1)
