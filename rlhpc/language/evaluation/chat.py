@@ -1,4 +1,4 @@
-"""A conversation with a trained language model in the terminal."""
+"""Chat with a trained language model in the terminal."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from rlhpc.runtime.errors import ConfigError
 
 _COMMANDS = "/clear begins anew, /exit or Ctrl-D ends, Ctrl-C stops a reply"
 _PAUSE_S = 0.002
-#: Control characters, which could write anywhere on a terminal, as a replacement character.
+#: Translation of control characters, which could write anywhere on a terminal, to a replacement character.
 _HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class Conversation:
-    """Messages so far, and an engine that answers the next one.
+    """Conversation with an engine: messages so far, and the engine that answers the next one.
 
     Args:
-        engine: With nothing under way.
-        encoder: Makes token ids of messages; without a chat template, of a text alone, which is continued.
-        sampling: How replies are drawn.
-        seed: Of sampling.
-        system: First message; None for none.
+        engine: Engine without pending requests.
+        encoder: Encoder of messages; without a chat template, of a text, which the model continues.
+        sampling: Sampling parameters of replies.
+        seed: Seed of sampling.
+        system: System message; None for none.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Conversation:
         self._messages = [*self._system]
 
     def reply(self, text: str) -> Generator[str, None, None]:
-        """Yields the reply to a text, piece by piece. A reply that is interrupted counts as far as it came.
+        """Yields the reply to a text, piece by piece. An interrupted reply is recorded as far as it was generated.
 
         Raises:
-            ConfigError: It does not fit into the model's context, or the chat template refuses it.
+            ConfigError: The conversation does not fit into the model's context, or the chat template refuses it.
         """
         messages = [*self._messages, {"role": "user", "content": text}]
         if not self._encoder.chat_template:
@@ -66,9 +66,9 @@ class Conversation:
         self._engine.add([Request(self._turn, ids, self._sampling, seed_of(self._seed, self._turn))])
         answer = ""
         try:
-            for tokens, ended in self._drawn():
+            for tokens, finished in self._drawn():
                 text_so_far = self._encoder.tokenizer.decode(tokens, skip_special_tokens=True)
-                if not ended and text_so_far.endswith("\ufffd"):  # in the middle of a character
+                if not finished and text_so_far.endswith("\ufffd"):  # in the middle of a character
                     continue
                 piece, answer = text_so_far[len(answer) :], text_so_far
                 if piece:
@@ -121,7 +121,7 @@ def chat(
         top_k=cfg.rollout.top_k,
     )
     with contextlib.ExitStack() as opened:
-        # Libraries print while they are loaded; standard output is for replies.
+        # Libraries print while they are loaded; standard output is reserved for replies.
         with contextlib.redirect_stdout(sys.stderr):
             folder, _ = opened.enter_context(model_folder(checkpoint, cfg.actor.model.trust_remote_code))
             first = next(iter(folders_of(cfg, folder).values()))

@@ -1,7 +1,8 @@
-"""`rlhpc eval` of a language model: one suite of problems, answered by an engine, judged, and summed up.
+"""Evaluation of language models (`rlhpc eval`): an engine answers a suite of problems; the answers are scored and
+summarized.
 
     eval/global_step_<N>/<suite>.json             accuracy, pass@k, majority, levels, each with an interval
-    eval/global_step_<N>/<suite>.samples.jsonl    every prompt, response and verdict; the numbers follow from it
+    eval/global_step_<N>/<suite>.samples.jsonl    every prompt, response and score, from which the numbers follow
 
 Both are the same for the same model, configuration, seed and engine.
 """
@@ -54,16 +55,16 @@ from rlhpc.runtime.text import in_parentheses
 
 
 def transcript(episode: Episode, tokenizer: Any, roles: tuple[str, ...] = ()) -> dict[str, Any]:
-    """`{"episode": […]}`, a sample for each leaf of the tree of turns; nothing of an answer of one turn.
+    """Returns `{"episode": […]}` with a sample for each leaf of the turn tree; {} for an episode of one turn.
 
-    A sample has its `role` and its `parts`: what was read (`read`), and what was drawn (`drawn`, a text and its log-prob for
-    each token), with the number of the turn; a turn's own `reward`, where it had one. What was drawn and is trained in another
-    sample, or in none, is among what was read.
+    A sample has its `role` and its `parts`: read text (`read`) and sampled tokens (`drawn`, a text and a log-prob for each
+    token), with the number of the turn, and the turn's `reward`, if it has one. Sampled tokens that are trained in another
+    sample, or in none, are part of `read`.
 
     Args:
-        episode: Ended.
-        tokenizer: Of the model.
-        roles: Their names.
+        episode: Finished episode.
+        tokenizer: Tokenizer of the model.
+        roles: Names of the roles.
     """
     if episode.outcome is None and episode.turns < 2:
         return {}
@@ -73,16 +74,16 @@ def transcript(episode: Episode, tokenizer: Any, roles: tuple[str, ...] = ()) ->
 def _sample(sample: Episode, tokenizer: Any, roles: tuple[str, ...]) -> dict[str, Any]:
     parts: list[dict[str, Any]] = [{"turn": 0, "read": _text(tokenizer, sample.prompt_ids)}]
     at = 0
-    for (turn, drawn), same in groupby(zip(sample.turn_ids, sample.loss_mask, strict=True)):
-        end = at + len(list(same))
+    for (turn, drawn), mask_run in groupby(zip(sample.turn_ids, sample.loss_mask, strict=True)):
+        end = at + len(list(mask_run))
         ids = sample.token_ids[at:end]
         if drawn:
-            said = [
+            token_logprobs = [
                 [_text(tokenizer, [token]), round(logprob, 4)]
                 for token, logprob in zip(ids, sample.logprobs[at:end], strict=True)
             ]
             reward = sum(sample.rewards[at:end])
-            parts.append({"turn": turn, "drawn": said, **({"reward": reward} if reward else {})})
+            parts.append({"turn": turn, "drawn": token_logprobs, **({"reward": reward} if reward else {})})
         else:
             parts.append({"turn": turn, "read": _text(tokenizer, ids)})
         at = end
@@ -90,17 +91,17 @@ def _sample(sample: Episode, tokenizer: Any, roles: tuple[str, ...]) -> dict[str
 
 
 def _text(tokenizer: Any, ids: Any) -> str:
-    said: str = tokenizer.decode(list(ids), skip_special_tokens=False)
-    return said
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=False)
+    return text
 
 
-#: Pause in seconds when neither engine nor judges had anything.
+#: Pause in seconds when neither engine nor reward functions have results.
 _IDLE_S = 0.002
-#: Rewards whose right answers all equal the reference, and so one another, however they are written.
+#: Rewards whose right answers all equal the reference, and so each other, whatever their notation.
 _ONE_ANSWER = ("math", "exact")
-#: Problems of a suite, with their prompts' token ids and where pictures begin among these, and what makes them.
+#: Problems of a suite: prompt, its token ids, the positions of images in these, and the encoder.
 Problems = Sequence[tuple[Prompt, tuple[int, ...], list[int], PromptTokenizer]]
-#: Where the final answer of a text is looked for.
+#: Extracts the final answer of a text.
 _ANSWERS = ("boxed", "####", "tag", "whole")
 
 
@@ -164,33 +165,33 @@ def evaluate_language_model(
 
 
 def step_evaluated(model: str | Path, step: int | None, output: str | Path | None) -> int:
-    """The step that a result is of: the checkpoint's.
+    """Returns the step of a result: the checkpoint's.
 
-    Of any other model it is what the folder of `output` is called, or else the model's own: `global_step_<N>`; or 0.
+    For other models it is taken from the name of the folder of `output`, or of the model: `global_step_<N>`; or 0.
     """
-    beside = step_of(Path(output).absolute().parent.name) if output else None
-    return next(n for n in (step, beside, step_of(Path(model).absolute().name), 0) if n is not None)
+    step_of_output = step_of(Path(output).absolute().parent.name) if output else None
+    return next(n for n in (step, step_of_output, step_of(Path(model).absolute().name), 0) if n is not None)
 
 
 def find_suite(cfg: LanguageConfig, name: str) -> EvalDataConfig:
-    """The section of `data.eval` with a suite's name; `default` is the first if none has that name.
+    """Returns the section of `data.eval` with a suite's name; `default` is the first if none has that name.
 
     Raises:
-        ConfigError: There is none; names those that there are.
+        ConfigError: No suite has that name; the message lists the suites.
     """
     return suite_named(cfg.data.eval, name)
 
 
 def suites_of(cfg: LanguageConfig) -> dict[str, EvalDataConfig]:
-    """The suites of `workflow.eval_suites`, which are also those of `runner.val_check_interval`.
+    """Returns the suites of `workflow.eval_suites`, which are also those of `runner.val_check_interval`.
 
     Raises:
-        ConfigError: There is no such suite, or it cannot be answered as it says.
+        ConfigError: A suite is unknown, or its settings cannot be used.
     """
-    found = {name: find_suite(cfg, name) for name in cfg.workflow.eval_suites}
-    for name, section in found.items():
+    suites = {name: find_suite(cfg, name) for name in cfg.workflow.eval_suites}
+    for name, section in suites.items():
         _check_samples(section, name)
-    return found
+    return suites
 
 
 def _check_samples(section: EvalDataConfig, suite: str) -> None:
@@ -202,7 +203,7 @@ def _check_samples(section: EvalDataConfig, suite: str) -> None:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """An evaluation in one line."""
+    """Formats an evaluation as a line."""
     between = in_parentheses(result["accuracy_ci95"], ".1%", "95 % interval ")
     line = f"accuracy {result['accuracy']:.1%}{between} on {result['n']} problems"
     line += describe_samples(result)
@@ -213,7 +214,7 @@ def describe(result: dict[str, Any]) -> str:
 
 @contextmanager
 def model_folder(model: str | Path, trust_code: bool) -> Iterator[tuple[str, int | None]]:
-    """A Hugging Face folder of the model, and the checkpoint's step where it is one."""
+    """Yields a Hugging Face folder of the model, and the step if the model is a checkpoint."""
     path = expand_home(model).absolute()
     if not (path / MANIFEST).is_file():
         yield resolve_model(str(model)), None
@@ -231,7 +232,7 @@ def model_folder(model: str | Path, trust_code: bool) -> Iterator[tuple[str, int
 
 
 def _exported(checkpoint: Path, step: int) -> Path | None:
-    """The run's export of this very checkpoint, if there is one and it is what evaluation would make itself."""
+    """Returns the run's export of exactly this checkpoint, if it equals the export that evaluation would write."""
     from rlhpc.language.export import CONVERSION
 
     folder = default_output(checkpoint, step)
@@ -239,11 +240,11 @@ def _exported(checkpoint: Path, step: int) -> Path | None:
         identity = read_json((checkpoint / "backend.json").read_bytes())
         for part in [folder / str(name) for name in identity.get("agent.policies", ("",))]:
             record = read_json((part / CONVERSION).read_bytes())
-            same = record["manifest_sha256"] == digest(checkpoint / MANIFEST)[1]
-            own = record["dtype"] == identity["about"]["dtype"]
-            whole = all((part / name).stat().st_size == file["size"] for name, file in record["files"].items())
+            same_checkpoint = record["manifest_sha256"] == digest(checkpoint / MANIFEST)[1]
+            same_dtype = record["dtype"] == identity["about"]["dtype"]
+            complete = all((part / name).stat().st_size == file["size"] for name, file in record["files"].items())
             merged = not record["lora"] or record["lora"]["merged"]
-            if not (same and own and whole and merged):
+            if not (same_checkpoint and same_dtype and complete and merged):
                 return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -259,14 +260,14 @@ def answered(
     tokenizer: Any,
     progress: bool,
 ) -> list[dict[str, Any]]:
-    """Every sample of some problems, made and judged by an engine and judges of this process.
+    """Generates and scores all samples of some problems, with an engine and reward functions in this process.
 
     Args:
-        problems: What is asked.
+        problems: Problems to answer.
         cfg, section, suite: See `answers_to`.
-        folder: The model's.
-        tokenizer: Of the model.
-        progress: Shows on stderr how many answers have been judged.
+        folder: Folder of the model.
+        tokenizer: Tokenizer of the model.
+        progress: Whether to show the number of scored answers on stderr.
 
     Returns:
         Rows by problem and sample.
@@ -274,7 +275,7 @@ def answered(
     import torch
 
     device = accelerator() or "cpu"
-    # First: its processes start before the engine fills this one's memory.
+    # First, because its processes start before the engine fills the memory of this one.
     judges = judging_here(cfg, torch.device(device))
     try:
         engine = make_engine(cfg, model_path=folder, device=device, seed=cfg.runner.seed)
@@ -299,13 +300,13 @@ def answered(
 def problems_of(
     cfg: LanguageConfig, section: EvalDataConfig, tokenizer: Any, part: str = "eval"
 ) -> tuple[Problems, int]:
-    """The problems of a suite, or of training, with their token ids, and how many are too long."""
-    key, most = f"data.eval[{section.name}]" if part == "eval" else "data.train", cfg.data.max_prompt_tokens
+    """Returns the problems of a suite, or of training, with their token ids, and the number of those that are too long."""
+    key, max_tokens = f"data.eval[{section.name}]" if part == "eval" else "data.train", cfg.data.max_prompt_tokens
     dataset = make_dataset(section, part, key=key)
     check_problems([term.name for term in cfg.reward.terms], dataset, key)
     encoder = PromptTokenizer(
         tokenizer,
-        most,
+        max_tokens,
         cfg.data.overlong_prompts,
         section.chat_template,
         key=key,
@@ -314,10 +315,12 @@ def problems_of(
     prompts = [dataset[index] for index in range(len(dataset))]
     for one in prompts:
         encoder.check(dataclasses.replace(one, turn=None))
-    kept = [(one, tuple(made[0]), made[1], encoder) for one in prompts if (made := encoder.encode(one)) is not None]
-    if not kept:
-        raise ConfigError(f"{key}: all {len(prompts)} prompts are longer than data.max_prompt_tokens={most}")
-    return kept, len(prompts) - len(kept)
+    fitting = [
+        (one, tuple(encoded[0]), encoded[1], encoder) for one in prompts if (encoded := encoder.encode(one)) is not None
+    ]
+    if not fitting:
+        raise ConfigError(f"{key}: all {len(prompts)} prompts are longer than data.max_prompt_tokens={max_tokens}")
+    return fitting, len(prompts) - len(fitting)
 
 
 def answers_to(
@@ -333,22 +336,23 @@ def answers_to(
     deadline: float = math.inf,
     transcripts: bool = False,
 ) -> list[dict[str, Any]]:
-    """Every sample of some problems of a suite. While the engine works on the next ones, the judges work on those that ended.
+    """Returns all samples of some problems of a suite. Reward functions score finished answers while the engine
+    generates the next ones.
 
     Args:
-        problems: All, or a rank's share: a problem's answers do not depend on which others there are.
-        cfg, section, suite: What is evaluated.
-        generation, judges: With nothing under way.
-        tokenizer: Of the model.
-        bar: Shows how many answers have been judged.
-        deadline: On the clock of `time.monotonic`.
-        transcripts: Whether rows have what agents' episodes left.
+        problems: All problems, or a rank's share: the answers to a problem do not depend on the other problems.
+        cfg, section, suite: Configuration, section and name of the suite.
+        generation, judges: Runner of episodes and rewards, without pending requests.
+        tokenizer: Tokenizer of the model.
+        bar: Progress bar of the scored answers.
+        deadline: Deadline on the clock of `time.monotonic`.
+        transcripts: Whether rows include the transcripts of episodes.
 
     Returns:
         Rows by problem and sample.
 
     Raises:
-        DeadlineExceeded: It has passed.
+        DeadlineExceeded: The deadline has passed.
         NonFinite: A reward is not finite.
     """
     count, seed, task = section.samples, cfg.runner.seed, zlib.crc32(suite.encode())
@@ -359,42 +363,45 @@ def answers_to(
         top_k=cfg.rollout.top_k,
     )
     for place, (prompt, ids, at, encoder) in enumerate(problems):
-        shown, seeds = encoder.seen(prompt, at), [seed_of(seed, task, prompt.id, sample) for sample in range(count)]
-        generation.add([Request(place * count + j, ids, sampling, own, shown) for j, own in enumerate(seeds)], prompt)
+        images, seeds = encoder.seen(prompt, at), [seed_of(seed, task, prompt.id, sample) for sample in range(count)]
+        generation.add(
+            [Request(place * count + j, ids, sampling, sample_seed, images) for j, sample_seed in enumerate(seeds)],
+            prompt,
+        )
     rows: list[dict[str, Any]] = [{}] * (len(problems) * count)
     done = 0
     while done < len(rows):
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"evaluation of {suite}: {len(rows) - done} answers are missing at its deadline")
-        ended = generation.step() if generation.unfinished() else []
-        for episode in ended:
+        episodes = generation.step() if generation.unfinished() else []
+        for episode in episodes:
             prompt = problems[episode.id // count][0]
-            said = sample_of(prompt, episode, tokenizer, finished=episode.finish_reason == "stop")
-            rows[episode.id] = _row(prompt, episode.id % count, said)
+            reward_input = sample_of(prompt, episode, tokenizer, finished=episode.finish_reason == "stop")
+            rows[episode.id] = _row(prompt, episode.id % count, reward_input)
             if transcripts:
                 rows[episode.id] |= transcript(episode, tokenizer, roles_of(cfg))
-            judges.submit(episode.id, said, episode.id // count, count)
+            judges.submit(episode.id, reward_input, episode.id // count, count)
         judged = judges.poll()
         for number, scored in judged:
             _judge(rows[number], scored, cfg.reward)
         done += len(judged)
         if bar is not None and judged:
             bar.update(done)
-        if not ended and not judged and not generation.unfinished():
+        if not episodes and not judged and not generation.unfinished():
             time.sleep(_IDLE_S)
     return rows
 
 
-def _row(prompt: Prompt, sample: int, said: Sample) -> dict[str, Any]:
+def _row(prompt: Prompt, sample: int, answer: Sample) -> dict[str, Any]:
     return {
         "id": prompt.id,
         "sample": sample,
         "level": prompt.level,
-        "prompt": said.prompt,
-        "response": said.response,
-        "answer": said.answer,
-        "tokens": said.tokens,
-        "finished": said.finished,
+        "prompt": answer.prompt,
+        "response": answer.response,
+        "answer": answer.answer,
+        "tokens": answer.tokens,
+        "finished": answer.finished,
     }
 
 
@@ -440,29 +447,29 @@ def vote(response: str, answer: str, right: bool, term: RewardTermConfig) -> str
 
 
 def identify(rows: Sequence[dict[str, Any]], count: int) -> None:
-    """Problems that share an id are told apart by their place."""
+    """Replaces ids by the positions of the problems if some problems share an id."""
     ids = [row["id"] for row in rows[::count]]
     if len(set(ids)) < len(ids):
         for place, row in enumerate(rows):
             row["id"] = place // count
 
 
-def write_result(path: Path, result: dict[str, Any], rows: Sequence[dict[str, Any]], beside: Path) -> None:
-    """Writes an evaluation's JSON, and before it the rows: whoever sees the JSON may count on them.
+def write_result(path: Path, result: dict[str, Any], rows: Sequence[dict[str, Any]], rows_path: Path) -> None:
+    """Writes an evaluation's JSON file, and before it the rows, so that readers of the JSON find them.
 
     Args:
-        path: The JSON.
-        result: What is in it.
-        rows: What it follows from.
-        beside: Where these go.
+        path: Path of the JSON file.
+        result: Contents of the JSON file.
+        rows: Rows from which it was computed.
+        rows_path: Path of the rows.
 
     Raises:
         ConfigError: A file cannot be written.
     """
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     try:
-        # A lone surrogate, which UTF-8 cannot hold, becomes JSON's own escape of it.
-        replace_durably(beside, lines.encode("utf-8", "backslashreplace"))
+        # A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape.
+        replace_durably(rows_path, lines.encode("utf-8", "backslashreplace"))
         replace_durably(path, json.dumps(result, indent=2, sort_keys=True).encode() + b"\n")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error

@@ -1,7 +1,7 @@
-"""`rlhpc pairs`: data for a reward model out of a language model's answers and a verifiable reward.
+"""Preference data (`rlhpc pairs`): pairs for a reward model from a language model's answers and a verifiable reward.
 
-To each problem the model gives several answers, which the rewards of `reward.terms` judge. The first right one and each
-different wrong one make a pair; with labels, each different answer is a row. The file is the same for the same model,
+The model gives several answers to each problem, which the rewards of `reward.terms` score. The first right one and each
+different wrong one form a pair; with labels, each different answer is a row. The file is the same for the same model,
 configuration and seed.
 """
 
@@ -44,36 +44,36 @@ def make_pairs(
     """Writes pairs, or answers with labels, as JSON lines.
 
     Args:
-        cfg: The configuration of a run whose model answers: sections `data`, `reward`, `rollout`, and `runner.seed`.
+        cfg: Configuration of a run: sections `data`, `reward`, `rollout`, and `runner.seed`.
         model: A checkpoint, or a Hugging Face folder or name; None for that of `actor.model`.
-        output: The file, replaced atomically.
-        suite: Whose problems are taken, of `data.eval`; None for those of training.
+        output: File to write, replaced atomically.
+        suite: Suite of `data.eval` with the problems; None for those of training.
         samples: Answers to each problem.
-        temperature: Of sampling.
+        temperature: Sampling temperature.
         form: "pairs", or "labels": each answer's reward.
-        shuffled: Draws by lot which of a pair is preferred (of labels: which answer has which).
-        progress: Shows on stderr how many answers have been judged.
+        shuffled: Whether to shuffle at random which response of a pair is preferred (with labels: which answer has which).
+        progress: Whether to show the number of scored answers on stderr.
 
     Returns:
-        rows, problems (all), used (problems that rows come from), accuracy (share of right answers).
+        rows, problems (all), used (problems with rows), accuracy (share of right answers).
 
     Raises:
-        ConfigError: Nothing judges the answers, there is no such suite, or no problem gives a row.
+        ConfigError: There are no reward terms, the suite is unknown, or no problem gives a row.
     """
     if not cfg.reward.terms:
         raise ConfigError("reward.terms is empty; say how answers are judged, such as [{name: math}]")
     section, part = _section(cfg, suite, samples, temperature)
     with model_folder(
         resolve_model(cfg.actor.model) if model is None else model, cfg.actor.model.trust_remote_code
-    ) as found:
-        folder = found[0]
+    ) as folder_and_step:
+        folder = folder_and_step[0]
         tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
         problems, _ = problems_of(cfg, section, tokenizer, part)
         answers = answered(problems, cfg, section, section.name, folder, tokenizer, progress)
     groups = [answers[place * samples : (place + 1) * samples] for place in range(len(problems))]
     make = pairs_of if form == "pairs" else labels_of
     rows = [list(make(prompt, group)) for (prompt, *_), group in zip(problems, groups, strict=True)]
-    flat = [row for own in rows for row in own]
+    flat = [row for problem_rows in rows for row in problem_rows]
     if not flat:
         raise ConfigError(
             f"none of {len(problems)} problems has a right and a wrong answer among {samples}; ask for more (--samples), or "
@@ -99,11 +99,11 @@ def make_pairs(
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What was made, in a line."""
-    what = "pairs" if result["form"] == "pairs" else "labelled answers"
+    """Formats the result as a line."""
+    noun = "pairs" if result["form"] == "pairs" else "labelled answers"
     lot = ", their order drawn by lot" if result["shuffled"] else ""
     return (
-        f"{result['rows']} {what}{lot}, of {result['used']} of {result['problems']} problems; {result['accuracy']:.1%} of "
+        f"{result['rows']} {noun}{lot}, of {result['used']} of {result['problems']} problems; {result['accuracy']:.1%} of "
         f"{result['samples']} answers to each were right"
     )
 
@@ -128,20 +128,20 @@ def _section(cfg: LanguageConfig, suite: str | None, samples: int, temperature: 
 
 
 def pairs_of(prompt: Prompt, answers: Sequence[Row]) -> Iterator[Row]:
-    """The first right answer with each different wrong one; those that could not be judged, or say nothing, are left out."""
-    told = [answer for answer in answers if answer["response"] and not answer["failed"]]
-    right = next((answer["response"] for answer in told if answer["right"]), None)
-    wrong = dict.fromkeys(answer["response"] for answer in told if not answer["right"])
+    """Yields the first right answer with each different wrong one; without empty answers and those without a score."""
+    scored = [answer for answer in answers if answer["response"] and not answer["failed"]]
+    right = next((answer["response"] for answer in scored if answer["right"]), None)
+    wrong = dict.fromkeys(answer["response"] for answer in scored if not answer["right"])
     if right is not None:
         for response in wrong:
-            yield {**_asked(prompt), "chosen": right, "rejected": response}
+            yield {**_prompt_row(prompt), "chosen": right, "rejected": response}
 
 
 def labels_of(prompt: Prompt, answers: Sequence[Row]) -> Iterator[Row]:
-    """Each different answer with its reward."""
-    told = {a["response"]: a["reward"] for a in reversed(answers) if a["response"] and not a["failed"]}
-    for response in dict.fromkeys(answer["response"] for answer in answers if answer["response"] in told):
-        yield {**_asked(prompt), "response": response, "label": float(told[response])}
+    """Yields each different answer with its reward."""
+    reward_by_response = {a["response"]: a["reward"] for a in reversed(answers) if a["response"] and not a["failed"]}
+    for response in dict.fromkeys(answer["response"] for answer in answers if answer["response"] in reward_by_response):
+        yield {**_prompt_row(prompt), "response": response, "label": float(reward_by_response[response])}
 
 
 def shuffle(rows: list[Row], form: str, seed: int) -> None:
@@ -158,8 +158,8 @@ def shuffle(rows: list[Row], form: str, seed: int) -> None:
         row["label"] = label
 
 
-def _asked(prompt: Prompt) -> Row:
-    """The prompt, in the words that the model read; a single question as a text."""
+def _prompt_row(prompt: Prompt) -> Row:
+    """Returns the prompt as the model read it; a single question as a text."""
     messages = [dict(message) for message in prompt.messages]
     alone = len(messages) == 1 and messages[0].keys() == {"role", "content"} and messages[0]["role"] == "user"
     return {

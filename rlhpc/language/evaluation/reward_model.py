@@ -1,7 +1,7 @@
-"""Rewards of rows: how a reward model is asked, in training and in `rlhpc eval`.
+"""Evaluation of reward models: rewards of rows, in training and in `rlhpc eval`.
 
 eval/global_step_<N>/<suite>.json             accuracy with its interval, margin, calibration (or R², Spearman)
-eval/global_step_<N>/<suite>.rewards.jsonl    every row with its rewards; the numbers follow from it
+eval/global_step_<N>/<suite>.rewards.jsonl    every row with its rewards, from which the numbers follow
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from rlhpc.language.config.data import PreferenceSourceConfig, PreferenceSuiteConfig
     from rlhpc.language.config.run import RewardRunConfig
 
-#: Responses of a row.
+#: Number of responses of a row.
 EACH = {"pairs": 2, "labels": 1}
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What an evaluation asks.
+    """Suite of preference rows.
 
     Attributes:
-        rows: Those that are not too long.
-        dropped: How many are.
-        encoder: Makes tokens of them.
+        rows: Rows that are not too long.
+        dropped: Number of rows that are too long.
+        encoder: Encoder of the rows.
     """
 
     rows: list[PreferenceRow]
@@ -54,16 +54,16 @@ class Suite:
 
 
 def training_rows(cfg: RewardRunConfig) -> Preferences:
-    """The rows of `data.train`, in the form that the loss compares.
+    """Returns the rows of `data.train`, in the form that the loss compares.
 
     Raises:
-        ConfigError: They cannot be read, or are not of that form.
+        ConfigError: The rows cannot be read, or have another form.
     """
     return Preferences(cfg.data.train, _form(cfg))
 
 
 def suite_rows(cfg: RewardRunConfig, section: PreferenceSuiteConfig) -> Preferences:
-    """The rows of a section of `data.eval`, as `training_rows`."""
+    """Returns the rows of a section of `data.eval`, like `training_rows`."""
     return Preferences(section, _form(cfg), "eval", key=f"data.eval[{section.name}]")
 
 
@@ -72,52 +72,53 @@ def _form(cfg: RewardRunConfig) -> str:
 
 
 def most_tokens(max_tokens: int, form: str) -> int:
-    """Most tokens of a response with its prompt: a pair goes into one micro-batch."""
+    """Returns the maximum tokens of a response with its prompt: a pair must fit into one micro-batch."""
     return max_tokens // EACH[form]
 
 
 def encoder_of(cfg: RewardRunConfig, section: PreferenceSourceConfig, tokenizer: Any, key: str) -> PromptTokenizer:
-    """What makes tokens of a section's rows."""
+    """Returns the encoder of a section's rows."""
     data = cfg.data
     return PromptTokenizer(tokenizer, data.max_prompt_tokens, data.overlong_prompts, section.chat_template, key=key)
 
 
 def suite_of(cfg: RewardRunConfig, section: PreferenceSuiteConfig, tokenizer: Any, form: str) -> Suite:
-    """The rows of a section of `data.eval`.
+    """Returns the rows of a section of `data.eval` that are not too long, with their encoder.
 
     Raises:
-        ConfigError: They cannot be read, or one is too long.
+        ConfigError: The rows cannot be read, or one is too long.
     """
     key = f"data.eval[{section.name}]"
     encoder = encoder_of(cfg, section, tokenizer, key)
     rows = suite_rows(cfg, section)
-    most = most_tokens(cfg.actor.max_tokens_per_micro_batch, form)
-    dropped = rows.fit(encoder, most)
+    max_tokens = most_tokens(cfg.actor.max_tokens_per_micro_batch, form)
+    dropped = rows.fit(encoder, max_tokens)
     return Suite([rows[index] for index in range(len(rows))], dropped, encoder)
 
 
 def suites_of(cfg: RewardRunConfig, tokenizer: Any, form: str) -> dict[str, Suite]:
-    """The suites of `workflow.eval_suites`, which are also those of `runner.val_check_interval`."""
+    """Returns the suites of `workflow.eval_suites`, which are also those of `runner.val_check_interval`."""
     names = list(cfg.workflow.eval_suites)
     return {name: suite_of(cfg, suite_named(cfg.data.eval, name), tokenizer, form) for name in names}
 
 
-def batch_of(rows: Sequence[PreferenceRow], encoder: PromptTokenizer, most: int, pad: int) -> TokenBatch:
-    """The responses of rows as samples; those of a row stand next to each other, and `reward` has each one's target.
+def batch_of(rows: Sequence[PreferenceRow], encoder: PromptTokenizer, max_length: int, pad: int) -> TokenBatch:
+    """Builds a batch with the responses of rows as samples. Responses of a row are adjacent, and `reward` has the
+    target of each.
 
     Args:
-        rows: What is asked; too long ones have been dropped.
-        encoder: Of the model.
-        most: Most tokens of a response with its prompt.
-        pad: Token of padding.
+        rows: Rows without those that are too long.
+        encoder: Encoder of the model.
+        max_length: Maximum tokens of a response with its prompt.
+        pad: Padding token.
 
     Raises:
-        ConfigError: One is too long.
+        ConfigError: A row is too long.
     """
     samples: list[list[int]] = []
     targets: list[float] = []
     for row in rows:
-        encoded = encode(row, encoder, most)
+        encoded = encode(row, encoder, max_length)
         assert encoded is not None, "those that do not fit are dropped at the start"
         samples += encoded
         targets += [row.target] * len(encoded)
@@ -125,62 +126,62 @@ def batch_of(rows: Sequence[PreferenceRow], encoder: PromptTokenizer, most: int,
     return dataclasses.replace(batch, reward=torch.tensor(targets, dtype=torch.float32))
 
 
-def cut(whole: TokenBatch, each: int, max_tokens: int) -> Parts:
-    """Micro-batches of rows, whose responses stay together.
+def cut(batch: TokenBatch, each: int, max_tokens: int) -> Parts:
+    """Divides rows into micro-batches; the responses of a row stay together.
 
     Args:
-        whole: All rows.
-        each: Responses of a row.
+        batch: All rows.
+        each: Number of responses of a row.
         max_tokens: `actor.max_tokens_per_micro_batch`.
     """
-    if not len(whole):
+    if not len(batch):
         return []
     places = torch.arange(each)
-    parts = micro_batches(whole.lengths.view(-1, each).amax(1) * each, max_tokens)
-    return [(part, whole.select((part[:, None] * each + places).flatten())) for part in parts]
+    parts = micro_batches(batch.lengths.view(-1, each).amax(1) * each, max_tokens)
+    return [(part, batch.select((part[:, None] * each + places).flatten())) for part in parts]
 
 
 def rewards_of(
     rows: Sequence[PreferenceRow],
     encoder: PromptTokenizer,
-    most: int,
+    max_length: int,
     pad: int,
     max_tokens: int,
     forward: Callable[[TokenBatch], Tensor],
     evenly: Callable[[Parts, TokenBatch], Parts] = lambda parts, _: parts,
 ) -> list[list[float]]:
-    """The rewards of each row's responses.
+    """Returns the rewards of each row's responses.
 
     Args:
-        rows: What is asked, all of one form.
-        encoder, most, pad: See `batch_of`.
-        max_tokens: Most tokens, including padding, that are valued at a time.
-        forward: `[T]` values of a batch's tokens.
-        evenly: Gives all ranks equally many micro-batches.
+        rows: Rows, all of one form.
+        encoder, max_length, pad: See `batch_of`.
+        max_tokens: Maximum tokens of a micro-batch, including padding.
+        forward: Returns the values `[T]` of a batch's tokens.
+        evenly: Gives all ranks equal numbers of micro-batches.
 
     Raises:
         NonFinite: A reward is not finite.
     """
-    whole = batch_of(rows, encoder, most, pad)
+    full_batch = batch_of(rows, encoder, max_length, pad)
     each = len(rows[0].responses) if rows else 1
-    found: list[list[float]] = [[] for _ in rows]
-    for part, batch in evenly(cut(whole, each, max_tokens), whole):
+    rewards_by_row: list[list[float]] = [[] for _ in rows]
+    for part, batch in evenly(cut(full_batch, each, max_tokens), full_batch):
         values = forward(batch).cpu()
         rewards = last_values(values, batch).view(-1, each).tolist() if len(part) else []
-        for place, own in zip(part.tolist(), rewards, strict=True):
-            if not all(map(math.isfinite, own)):
-                raise NonFinite(f"the reward of row {rows[place].prompt.id} is {own}")
-            found[place] = own
-    return found
+        for place, row_rewards in zip(part.tolist(), rewards, strict=True):
+            if not all(map(math.isfinite, row_rewards)):
+                raise NonFinite(f"the reward of row {rows[place].prompt.id} is {row_rewards}")
+            rewards_by_row[place] = row_rewards
+    return rewards_by_row
 
 
 def preference_validation_metrics(
     parts: Sequence[Mapping[str, Sequence[dict[str, Any]]]], form: str, loss: Callable[..., Tensor]
 ) -> dict[str, float]:
-    """Metrics from the ranks' rows: `eval/accuracy` and so on; of each further suite `eval/<suite>/accuracy`.
+    """Computes metrics from the ranks' rows: `eval/accuracy` and so on; for each further suite `eval/<suite>/accuracy`.
 
     Args:
-        parts: Of each rank, suite → its rows.
+        parts: For each rank, suite → rows.
         form, loss: See `find_reward_loss`.
     """
     metrics: dict[str, float] = {}
@@ -203,15 +204,15 @@ def evaluate_reward_model(
     Args:
         cfg: The run's configuration: sections `algorithm`, `data`, and `actor.model`.
         model: A checkpoint `global_step_<N>` of a reward model's run, or a Hugging Face folder or name.
-        suite: Name of a suite; `default` is the first where none has that name.
-        output: JSON file to write, atomically; the rows go to `<stem>.rewards.jsonl` beside it.
+        suite: Name of a suite; `default` is the first if none has that name.
+        output: JSON file to write, atomically; the rows go to `<stem>.rewards.jsonl` in the same folder.
 
     Returns:
-        See `rlhpc.language.reporting.eval_metrics.summarize_preferences`; besides dropped, suite, global_step, model,
+        See `rlhpc.language.reporting.eval_metrics.summarize_preferences`; also dropped, suite, global_step, model,
         loss_type and dtype.
 
     Raises:
-        ConfigError: There is no such suite, or model or data cannot be had.
+        ConfigError: The suite is unknown, or model or data are not available.
         CheckpointError: The checkpoint has faults.
     """
     from rlhpc.language.evaluation.evaluate import model_folder, step_evaluated, write_result
@@ -222,15 +223,15 @@ def evaluate_reward_model(
     device = torch.device(accelerator() or "cpu")
     with model_folder(model, cfg.actor.model.trust_remote_code) as (folder, step):
         tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
-        asked = suite_of(cfg, section, tokenizer, form)
-        own = _model_of(cfg, folder)
-        dtype = compute_dtype(own, device)
-        module = load_scalar_model(own, dtype=dtype, seed=cfg.runner.seed).to(device).eval()
+        selected = suite_of(cfg, section, tokenizer, form)
+        model_config = _model_of(cfg, folder)
+        dtype = compute_dtype(model_config, device)
+        module = load_scalar_model(model_config, dtype=dtype, seed=cfg.runner.seed).to(device).eval()
         max_tokens = cfg.actor.max_tokens_per_micro_batch
         with torch.no_grad():
             rewards = rewards_of(
-                asked.rows,
-                asked.encoder,
+                selected.rows,
+                selected.encoder,
                 most_tokens(max_tokens, form),
                 int(tokenizer.pad_token_id or 0),
                 max_tokens,
@@ -243,13 +244,13 @@ def evaluate_reward_model(
             "prompt": row.prompt.question,
             "responses": list(row.responses),
             "target": row.target,
-            "rewards": found,
+            "rewards": row_rewards,
         }
-        for row, found in zip(asked.rows, rewards, strict=True)
+        for row, row_rewards in zip(selected.rows, rewards, strict=True)
     ]
     result = {
         **summarize_preferences(rows, form),
-        "dropped": asked.dropped,
+        "dropped": selected.dropped,
         "suite": suite,
         "global_step": step_evaluated(model, step, output),
         "model": str(model),
@@ -264,7 +265,7 @@ def evaluate_reward_model(
 
 
 def _model_of(cfg: RewardRunConfig, path: str | None) -> LanguageModelConfig:
-    """`actor.model` with another path."""
+    """Returns `actor.model` with another path."""
     model = cfg.actor.model
     return LanguageModelConfig(
         model_path=path,

@@ -1,11 +1,11 @@
-"""What an evaluation of a language model says: accuracy, pass@k, majority vote, each with a 95 % interval.
+"""Evaluation metrics of language models: accuracy, pass@k and majority vote, each with a 95 % interval.
 
-Everything is computed from rows, one per sample, as `<suite>.samples.jsonl` holds them:
+Everything is computed from rows, one per sample, as in `<suite>.samples.jsonl`:
 
     {"id", "sample", "level", "right", "vote", "reward", "terms", "tokens", "finished", "failed", …}
 
-Samples of one problem are not independent, so every quantity is first taken per problem, and its interval is over
-problems: Wilson's where all of them are 0 or 1, else a bootstrap that draws whole problems.
+Samples of one problem are not independent. So every quantity is first computed per problem, and its interval is over
+problems: Wilson's if all of them are 0 or 1, otherwise a bootstrap that resamples problems.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Row = Mapping[str, Any]
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """Probability that k of a problem's n samples, drawn without replacement, have a right one.
+    """Returns the probability that k of a problem's n samples, drawn without replacement, include a right one.
 
     1 − C(n − right, k) / C(n, k): the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), in exact integers.
     """
@@ -36,29 +36,29 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def ks(samples: int) -> list[int]:
-    """For which k a suite is reported: 1, 2, 4, … and the number of samples."""
+    """Returns the values of k that a suite reports: 1, 2, 4, … and the number of samples."""
     return sorted({2**i for i in range(samples.bit_length()) if 2**i <= samples} | {samples})
 
 
 def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
-    """Share of right samples among those of the answer that most samples of a problem agree on; the mean over tied
+    """Returns the share of right samples among those with the most frequent answer of a problem; the mean over tied
     answers.
 
     Args:
-        votes: Normalized answers; "" did not answer and does not vote.
-        right: Which samples are right.
+        votes: Normalized answers; "" is no answer and does not vote.
+        right: Whether each sample is right.
     """
     counts = Counter(vote for vote in votes if vote)
     if not counts:
         return 0.0
-    most = max(counts.values())
-    won = [answer for answer, count in counts.items() if count == most]
-    shares = [sum(r for v, r in zip(votes, right, strict=True) if v == answer) / most for answer in won]
+    max_count = max(counts.values())
+    won = [answer for answer, count in counts.items() if count == max_count]
+    shares = [sum(r for v, r in zip(votes, right, strict=True) if v == answer) / max_count for answer in won]
     return sum(shares) / len(shares)
 
 
 def by_problem(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows grouped by problem, problems and their samples in order."""
+    """Groups rows by problem; problems and their samples are in order."""
     groups: dict[Any, list[Row]] = {}
     for row in sorted(rows, key=lambda row: (row["id"], row["sample"])):
         groups.setdefault(row["id"], []).append(row)
@@ -66,14 +66,14 @@ def by_problem(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def summarize(rows: Iterable[Row]) -> dict[str, Any]:
-    """Everything that an evaluation's JSON says about the answers.
+    """Returns the summary of an evaluation's answers for its JSON file.
 
     Returns:
-        n (problems), samples (of each), accuracy, pass_at_k, majority (null where no sample has a `vote`), reward_mean,
-        reward_terms, response_tokens, truncated, failed, levels; `<name>_ci95` beside each mean.
+        n (problems), samples (of each), accuracy, pass_at_k, majority (null if no sample has a `vote`), reward_mean,
+        reward_terms, response_tokens, truncated, failed, levels; `<name>_ci95` for each mean.
 
     Raises:
-        ValueError: There is no row, or problems have different numbers of samples.
+        ValueError: There are no rows, or problems have different numbers of samples.
     """
     problems = by_problem(rows)
     counts = {len(problem) for problem in problems}
@@ -114,7 +114,7 @@ def _scores(problems: Sequence[Sequence[Row]]) -> dict[str, Any]:
 
 
 def _levels(problems: Sequence[Sequence[Row]]) -> dict[str, Any]:
-    """The scores of each level, where the suite has levels; numbers in their order, then words."""
+    """Returns the scores of each level, for suites with levels; numbers in order, then words."""
     groups: dict[str, list[Sequence[Row]]] = {}
     for problem in problems:
         groups.setdefault(str(problem[0]["level"]), []).append(problem)
@@ -146,26 +146,28 @@ def _overall(problems: Sequence[Sequence[Row]], value: Callable[[Row], float]) -
 
 #: A row of an evaluation: `rewards` of its responses, `target` (margin or label), `level`, and the text of its `prompt`.
 PreferenceRow = dict[str, Any]
-#: Equal parts of the probabilities from 1/2 to 1 within which calibration is measured.
+#: Number of bins of the probabilities from 1/2 to 1 for calibration.
 BINS = 10
 
 
 def summarize_preferences(rows: Sequence[PreferenceRow], form: str) -> dict[str, Any]:
-    """What the rows say.
+    """Returns the summary of preference rows.
 
     Args:
         rows: Each has `rewards`, `target`, `level` and `prompt`.
         form: "pairs" or "labels".
 
     Returns:
-        n, unit, accuracy and accuracy_ci95, reward_mean, levels; of pairs margin, calibration_error and calibration; of
+        n, unit, accuracy and accuracy_ci95, reward_mean, levels; for pairs margin, calibration_error and calibration; for
         labels r2, spearman and mse.
     """
     return pairs_summary(rows) if form == "pairs" else labels_summary(rows)
 
 
 def pairs_summary(rows: Sequence[PreferenceRow]) -> dict[str, Any]:
-    """See `summarize_preferences`. Two equal rewards are a mistake: who has to choose gets nothing from them."""
+    """Returns the summary of pairs; see `summarize_preferences`. Equal rewards count as a mistake, because they do not
+    decide the pair.
+    """
     rewards = np.asarray([row["rewards"] for row in rows], np.float64)
     margins = rewards[:, 0] - rewards[:, 1]
     right = margins > 0
@@ -197,32 +199,40 @@ def pairs_summary(rows: Sequence[PreferenceRow]) -> dict[str, Any]:
 
 
 def calibration(margins: np.ndarray) -> tuple[float, list[dict[str, float]]]:
-    """The expected calibration error of σ(r_chosen − r_rejected) (Guo et al. 2017).
+    """Returns the expected calibration error of σ(r_chosen − r_rejected) (Guo et al. 2017).
 
-    Of each pair the likelier response has a probability p ≥ 1/2, by the rewards alone. Among pairs of about the same p it
+    By the rewards, the likelier response of each pair has a probability p ≥ 1/2. Among pairs of about the same p it
     should be the preferred one in a share p of them.
 
     Args:
         margins: `[P]`: r_chosen − r_rejected.
 
     Returns:
-        The mean over all pairs of |share − p|, by tenths of the range from 1/2 to 1; and of each tenth that has pairs n,
-        said (mean p) and was (share).
+        Mean over all pairs of |share − p|, by tenths of the range from 1/2 to 1; and for each tenth with pairs n, said
+        (mean p) and was (share).
     """
-    said = 1 / (1 + np.exp(-np.abs(margins)))
-    was = np.where(margins == 0, 0.5, margins > 0)  # a tie says that either is as likely
-    place = np.minimum(((said - 0.5) * 2 * BINS).astype(int), BINS - 1)
+    probabilities = 1 / (1 + np.exp(-np.abs(margins)))
+    was = np.where(margins == 0, 0.5, margins > 0)  # a tie makes both equally likely
+    place = np.minimum(((probabilities - 0.5) * 2 * BINS).astype(int), BINS - 1)
     parts = []
     for part in range(BINS):
-        own = place == part
-        if own.any():
-            parts.append({"n": int(own.sum()), "said": float(said[own].mean()), "was": float(was[own].mean())})
+        members = place == part
+        if members.any():
+            parts.append(
+                {
+                    "n": int(members.sum()),
+                    "said": float(probabilities[members].mean()),
+                    "was": float(was[members].mean()),
+                }
+            )
     error = sum(part["n"] * abs(part["said"] - part["was"]) for part in parts) / len(margins)
     return float(error), parts
 
 
 def labels_summary(rows: Sequence[PreferenceRow]) -> dict[str, Any]:
-    """See `summarize_preferences`. r2 and spearman are None where all labels, or all rewards, are equal."""
+    """Returns the summary of labelled rows; see `summarize_preferences`. r2 and spearman are None if all labels, or all
+    rewards, are equal.
+    """
     rewards = np.asarray([row["rewards"][0] for row in rows], np.float64)
     labels = np.asarray([row["target"] for row in rows], np.float64)
     shares = _agreement(rewards, labels)
@@ -241,18 +251,20 @@ def labels_summary(rows: Sequence[PreferenceRow]) -> dict[str, Any]:
 
 
 def _agreement(rewards: np.ndarray, labels: np.ndarray) -> list[float]:
-    """Of each response the share of those with another label that are on the right side of it; ties are wrong."""
+    """Returns, for each response, the share of responses with another label that the rewards order correctly; ties are
+    wrong.
+    """
     shares = []
     for reward, label in zip(rewards, labels, strict=True):
         other = labels != label
         if other.any():
-            same = np.sign(reward - rewards[other]) == np.sign(label - labels[other])
-            shares.append(float(same.mean()))
+            concordant = np.sign(reward - rewards[other]) == np.sign(label - labels[other])
+            shares.append(float(concordant.mean()))
     return shares
 
 
 def spearman(first: np.ndarray, second: np.ndarray) -> float | None:
-    """The correlation of the ranks, ties sharing theirs; None if either does not vary."""
+    """Returns the rank correlation, with mean ranks of ties; None if either does not vary."""
     ranks = [_ranks(values) for values in (first, second)]
     if any(np.ptp(each) == 0 for each in ranks):
         return None
@@ -267,12 +279,12 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """An evaluation in one line."""
+    """Formats an evaluation as a line."""
     between = in_parentheses(result["accuracy_ci95"], ".1%", "95 % interval ")
     line = f"accuracy {result['accuracy']:.1%}{between} on {result['n']} {result['unit']}"
     if result["unit"] == "pairs":
         line += f", margin {result['margin']:.3g}, calibration error {result['calibration_error']:.1%}"
     else:
-        told = {"R²": result["r2"], "Spearman": result["spearman"]}
-        line += "".join(f", {name} {value:.3f}" for name, value in told.items() if value is not None)
+        correlations = {"R²": result["r2"], "Spearman": result["spearman"]}
+        line += "".join(f", {name} {value:.3f}" for name, value in correlations.items() if value is not None)
     return f"{line}; suite {result['suite']}, step {result['global_step']}"

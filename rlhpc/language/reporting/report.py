@@ -1,4 +1,4 @@
-"""What the report of a language model's run shows."""
+"""Report of a language model's run: curves, evaluations and key figures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rlhpc.runtime.text import in_parentheses, interval_text
 
 Evaluation = Mapping[str, Any]
 
-#: Metrics that come first, where a kind of run has them; and the others.
+#: Metrics that are drawn first, if the task type has them; and the others.
 _FIRST = [
     Metric("reward", "train/reward", "Reward", "mean reward"),
     Metric("accuracy", "train/accuracy", "Accuracy on training prompts", "share of right samples"),
@@ -66,24 +66,24 @@ _RATES = {"rollout": "time/tokens_per_s", "training": "time/train_tokens_per_s"}
 
 
 def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
-    """Draws reward and accuracy (of demonstrations: loss), then what else was logged: known metrics with their titles, others
-    too.
+    """Draws reward and accuracy (for demonstrations: loss), then all other logged metrics: known ones with their
+    titles, then unknown ones.
 
     Args:
-        rows: The run's metrics.
-        always: Curves that are drawn whether something was logged or not.
+        rows: Metrics of the run.
+        always: Curves that are drawn even without logged values.
     """
-    known = [*(metric for metric in _FIRST if metric.file in always), *_DIAGNOSTICS]
+    titled = [*(metric for metric in _FIRST if metric.file in always), *_DIAGNOSTICS]
     names = {key for row in rows for key in row}
-    drawn = {metric.name for metric in known} | _COUNTERS
+    drawn = {metric.name for metric in titled} | _COUNTERS
     unknown = [
         Metric(name.replace("/", "_"), name, name, "")
         for name in sorted({name for name in names if name.startswith(("train/", "rollout/"))} - drawn)
         if not is_constant(series(rows, name)[1])
     ]
-    charts = metric_charts(rows, [*known, *unknown], always)
+    charts = metric_charts(rows, [*titled, *unknown], always)
     held_out = series(rows, "eval/loss")
-    for metric in known:
+    for metric in titled:
         if metric.name == "train/loss" and metric.file in charts and held_out[0]:
             lines = [Line("training", *series(rows, metric.name), smooth=True)]
             lines.append(Line("held out", *held_out, color=1, markers=True))
@@ -95,7 +95,7 @@ def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
 
 
 def time_curves(rows: Rows) -> dict[str, str]:
-    """Tokens per second, the work of the stages (which overlaps), and the stacked phases of a step."""
+    """Draws tokens per second, the work of the stages (which overlaps), and the stacked phases of a step."""
     lines = [
         Line(label, *series(rows, name), color=color, smooth=True)
         for color, (label, name) in enumerate(_RATES.items(), start=4)
@@ -114,7 +114,7 @@ def time_curves(rows: Rows) -> dict[str, str]:
 
 
 def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
-    """Every readable eval/global_step_<N>/<suite>.json with an accuracy, by suite and step.
+    """Returns every readable eval/global_step_<N>/<suite>.json with an accuracy, by suite and step.
 
     Each has `suite`, `global_step`, `n`, `accuracy`, `low` and `high` (95 %).
     """
@@ -125,7 +125,7 @@ def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
 
 
 def by_suite(evaluations: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
-    """The evaluations of each suite."""
+    """Groups evaluations by suite."""
     suites: dict[str, list[Evaluation]] = {}
     for result in evaluations:
         suites.setdefault(str(result["suite"]), []).append(result)
@@ -133,16 +133,18 @@ def by_suite(evaluations: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
 
 
 def evaluation_curve(paths: RunPaths, rows: Rows, evaluations: Sequence[Evaluation], size: Size = CHART) -> str:
-    """Accuracy of all evaluations, those in training and those of checkpoints, with 95 % intervals, one line per suite."""
+    """Draws the accuracy of all evaluations, during training and of checkpoints, with 95 % intervals, one line per
+    suite.
+    """
     suites = evaluations_by_suite(paths, rows, evaluations, "accuracy")
     return evaluation_chart("Accuracy in evaluations", "accuracy, 95 % interval", suites, "accuracy", size)
 
 
 def pass_at_k_curve(evaluations: Sequence[Evaluation]) -> str | None:
-    """pass@k over k of each suite's first and last checkpoint; None where no suite has several samples."""
+    """Draws pass@k over k of each suite's first and last checkpoint; None if no suite has several samples."""
     lines: list[Line] = []
-    for suite, own in by_suite(evaluations).items():
-        several = [result for result in own if len(result.get("pass_at_k") or {}) > 1]
+    for suite, results in by_suite(evaluations).items():
+        several = [result for result in results if len(result.get("pass_at_k") or {}) > 1]
         for result in several[:1] + several[1:][-1:]:
             ends = result.get("pass_at_k_ci95") or {}
             points = sorted(
@@ -155,7 +157,7 @@ def pass_at_k_curve(evaluations: Sequence[Evaluation]) -> str | None:
 
 
 def all_curves(paths: RunPaths, rows: Rows, always: Container[str]) -> dict[str, str]:
-    """Every chart of the run by file name."""
+    """Returns all charts of the run by file name."""
     evaluations = read_evaluations(paths)
     evaluation = evaluation_curve(paths, rows, evaluations)
     charts = {**learning_curves(rows, always), "evaluation": evaluation, **time_curves(rows)}
@@ -166,15 +168,16 @@ def all_curves(paths: RunPaths, rows: Rows, always: Container[str]) -> dict[str,
 def parts(
     paths: RunPaths, rows: Rows, *, always: Container[str], trained: tuple[str, str], rate: str, linked: bool
 ) -> Parts:
-    """See `Kind.parts`; with a second page, samples.html, where evaluations have left samples.
+    """Returns the parts of the page, see `Kind.parts`; also writes samples.html and episodes.html if evaluations have
+    samples.
 
     Args:
-        paths: The run.
-        rows: Its metrics.
-        always: Curves that are drawn whether something was logged or not.
-        trained: Metric that says how training goes, and its title.
+        paths: Paths of the run.
+        rows: Metrics of the run.
+        always: Curves that are drawn even without logged values.
+        trained: Metric of the progress of training, and its title.
         rate: Metric of the tokens per second.
-        linked: The page may refer to other files of the run.
+        linked: Whether the page may link to other files of the run.
     """
     evaluations = read_evaluations(paths)
     samples = write_samples_page(paths) if linked else None
@@ -196,7 +199,7 @@ def parts(
 
 
 def data_name(paths: RunPaths) -> str:
-    """Model and data of the run, for its subtitle."""
+    """Returns model and data of the run, for its subtitle."""
     try:
         cfg = read_yaml(paths.config.read_bytes())
         train, model = cfg["data"]["train"], str(cfg["actor"]["model"]["model_path"] or "")
@@ -207,7 +210,7 @@ def data_name(paths: RunPaths) -> str:
 
 
 def key_figures(rows: Rows, evaluations: Sequence[Evaluation], trained: tuple[str, str], rate: str) -> str:
-    """The cards at the top of the page, of the evaluations of one suite."""
+    """Renders the cards at the top of the page, with the evaluations of one suite."""
     best = max(evaluations, key=lambda result: result["accuracy"], default=None)
     last = evaluations[-1] if evaluations else None
 
@@ -241,7 +244,7 @@ def evaluation_section(
     samples_page: str | None,
     episodes_page: str | None = None,
 ) -> str:
-    """Plot and table of the evaluations, accuracy by level, and the ways to the pages of samples and episodes."""
+    """Renders chart and table of the evaluations, accuracy by level, and links to the pages of samples and episodes."""
     html = figures(
         [passed] if (passed := pass_at_k_curve(evaluations)) else [],
         lambda size: evaluation_curve(paths, rows, evaluations, size),
@@ -256,14 +259,14 @@ def evaluation_section(
     if episodes_page:
         html += f'<p><a href="{escape(episodes_page)}">What its episodes left, turn by turn</a></p>'
     html += f'<div class="scroll">{_table(evaluations)}</div>'
-    for suite, own in by_suite(evaluations).items():
-        if any(result.get("levels") for result in own):
-            html += f'<h3>{escape(suite)}: accuracy by level</h3><div class="scroll">{_levels(own)}</div>'
+    for suite, results in by_suite(evaluations).items():
+        if any(result.get("levels") for result in results):
+            html += f'<h3>{escape(suite)}: accuracy by level</h3><div class="scroll">{_levels(results)}</div>'
     return html
 
 
 def _table(evaluations: Sequence[Evaluation]) -> str:
-    best = {suite: max(result["accuracy"] for result in own) for suite, own in by_suite(evaluations).items()}
+    best = {suite: max(result["accuracy"] for result in results) for suite, results in by_suite(evaluations).items()}
     named = [with_pass_at(result) for result in evaluations]
     passed = largest_pass_at(name for result in named for name in result)
     rows: list[list[Cell]] = []
@@ -288,20 +291,20 @@ def _table(evaluations: Sequence[Evaluation]) -> str:
     return table(head, rows, text_columns={0, len(head) - 1})
 
 
-def _levels(own: Sequence[Evaluation]) -> str:
-    """One row per level, one column per checkpoint."""
-    levels = sorted({level for result in own for level in result.get("levels") or {}}, key=level_order)
-    sizes = own[-1].get("levels") or {}
+def _levels(evaluations: Sequence[Evaluation]) -> str:
+    """Renders a table with one row per level and one column per checkpoint."""
+    levels = sorted({level for result in evaluations for level in result.get("levels") or {}}, key=level_order)
+    sizes = evaluations[-1].get("levels") or {}
     body: list[list[Cell]] = []
     for level in levels:
         cells: list[Cell] = []
-        for result in own:
+        for result in evaluations:
             scores = (result.get("levels") or {}).get(level) or {}
             cells.append(
                 _percent(scores.get("accuracy")) + in_parentheses(scores.get("accuracy_ci95"), ".1%", to=" … ")
             )
         body.append([level or "–", sizes.get(level, {}).get("n", "–"), *cells])
-    return table(["level", "n", *(f"step {result['global_step']}" for result in own)], body, text_columns={0})
+    return table(["level", "n", *(f"step {result['global_step']}" for result in evaluations)], body, text_columns={0})
 
 
 def _percent(value: Any) -> str:

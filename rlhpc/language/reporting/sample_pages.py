@@ -1,7 +1,8 @@
-"""report/samples.html: what the model wrote, checkpoint beside checkpoint. One file that needs nothing but itself.
+"""Sample pages: report/samples.html with the model's responses side by side for each checkpoint, and
+report/episodes.html. Each is a self-contained file.
 
-What a model writes is foreign text: it is escaped, its control characters are made visible, and its direction marks
-end where it ends.
+Text of a model is untrusted: it is escaped, its control characters are made visible, and its direction marks end with
+it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PROBLEMS = 24
 CHECKPOINTS = 6
 """Checkpoints that stand side by side."""
 _MAP_COLUMNS = 240
-_SHOWN, _MAX_SAMPLE_CHARACTERS, _OTHERS = 600, 8000, 7
+_FOLD_CHARACTERS, _MAX_SAMPLE_CHARACTERS, _MAX_MORE_SAMPLES = 600, 8000, 7
 
 _CSS = """
 .note{color:var(--muted);margin:0 0 14px}.map{overflow-x:auto}.map svg{display:block;min-width:520px}
@@ -53,7 +54,7 @@ height:32px;box-sizing:border-box;min-width:0;max-width:100%}
 .answer details p{margin-top:12px}.answer summary{color:var(--muted);font-size:12.5px;margin-top:6px}
 """
 
-#: Shows the problems that have a sample like the form's fields say; the form is there only where scripts run.
+#: Shows the problems with a sample that matches the form's fields; the form is visible only if scripts run.
 FILTER = """
 for (const form of document.querySelectorAll("form.filter")) {
   const problems = [...form.parentElement.querySelectorAll("article.problem")];
@@ -90,7 +91,7 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-#: What a row must have, and what fields that it may have must be.
+#: Checks of required and of optional fields of a row.
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "id": lambda value: isinstance(value, str) or is_count(value),
     "sample": is_count,
@@ -108,23 +109,25 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True)
 class _Column:
-    """A suite's samples at one checkpoint. `share` of right samples by problem; `shown`: the rows of chosen problems."""
+    """A suite's samples at one checkpoint. `share` of right samples by problem; `selected_rows`: the rows of the
+    selected problems.
+    """
 
     step: int
     result: Mapping[str, Any]
     path: Path
     share: dict[Any, float] = field(default_factory=dict)
     level: dict[Any, str] = field(default_factory=dict)
-    shown: dict[Any, list[Row]] = field(default_factory=dict)
+    selected_rows: dict[Any, list[Row]] = field(default_factory=dict)
 
 
 def samples_path(result: Path) -> Path:
-    """Where the samples of an evaluation's JSON lie: `<suite>.samples.jsonl` beside it."""
+    """Returns the path of the samples of an evaluation's JSON file: `<suite>.samples.jsonl` in the same folder."""
     return result.with_name(f"{result.stem}.samples.jsonl")
 
 
 def read_samples(path: Path) -> Iterator[Row]:
-    """The rows of a samples file, one at a time; a torn or foreign line is left out, and fields of a wrong type.
+    """Yields the rows of a samples file; leaves out damaged or foreign lines, and fields of a wrong type.
 
     Raises:
         OSError: The file cannot be read.
@@ -140,7 +143,7 @@ def read_samples(path: Path) -> Iterator[Row]:
 
 
 def samples_page(paths: RunPaths) -> Path:
-    """Where the page of a run lies."""
+    """Returns the path of a run's page of samples."""
     return paths.report.with_name("samples.html")
 
 
@@ -179,8 +182,8 @@ def _ways(suites: Sequence[str]) -> str:
 
 
 def results_with_samples(paths: RunPaths) -> dict[str, list[tuple[int, Path, Mapping[str, Any]]]]:
-    """(step, JSON file, content) by suite, steps ascending, of evaluations that have samples beside them."""
-    found: dict[str, list[tuple[int, Path, Mapping[str, Any]]]] = {}
+    """Returns (step, JSON file, content) by suite, with ascending steps, of evaluations with a samples file."""
+    by_suite: dict[str, list[tuple[int, Path, Mapping[str, Any]]]] = {}
     for path in paths.eval_results():
         try:
             result, _ = typed_result(read_json(read_file(path)))
@@ -188,17 +191,17 @@ def results_with_samples(paths: RunPaths) -> dict[str, list[tuple[int, Path, Map
         except (OSError, ValueError, KeyError, AttributeError):
             continue
         if samples_path(path).is_file():
-            found.setdefault(suite, []).append((step, path, result))
-    return {suite: sorted(found[suite], key=lambda entry: entry[:2]) for suite in sorted(found)}
+            by_suite.setdefault(suite, []).append((step, path, result))
+    return {suite: sorted(by_suite[suite], key=lambda entry: entry[:2]) for suite in sorted(by_suite)}
 
 
-def spread(count: int, most: int) -> list[int]:
-    """At most `most` of `range(count)`, evenly spaced, first and last among them."""
-    if count <= most:
+def spread(count: int, limit: int) -> list[int]:
+    """Returns at most `limit` of `range(count)`, evenly spaced, including first and last."""
+    if count <= limit:
         return list(range(count))
-    if most == 1:
+    if limit == 1:
         return [count - 1]
-    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
+    return [round(i * (count - 1) / (limit - 1)) for i in range(limit)]
 
 
 def _columns(results: Sequence[tuple[int, Path, Mapping[str, Any]]]) -> list[_Column]:
@@ -220,7 +223,7 @@ def _columns(results: Sequence[tuple[int, Path, Mapping[str, Any]]]) -> list[_Co
     for i in spread(len(columns), CHECKPOINTS):
         for row in _rows(columns[i].path):
             if row["id"] in chosen:
-                columns[i].shown.setdefault(row["id"], []).append(row)
+                columns[i].selected_rows.setdefault(row["id"], []).append(row)
     return columns
 
 
@@ -240,7 +243,9 @@ def _lines(path: Path) -> int:
 
 
 def _ordered(columns: Sequence[_Column]) -> list[Any]:
-    """Problems of the last checkpoint, by level, then in their order, so that evenly spaced ones cover all levels."""
+    """Returns the problems of the last checkpoint, by level, then in their order, so that evenly spaced ones cover all
+    levels.
+    """
     last = columns[-1]
     return sorted(last.share, key=lambda key: (level_order(last.level[key]), isinstance(key, str), key))
 
@@ -248,24 +253,24 @@ def _ordered(columns: Sequence[_Column]) -> list[Any]:
 def _suite(columns: Sequence[_Column]) -> str:
     ids = _ordered(columns)
     chosen = [ids[i] for i in spread(len(ids), PROBLEMS)]
-    shown = [column for column in columns if column.shown]
+    columns_with_rows = [column for column in columns if column.selected_rows]
     parts = [_changes(columns)]
     if len(ids) > 1:
         parts += ["<h3>Every problem</h3>", _map(columns, ids)]
-    left = "" if len(chosen) == len(ids) else f"{len(chosen)} of {len(ids)} problems, evenly spaced over the levels"
-    if len(shown) < len(columns):
-        left += f"{'; ' if left else ''}{len(shown)} of {len(columns)} checkpoints"
-    parts.append(f'<h3>Problems</h3><p class="note">{escape(left or "All of them")}.</p>')
+    omitted = "" if len(chosen) == len(ids) else f"{len(chosen)} of {len(ids)} problems, evenly spaced over the levels"
+    if len(columns_with_rows) < len(columns):
+        omitted += f"{'; ' if omitted else ''}{len(columns_with_rows)} of {len(columns)} checkpoints"
+    parts.append(f'<h3>Problems</h3><p class="note">{escape(omitted or "All of them")}.</p>')
     for column in columns:
         if count := _lines(column.path) - sum(1 for _ in _rows(column.path)):
             note = f"{column.path.parent.name}/{column.path.name}: {count} lines are no samples, and are left out"
             parts.append(f'<p class="note">{escape(note)}.</p>')
-    parts += [_filter_form(), *(_problem(key, shown) for key in chosen)]
+    parts += [_filter_form(), *(_problem(key, columns_with_rows) for key in chosen)]
     return "".join(parts)
 
 
 def _filter_form() -> str:
-    """The fields by which the problems of a suite are filtered; hidden where no scripts run."""
+    """Renders the fields that filter the problems of a suite; hidden if no scripts run."""
     choices = {
         "any": "any",
         "right": "one is right",
@@ -285,21 +290,22 @@ def _filter_form() -> str:
 
 
 def _changes(columns: Sequence[_Column]) -> str:
-    """Accuracy by checkpoint, pass@k where there are several samples, and how many problems were won and lost against the one
-    before."""
+    """Renders accuracy by checkpoint, pass@k for several samples, and the numbers of problems won and lost against the
+    checkpoint before.
+    """
     rows: list[list[Cell]] = []
     results = [with_pass_at(column.result) for column in columns]
     passed = largest_pass_at(name for result in results for name in result)
     before: _Column | None = None
     for column, result in zip(columns, results, strict=True):
         both = [key for key in column.share if before is not None and key in before.share]
-        won = sum(column.share[key] > before.share[key] for key in both) if before else "–"
-        lost = sum(column.share[key] < before.share[key] for key in both) if before else "–"
+        better = sum(column.share[key] > before.share[key] for key in both) if before else "–"
+        worse = sum(column.share[key] < before.share[key] for key in both) if before else "–"
         accuracy = sum(column.share.values()) / len(column.share)
         between = interval_text(column.result.get("accuracy_ci95"), ".1%") or "–"
         share = result.get(passed or "")
         several = [f"{share:.1%}" if isinstance(share, int | float) else "–"] if passed else []
-        rows.append([column.step, len(column.share), f"{accuracy:.1%}", between, *several, won, lost])
+        rows.append([column.step, len(column.share), f"{accuracy:.1%}", between, *several, better, worse])
         before = column
     several = [metric_title(passed)] if passed else []
     head = ["step", "problems", "accuracy", "95 % interval", *several, "better than before", "worse than before"]
@@ -307,29 +313,29 @@ def _changes(columns: Sequence[_Column]) -> str:
 
 
 def _map(columns: Sequence[_Column], ids: Sequence[Any]) -> str:
-    """One row per checkpoint, one column per problem; the fuller the colour, the more of its samples are right."""
+    """Renders one row per checkpoint and one column per problem; the fuller the colour, the more samples are right."""
     picked = [ids[i] for i in spread(len(ids), _MAP_COLUMNS)]
-    left, height = 78, 17
+    margin, height = 78, 17
     width = max(4, min(22, 1080 // len(picked)))
     parts, level = [], None
     for j, key in enumerate(picked):
         if (name := columns[-1].level[key]) != level:
             level = name
-            parts.append(f'<text x="{left + j * width}" y="12">{escape(name[:18])}</text>')
+            parts.append(f'<text x="{margin + j * width}" y="12">{escape(name[:18])}</text>')
     for i, column in enumerate(columns):
         y = 20 + i * (height + 2)
-        parts.append(f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">step {column.step}</text>')
+        parts.append(f'<text x="{margin - 8}" y="{y + 12}" text-anchor="end">step {column.step}</text>')
         for j, key in enumerate(picked):
             share = column.share.get(key)
             fill = "var(--soft)" if not share else "var(--c2)"
             opacity = 1.0 if not share else 0.2 + 0.8 * share
-            said = "not asked" if share is None else f"{share:.0%} right"
+            label = "not asked" if share is None else f"{share:.0%} right"
             parts.append(
-                f'<rect x="{left + j * width}" y="{y}" width="{width - 1}" height="{height}" '
+                f'<rect x="{margin + j * width}" y="{y}" width="{width - 1}" height="{height}" '
                 f'style="fill:{fill};opacity:{opacity:.2f};stroke:var(--line);stroke-width:.6">'
-                f"<title>problem {escape(str(key))}, step {column.step}: {said}</title></rect>"
+                f"<title>problem {escape(str(key))}, step {column.step}: {label}</title></rect>"
             )
-    size = left + width * len(picked) + 4, 24 + len(columns) * (height + 2)
+    size = margin + width * len(picked) + 4, 24 + len(columns) * (height + 2)
     note = f"{len(picked)} of {len(ids)} problems. " if len(picked) < len(ids) else ""
     return (
         f'<p class="note">{note}Each row is a checkpoint, each column a problem. Filled: right; paler: some of its samples '
@@ -341,7 +347,7 @@ def _map(columns: Sequence[_Column], ids: Sequence[Any]) -> str:
 
 
 def _problem(key: Any, columns: Sequence[_Column]) -> str:
-    first = next((rows[0] for column in reversed(columns) if (rows := column.shown.get(key))), None)
+    first = next((rows[0] for column in reversed(columns) if (rows := column.selected_rows.get(key))), None)
     if first is None:
         return ""
     facts = [f"<b>Problem {escape(str(key))}</b>"]
@@ -351,10 +357,10 @@ def _problem(key: Any, columns: Sequence[_Column]) -> str:
         facts.append(f"<span>answer <code>{escape(str(first['answer'])[:200])}</code></span>")
     cells = []
     for column in columns:
-        rows = sorted(column.shown.get(key, []), key=lambda row: row["sample"])
-        # A suite that was changed between two evaluations asks something else under the same number.
-        same = bool(rows) and rows[0]["prompt"] == first["prompt"]
-        cells.append(_answer(column.step, rows) if same else _nothing(column.step))
+        rows = sorted(column.selected_rows.get(key, []), key=lambda row: row["sample"])
+        # A suite that was changed between two evaluations has another prompt under the same number.
+        same_prompt = bool(rows) and rows[0]["prompt"] == first["prompt"]
+        cells.append(_answer(column.step, rows) if same_prompt else _not_asked(column.step))
     shares = {column.share[key] for column in columns if key in column.share}
     changed = " data-changed" if len(shares) > 1 else ""
     return (
@@ -363,7 +369,7 @@ def _problem(key: Any, columns: Sequence[_Column]) -> str:
     )
 
 
-def _nothing(step: int) -> str:
+def _not_asked(step: int) -> str:
     return f'<div class="answer"><h4>step {step}</h4>{missing("Not asked at this checkpoint.")}</div>'
 
 
@@ -371,9 +377,9 @@ def _answer(step: int, rows: Sequence[Row]) -> str:
     right = sum(row["right"] for row in rows)
     count = f" · {right} of {len(rows)} right" if len(rows) > 1 else ""
     html = f"<h4>step {step}{count}</h4>{_sample(rows[0])}"
-    if others := rows[1 : 1 + _OTHERS]:
-        more = "".join(_sample(row) for row in others)
-        html += f"<details><summary>{len(others)} more of its {len(rows)} samples</summary>{more}</details>"
+    if more_samples := rows[1 : 1 + _MAX_MORE_SAMPLES]:
+        more = "".join(_sample(row) for row in more_samples)
+        html += f"<details><summary>{len(more_samples)} more of its {len(rows)} samples</summary>{more}</details>"
     return f'<div class="answer">{html}</div>'
 
 
@@ -394,55 +400,55 @@ def _sample(row: Row) -> str:
 
 
 def _text(text: str) -> str:
-    """Foreign text as it stands; a long one is folded, a very long one cut."""
-    shown = text if len(text) <= _SHOWN * 1.2 else text[:_SHOWN]
-    html = f'<pre class="said" dir="auto">{escape(shown) or "<i>nothing</i>"}</pre>'
-    if rest := text[len(shown) : _MAX_SAMPLE_CHARACTERS]:
+    """Renders untrusted text; a long one is folded, a very long one cut."""
+    visible = text if len(text) <= _FOLD_CHARACTERS * 1.2 else text[:_FOLD_CHARACTERS]
+    html = f'<pre class="said" dir="auto">{escape(visible) or "<i>nothing</i>"}</pre>'
+    if folded := text[len(visible) : _MAX_SAMPLE_CHARACTERS]:
         cut = (
             f"\n[{len(text) - _MAX_SAMPLE_CHARACTERS} more characters are in the samples file]"
             if len(text) > _MAX_SAMPLE_CHARACTERS
             else ""
         )
         html += (
-            f"<details><summary>{len(text) - len(shown)} more characters</summary>"
-            f'<pre class="said" dir="auto">{escape(rest)}{cut}</pre></details>'
+            f"<details><summary>{len(text) - len(visible)} more characters</summary>"
+            f'<pre class="said" dir="auto">{escape(folded)}{cut}</pre></details>'
         )
     return html
 
 
 def compare(first: str | Path, second: str | Path) -> dict[str, Any]:
-    """Two evaluations of one suite, sample by sample: two engines on one model, or two models.
+    """Compares two evaluations of one suite, sample by sample: two engines with one model, or two models.
 
     Args:
-        first, second: Their JSON files, with the samples beside them.
+        first, second: Their JSON files, with the samples in the same folders.
 
     Returns:
-        n (samples that both have), same_text, same_right (shares), accuracy of both, difference (second − first, over
-        problems) with its paired 95 % interval, and `examples`: the first five whose texts differ.
+        n (common samples), same_text, same_right (shares), accuracy of both, difference (second − first, over problems)
+        with its paired 95 % interval, and `examples`: the first five with different texts.
 
     Raises:
-        ConfigError: A file cannot be read, or they have no problem in common.
+        ConfigError: A file cannot be read, or the evaluations have no problem in common.
     """
-    texts, left, right = [], _by_sample(first), _by_sample(second)
-    both = [key for key in left if key in right and left[key]["prompt"] == right[key]["prompt"]]
+    texts, first_rows, second_rows = [], _by_sample(first), _by_sample(second)
+    both = [key for key in first_rows if key in second_rows and first_rows[key]["prompt"] == second_rows[key]["prompt"]]
     if not both:
         raise ConfigError(f"{first} and {second} have no problem in common; compare evaluations of one suite")
     problems: dict[Any, list[int]] = {}
     for key in both:
-        one, other = left[key], right[key]
+        one, other = first_rows[key], second_rows[key]
         problems.setdefault(key[0], []).append(int(other["right"]) - int(one["right"]))
         if one["response"] != other["response"]:
             texts.append({"id": key[0], "sample": key[1], "first": one["response"], "second": other["response"]})
-    differences = [sum(found) / len(found) for found in problems.values()]
-    # From -1 to 1. Where no problem differs, it is bounded how many might.
-    most = wilson(0, len(differences))[1]
+    differences = [sum(problem_differences) / len(problem_differences) for problem_differences in problems.values()]
+    # From -1 to 1. If no problem differs, the interval is the bound of the share that might.
+    bound = wilson(0, len(differences))[1]
     shares = share_interval([(difference + 1) / 2 for difference in differences])
-    between = [2 * end - 1 for end in shares] if any(differences) else [-most, most]
+    between = [2 * end - 1 for end in shares] if any(differences) else [-bound, bound]
     return {
         "n": len(both),
         "same_text": 1 - len(texts) / len(both),
-        "same_right": sum(left[key]["right"] == right[key]["right"] for key in both) / len(both),
-        "accuracy": [sum(rows[key]["right"] for key in both) / len(both) for rows in (left, right)],
+        "same_right": sum(first_rows[key]["right"] == second_rows[key]["right"] for key in both) / len(both),
+        "accuracy": [sum(rows[key]["right"] for key in both) / len(both) for rows in (first_rows, second_rows)],
         "difference": sum(differences) / len(differences),
         "difference_ci95": list(between),
         "examples": texts[:5],
@@ -481,12 +487,13 @@ EpisodeRow = dict[str, Any]
 
 
 def episodes_page(paths: RunPaths) -> Path:
-    """Where the page of a run lies."""
+    """Returns the path of a run's page of episodes."""
     return paths.report.with_name("episodes.html")
 
 
 def write_episodes_page(paths: RunPaths) -> Path | None:
-    """Writes the page of a run's episodes, of each suite's last evaluation; None where none has several turns.
+    """Writes the page of a run's episodes, from each suite's last evaluation; returns None if no episode has several
+    turns.
 
     Raises:
         RlhpcError: The page cannot be written.
@@ -496,9 +503,9 @@ def write_episodes_page(paths: RunPaths) -> Path | None:
         step, path, _ = results[-1]
         rows = _episode_rows(samples_path(path))
         if rows:
-            shown = [rows[at] for at in spread(len(rows), EPISODES)]
-            note = f'<p class="note">{len(shown)} of {len(rows)} episodes, evenly spaced, at step {step}.</p>'
-            sections.append(section(f"Suite {suite}", note + "".join(map(_episode, shown))))
+            selected = [rows[at] for at in spread(len(rows), EPISODES)]
+            note = f'<p class="note">{len(selected)} of {len(rows)} episodes, evenly spaced, at step {step}.</p>'
+            sections.append(section(f"Suite {suite}", note + "".join(map(_episode, selected))))
     if not sections:
         return None
     target = episodes_page(paths)
@@ -552,9 +559,9 @@ def _episode(row: EpisodeRow) -> str:
         facts.append(f"reward {row['reward']:.3g}")
     if row.get("answer"):
         facts.append(f"answer {str(row['answer'])[:200]}")
-    told = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
+    fact_spans = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
     branches = "".join(_branch(number, sample, len(samples)) for number, sample in enumerate(samples, 1))
-    head = f"<header><b>Problem {escape(str(row['id']))}</b>{mark} {told}</header>"
+    head = f"<header><b>Problem {escape(str(row['id']))}</b>{mark} {fact_spans}</header>"
     return f'<article class="episode">{head}<div class="branches">{branches}</div></article>'
 
 
@@ -574,7 +581,7 @@ def _part(part: Any) -> str:
 
 
 def _token(text: str, logprob: float) -> str:
-    """The less likely, the fuller its colour."""
+    """Renders a token; the less likely, the fuller its colour."""
     share = round(100 * (1 - math.exp(min(0.0, logprob))))
     shade = f' style="background:color-mix(in srgb,var(--c3) {share}%,transparent)"' if share > 2 else ""
     return f'<i title="log-prob {logprob:.3f}"{shade}>{escape(text)}</i>'
