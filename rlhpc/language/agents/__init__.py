@@ -1,1 +1,1 @@
-"""Agents: episodes of several turns, in the rollout rank or in programs of their own."""
+"""Agents: episodes of several turns, in the rollout rank or in separate programs."""

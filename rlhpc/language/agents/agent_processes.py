@@ -91,7 +91,7 @@ class Program:
         }
 
     def confinement(self) -> dict[str, Any] | None:
-        """Returns what `shells.sandboxed` gets; None without a sandbox."""
+        """Returns the arguments of `shells.sandboxed`; None without a sandbox."""
         if self.sandbox is None:
             return None
         return {"kind": self.sandbox, "read": list(self.read), "hidden": list(self.hidden), **self.limits}
@@ -101,7 +101,7 @@ def require_sandbox(program: Program) -> None:
     """Refuses a sandbox that does not work on this machine.
 
     Raises:
-        ConfigError: Says why.
+        ConfigError: The message gives the reason.
     """
     for path in program.read:
         if not Path(path).expanduser().exists():
@@ -133,7 +133,7 @@ class Harnesses:
         threading.Thread(target=self._give_up_overdue, name="rlhpc-overdue", daemon=True).start()
 
     def run(self, ticket: Ticket) -> None:
-        """Runs the program for a ticket, when there is room for one more."""
+        """Queues a ticket; its program runs as soon as the number of processes allows it."""
         with self._lock:
             if not self._failure:
                 self._waiting.append(ticket)
@@ -142,7 +142,7 @@ class Harnesses:
         self._done(ticket["id"], {"error": self._failure})
 
     def kill(self, number: int) -> None:
-        """Ends the program of one ticket, or forgets it; it has no outcome."""
+        """Ends the program of a ticket, or removes the queued ticket; there is no outcome."""
         with self._lock:
             self._waiting = collections.deque(ticket for ticket in self._waiting if ticket["id"] != number)
             if self._running.pop(number, None) is not None:
@@ -150,7 +150,7 @@ class Harnesses:
                 self._fill()
 
     def abort(self) -> None:
-        """Ends all that run, and forgets those that wait; none of them has an outcome."""
+        """Ends all running programs, and removes queued tickets; there are no outcomes."""
         with self._lock:
             self._waiting.clear()
             for number in self._running:
@@ -158,7 +158,7 @@ class Harnesses:
             self._running.clear()
 
     def close(self) -> None:
-        """Ends everything."""
+        """Ends the runner and all programs."""
         self._over.set()
         with self._lock:
             self._closed = True
@@ -260,7 +260,7 @@ class Harnesses:
             self._tell(ticket)
 
     def _give_up_overdue(self) -> None:
-        """Fails each episode whose guard has not said by its time limit what became of it, and frees its place."""
+        """Fails each episode whose guard has not reported an outcome by the time limit."""
         while not self._over.wait(_LOOK_S):
             with self._lock:
                 overdue = [number for number, deadline in self._running.items() if time.monotonic() > deadline]

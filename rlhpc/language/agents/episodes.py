@@ -58,7 +58,7 @@ class AgentThreads(Generic[E]):
         self._max_threads = threads
 
     def ask(self, ticket: int, episode: E, text: str) -> None:
-        """Has a turn answered, as soon as a thread is free."""
+        """Queues a turn for the agent's answer."""
         self._queue.put((ticket, episode, text))
         self._enlist()
 
@@ -92,7 +92,7 @@ class AgentThreads(Generic[E]):
         return expired
 
     def close(self) -> None:
-        """Ends the threads that wait."""
+        """Ends the waiting threads."""
         for _ in range(self._threads):
             self._queue.put(None)
 
@@ -197,22 +197,22 @@ class Agent:
     timeout_s: float = 60.0
 
     def respond(self, episode: Episode, text: str) -> str | dict[str, Any] | None:
-        """Answers a turn. Called in a thread, for several episodes at a time, but never twice for one.
+        """Answers a turn. Called in a thread, for several episodes at a time, but never concurrently for one episode.
 
         Args:
-            episode: So far, this turn included.
-            text: What the model wrote in this turn, without its end token.
+            episode: Episode so far, including this turn.
+            text: Text of this turn, without its end token.
 
         Returns:
-            Text to go on after, as it stands; or a message (`{"role": "user", "content": ...}`), which is put in by the
-            chat template; or None: the episode is over. A message's content is a text or, for a model that looks at
-            pictures, parts: `{"type": "text", "text": ...}`, and `{"type": "image", "image": ...}` with bytes of a PNG or
-            JPEG file, a path, a data URL, or a picture of PIL's.
+            Text that is appended unchanged; or a message (`{"role": "user", "content": ...}`), which the chat template
+            renders; or None to end the episode. A message's content is a text or, for a model with image input, parts:
+            `{"type": "text", "text": ...}`, and `{"type": "image", "image": ...}` with bytes of a PNG or JPEG file, a path, a
+            data URL, or a PIL image.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """Releases what the agent holds."""
+        """Releases the agent's resources."""
 
 
 class EpisodeRunner:
@@ -240,10 +240,10 @@ class EpisodeRunner:
         self._looker: Looker | None = None
 
     def add(self, requests: Iterable[Request], prompt: Prompt | None = None) -> None:
-        """Starts an episode for each request. `sampling.max_new_tokens` bounds all its turns and answers together.
+        """Starts an episode for each request. `sampling.max_new_tokens` limits all its turns and answers together.
 
         Raises:
-            ConfigError: A prompt leaves no room in the context.
+            ConfigError: A prompt fills the context.
         """
         requests = [self._with_stops(request) for request in requests]
         self._backend.add(requests)
@@ -254,15 +254,15 @@ class EpisodeRunner:
         return Episode(request.id, tuple(request.prompt_ids), prompt, seen=request.seen)
 
     def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:
-        """Goes on with an episode of one turn that somebody else had to leave.
+        """Resumes an episode of one turn that another rank has started.
 
-        What it has stays as it is, log-probs and versions included. What follows is drawn from random numbers of its own:
-        those of the request's seed have been used.
+        Its tokens, log-probs and versions remain unchanged. The continuation uses other random numbers, because those
+        of the request's seed have been used.
 
         Args:
-            request: The request, as it was made of the prompt.
-            drawn: What there is of the answer; one that is finished is given back by the next `step`.
-            prompt: The problem.
+            request: The original request of the prompt.
+            drawn: Answer so far; the next `step` returns a finished one.
+            prompt: Prompt of the episode.
         """
         assert self._agent is None, "what an agent has under way cannot be handed on"
         episode, count = self._new_episode(request, prompt), len(drawn.token_ids)
@@ -315,7 +315,7 @@ class EpisodeRunner:
         return episodes
 
     def close(self) -> None:
-        """Ends the agent; not the engine."""
+        """Closes the agent, but not the engine."""
         if self._helpers is not None and self._agent is not None:
             self._helpers.close()
             self._agent.close()
@@ -432,7 +432,7 @@ class EpisodeRunner:
 
 
 class _Unfit(Exception):
-    """An agent's answer that the model cannot be given."""
+    """Answer of an agent that cannot be inserted into the episode."""
 
 
 @contextlib.contextmanager

@@ -39,13 +39,13 @@ _MAX_LOGGED = 5
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """Section `agent`, as a rank wants it.
+    """Options of external agents on a rank, from section `agent`.
 
     Attributes:
-        limits: Of an episode.
-        timeout_s: Of an episode, from its start to its outcome.
-        kwargs: For the agent.
-        feedback_s: How long rewards may come after that; 0: they do not.
+        limits: Limits of an episode.
+        timeout_s: Time limit of an episode, from its start to its outcome.
+        kwargs: Arguments of the agent.
+        feedback_s: Time limit of delayed rewards after that; 0 if rewards are not delayed.
     """
 
     limits: EpisodeLimits
@@ -56,11 +56,11 @@ class AgentOptions:
 
 @dataclass(frozen=True)
 class AgentRanks:
-    """Ranks of another group run the agents.
+    """Ranks of a group `agent` that run the agents.
 
     Attributes:
-        post: To them.
-        rank: Of this process.
+        post: Message interface to these ranks.
+        rank: Rank of this process.
     """
 
     post: Post
@@ -117,7 +117,7 @@ class OutsideEpisodes:
         self._number = self._tickets = self._failures = 0
 
     def add(self, requests: Iterable[Request], prompt: Prompt | None = None) -> None:
-        """Starts an episode for each request: its sampling and seed are those of all that the model draws in it."""
+        """Starts an episode for each request; all turns of the episode use the request's sampling parameters and seed."""
         for request in requests:
             session = GatewaySession(request.id, request.sampling, request.seed, self._options.limits)
             self._tickets += 1  # no number is used again: one that was ended may yet have an outcome on its way
@@ -212,7 +212,7 @@ class OutsideEpisodes:
         return len(self._sessions)
 
     def abort(self) -> list[Episode]:
-        """Ends all episodes; each with nothing, `finish_reason` "abort"."""
+        """Ends all episodes, without samples and with `finish_reason` "abort"."""
         self._harnesses.abort()
         sessions, self._sessions = self._sessions, {}
         for session, *_ in sessions.values():
@@ -226,7 +226,7 @@ class OutsideEpisodes:
         return [Episode(s.number, ids, prompt, finish_reason="abort") for s, prompt, ids in sessions.values()]
 
     def close(self) -> None:
-        """Ends the agents, then the gateway."""
+        """Closes the agents, then the gateway."""
         self._harnesses.close()
         self._gateway.close()
         self._ended_with_it()
@@ -234,7 +234,7 @@ class OutsideEpisodes:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _drop(self) -> None:
-        """Ends what nobody waits for: of episodes that have ended, or whose clients have gone."""
+        """Aborts requests of episodes that have ended, and of clients that have disconnected."""
         idle = [number for number, drawing in self._drawing.items() if drawing.session.closed or drawing.given_up]
         if not idle:
             return
@@ -411,7 +411,7 @@ def _conversation(prompt: Prompt) -> list[dict[str, Any]]:
 
 
 def _spare(branches: list[Episode], limits: EpisodeLimits) -> int:
-    """Masks what roles say that are not trained; how many tokens that were."""
+    """Masks the tokens of untrained roles; returns their number."""
     count = 0
     for branch in branches:
         if limits.untrained and limits.roles[branch.role] in limits.untrained:
@@ -441,10 +441,10 @@ class Post(Protocol):
     """Message interface between a rollout rank and the ranks that run harnesses."""
 
     def offer(self, item: tuple[int, str, int]) -> None:
-        """Puts an episode into the queue: the rollout rank, what it calls itself, and the episode's number."""
+        """Queues an episode: the rollout rank, the rank's ident, and the episode's number."""
 
     def tell(self, rank: int, message: dict[str, Any]) -> None:
-        """Tells a rank that runs harnesses something. Does not wait for it."""
+        """Sends a message to a rank that runs harnesses, without waiting."""
 
     def receive(self) -> list[dict[str, Any]]:
         """Returns the new messages of these ranks."""
@@ -483,17 +483,17 @@ class Distant:
         self.ident = secrets.token_hex(8)
 
     def run(self, ticket: Ticket, rank: int) -> None:
-        """Has the program run for a ticket, when there is room for one more.
+        """Queues a ticket for the ranks that run the program.
 
         Args:
-            ticket: What it gets.
-            rank: The rollout rank that asks.
+            ticket: Ticket of the episode.
+            rank: Rollout rank of this process.
         """
         self._away[ticket["id"]] = _Away(ticket)
         self._post.offer((rank, self.ident, ticket["id"]))
 
     def poll(self) -> None:
-        """Hears what those who run it say; and who says nothing."""
+        """Handles messages of the ranks that run the program, and restarts or fails overdue episodes."""
         for message in self._post.receive():
             if "take" in message:
                 self._on_take(message)
@@ -506,14 +506,14 @@ class Distant:
             self._end(number, {"error": f"agent-{away.by[0]}, which ran it, said nothing within {limit:g} s"})
 
     def abort(self) -> None:
-        """Ends all that run, and forgets those that wait; none of them has an outcome."""
+        """Ends all running programs, and removes queued tickets; there are no outcomes."""
         for away in self._away.values():
             if away.num_starts:
                 self._post.tell(away.by[0], {"kill": away.by[1]})
         self._away.clear()
 
     def close(self) -> None:
-        """Ends everything."""
+        """Ends all episodes."""
         self.abort()
 
     # -- inside ---------------------------------------------------------------------------------------------------

@@ -41,12 +41,12 @@ class InlineEnvironment:
 
 
 class InlineAgents:
-    """Plays an episode for each ticket, as `Harnesses` run a program for it.
+    """Runner of environments' episodes for tickets, in place of `Harnesses` with a program.
 
     Args:
-        world: What is played.
-        gateway: Who answers; the episodes live on its loop.
-        done: Is called with the ticket's id and the outcome.
+        world: Environment of the episodes.
+        gateway: Gateway that answers; the episodes run on its event loop.
+        done: Callback with the ticket's id and the outcome.
     """
 
     def __init__(self, world: InlineEnvironment, gateway: Gateway, done: Callable[[int, dict[str, Any]], None]) -> None:
@@ -56,15 +56,15 @@ class InlineAgents:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     def run(self, ticket: dict[str, Any]) -> None:
-        """Plays an episode, when there is room for one more."""
+        """Queues a ticket; its episode starts as soon as the number of episodes allows it."""
         self._gateway.loop.call_soon_threadsafe(self._add, ticket)
 
     def abort(self) -> None:
-        """Ends all that are under way, and forgets those that wait; none of them has an outcome."""
+        """Ends all running episodes, and removes queued tickets; there are no outcomes."""
         self._gateway.loop.call_soon_threadsafe(self._end)
 
     def close(self) -> None:
-        """Ends everything."""
+        """Ends all episodes."""
         self.abort()
         self._threads.close()
 
@@ -134,7 +134,7 @@ class ToolAgent(Agent):
         self._longest = longest
 
     def respond(self, episode: Episode, text: str) -> str | dict[str, Any] | None:
-        """Carries out the call that ends the turn; a turn without one ends the episode."""
+        """Runs the tool call that ends the turn; a turn without a call ends the episode."""
         if "</tool>" not in text:
             return None
         calls = self._CALL.findall(text)

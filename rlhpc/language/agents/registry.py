@@ -81,7 +81,7 @@ def run_episodes(
     tokenizer: Any,
     max_turns: int,
 ) -> Iterator[Episode]:
-    """Runs episodes to their end; each as soon as it is there."""
+    """Runs episodes to their end; yields each when it ends."""
     episodes = EpisodeRunner(backend, tokenizer, agent, max_turns)
     try:
         for request, prompt in requests:
@@ -213,7 +213,9 @@ def program_of(cfg: LanguageConfig, addresses: Mapping[str, str] | None = None) 
 
 
 def _private_paths(cfg: LanguageConfig) -> tuple[str, ...]:
-    """Returns what no sandbox shows by itself: the folder of runs, the registry, and files with reference answers."""
+    """Returns the paths that sandboxes hide by default: the folder of runs, the registry, and files with reference
+    answers.
+    """
     paths = [expand_home(cfg.runner.run_dir).absolute() / cfg.runner.name]
     if (context := installed()) is not None:
         paths.append(context.registry.root)
@@ -237,10 +239,10 @@ def world_of(cfg: LanguageConfig) -> InlineEnvironment:
 
 
 def check_harness(cfg: LanguageConfig) -> None:
-    """Starts what runs agents' programs, and ends it again; their sandbox is left out (`check_sandbox`).
+    """Starts and stops the runner of agents' programs, as a check; without their sandbox (`check_sandbox`).
 
     Raises:
-        ConfigError: Its interpreter or the agent's module cannot be had.
+        ConfigError: Its interpreter or the agent's module is not available.
     """
     from rlhpc.language.agents.agent_processes import Harnesses
 
@@ -252,10 +254,10 @@ def check_harness(cfg: LanguageConfig) -> None:
 
 
 def check_sandbox(cfg: LanguageConfig) -> None:
-    """Tries the sandbox of agents' programs on this machine, unless ranks of a group `agent` have it.
+    """Tests the sandbox of agents' programs on this machine, unless ranks of a group `agent` use it.
 
     Raises:
-        ConfigError: It does not work here.
+        ConfigError: The sandbox does not work here.
     """
     from rlhpc.language.agents.agent_processes import require_sandbox
 

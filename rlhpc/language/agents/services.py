@@ -44,7 +44,7 @@ class _RunningService:
     listeners: frozenset[int] = frozenset()
 
     def is_foreign(self) -> bool:
-        """Returns whether a program that is not the service's listens at its port: connections would go there."""
+        """Returns whether another program listens at the service's port, which would receive the connections."""
         sockets = loopback_listeners(int(self.address.rpartition(":")[2]))
         inodes = frozenset(one.inode for one in sockets)
         if inodes <= self.listeners:
@@ -61,24 +61,24 @@ class _RunningService:
         return False
 
     def tail(self) -> str:
-        """Returns the end of what it has printed, as a part of a message."""
+        """Returns the end of its output, as a part of a message."""
         text = self.log_file.read_bytes()[-_TAIL:].decode(errors="replace").strip()
         return f"; it said: {text}" if text else "; it said nothing"
 
 
 class Services:
-    """Runs them until it is closed, each at a port of the system's choice on the loopback address.
+    """Running services, until `close`. Each gets a free port of the loopback address.
 
     Args:
         sections: `agent.services`.
-        folder: Where what they print is written; None is a temporary folder.
-        ports: Where they were before, if they were.
+        folder: Folder of the log files; None for a temporary folder.
+        ports: Addresses of an earlier start, if any.
 
     Attributes:
-        addresses: By name, `host:port`.
+        addresses: Name → `host:port`.
 
     Raises:
-        ConfigError: One cannot be started, or was not ready in time.
+        ConfigError: A service cannot be started, or was not ready in time.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class Services:
         self._next_look = time.monotonic() + _WATCH_S
 
     def check(self) -> None:
-        """Looks at the services, now and then.
+        """Checks the services, from time to time.
 
         Raises:
-            ConfigError: One has ended, or its port is another program's.
+            ConfigError: A service has ended, or another program has its port.
         """
         if time.monotonic() < self._next_look:
             return
@@ -115,7 +115,7 @@ class Services:
                 raise ConfigError(_foreign(running))
 
     def close(self) -> None:
-        """Ends them, with all that they have started."""
+        """Ends the services, with all their descendants."""
         for running in self._running:
             assert running.process.stdin is not None
             running.process.stdin.close()
@@ -248,7 +248,7 @@ class Relays:
         await asyncio.start_unix_server(lead, path)
 
     def close(self) -> None:
-        """Ends them."""
+        """Closes the relays."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)
         shutil.rmtree(self._folder, ignore_errors=True)

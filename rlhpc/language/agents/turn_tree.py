@@ -190,12 +190,12 @@ Message = dict[str, Any]
 
 
 class RequestError(Exception):
-    """A request that cannot be answered.
+    """Refusal of a request.
 
     Args:
-        why: For who asked.
-        status: Of HTTP.
-        code: As OpenAI's clients know it; `context_length_exceeded` ends the episode of most harnesses.
+        why: Message for the client.
+        status: HTTP status.
+        code: Error code of OpenAI's format; `context_length_exceeded` ends the episode in most harnesses.
     """
 
     def __init__(self, why: str, status: int = 400, code: str | None = None) -> None:
@@ -299,7 +299,7 @@ class Renderer:
 
     @functools.cached_property
     def _most_characters(self) -> int:
-        """Characters that the longest tokens could hold in the whole context."""
+        """Number of characters that the longest tokens can hold in the whole context."""
         return self.context * max(_TOKEN_CHARACTERS, *map(len, self.tokenizer.get_vocab()))
 
     def check_count(self, messages: Sequence[Any]) -> None:

@@ -102,17 +102,17 @@ class Environment:
     roles: Sequence[str] = ()
 
     def reset(self, task: Task) -> Said:
-        """Begins an episode: what there is to read first. None is the task's own messages."""
+        """Begins an episode; returns the first observation. None stands for the task's messages."""
         raise NotImplementedError
 
     def step(self, reply: Message) -> Said:
-        """Takes a turn.
+        """Handles a turn.
 
         Args:
-            reply: What the model said: `content`, and maybe `tool_calls`.
+            reply: Message of the model: `content`, and optionally `tool_calls`.
 
         Returns:
-            What follows: a text to read, a reward that ends the episode, or a `Step`.
+            Next observation as a text, a reward that ends the episode, or a `Step`.
         """
         raise NotImplementedError
 
@@ -123,7 +123,7 @@ class Environment:
         return Step(done=True)
 
     def close(self) -> None:
-        """Releases what the episode holds."""
+        """Releases the episode's resources."""
 
     # -- problems, for the source `environment` -------------------------------------------------------------------
 
@@ -149,17 +149,18 @@ class Environment:
 
 
 def tool(function: Tool) -> Tool:
-    """Marks a method of a `ToolEnvironment` that the model may call. Its docstring and its arguments' types are what the model
-    is told."""
+    """Marks a method of a `ToolEnvironment` as a tool of the model. The tool's description consists of its docstring
+    and the types of its arguments.
+    """
     function.is_tool = True  # type: ignore[attr-defined]
     return function
 
 
 class ToolEnvironment(Environment):
-    """A world of tools: methods marked with `tool`. A reply that calls none is the answer.
+    """Environment with tools: methods marked with `tool`. A reply without a tool call is the answer.
 
-    Calls come as the model's template and `agent.tool_parser` have them; or, for models that know no such form, as a text
-    `name: argument`, which is answered with a text.
+    Tool calls have the format of the model's template and `agent.tool_parser`; or, for models without such a format,
+    they are texts `name: argument`, which are answered with a text.
     """
 
     def __init__(self) -> None:
@@ -168,11 +169,11 @@ class ToolEnvironment(Environment):
         self.tools = [described(name, method) for name, method in self._methods.items()]
 
     def answer(self, text: str) -> Said:
-        """Takes what the model says when it calls no tool: most often a reward, which ends the episode."""
+        """Handles a reply without a tool call: usually returns a reward, which ends the episode."""
         raise NotImplementedError
 
     def step(self, reply: Message) -> Said:
-        """Carries out calls, or takes the answer."""
+        """Runs tool calls, or handles the answer."""
         calls = reply.get("tool_calls")
         if not calls:
             written = _CALL.match(str(reply.get("content") or ""))
@@ -234,7 +235,7 @@ class Earned:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def add(self, step: Step) -> None:
-        """Takes in what the world said to the last turn."""
+        """Records the environment's response to the last turn."""
         if self.rewards:
             self.rewards[-1] += step.reward
         for name, value in step.metrics.items():

@@ -121,18 +121,18 @@ def evaluate_language_model(
         cfg: The run's configuration: sections `data`, `reward`, `rollout`, `actor.model`, and `runner.seed`.
         model: A checkpoint `global_step_<N>` of a language model's run, or a Hugging Face folder or name.
         suite: Name of a suite; `default` is the first where none has that name.
-        output: JSON file to write, atomically; the samples go to `<stem>.samples.jsonl` beside it.
+        output: JSON file to write, atomically; the samples go to `<stem>.samples.jsonl` in the same folder.
         backend: Used instead of `rollout.rollout_backend`.
         global_step: By default that of the checkpoint. Of any other model what the folder of `output`, or else its own,
             is called: `global_step_<N>`; or 0.
-        progress: Shows on stderr how many answers have been judged.
+        progress: Whether to show the number of scored answers on stderr.
 
     Returns:
-        See `rlhpc.language.reporting.eval_metrics.summarize`; besides dropped (problems whose prompts are too long), suite,
+        See `rlhpc.language.reporting.eval_metrics.summarize`; also dropped (problems whose prompts are too long), suite,
         global_step, model, backend, seed, temperature, top_p, top_k and max_new_tokens.
 
     Raises:
-        ConfigError: There is no such suite, nothing judges the answers, or model, engine or data cannot be had.
+        ConfigError: The suite is unknown, there are no reward terms, or model, engine or data are not available.
         CheckpointError: The checkpoint has faults.
     """
     section = find_suite(cfg, suite)
@@ -431,9 +431,9 @@ def vote(response: str, answer: str, right: bool, term: RewardTermConfig) -> str
     """Returns a sample's vote in the majority: its final answer, normalized; "" where it has none.
 
     Args:
-        response: What the model wrote.
-        answer: The reference.
-        right: The verdict.
+        response: Response of the model.
+        answer: Reference answer.
+        right: Whether the response is right.
         term: The first of `reward.terms`: `name` and `kwargs`.
     """
     name, ways = term.name.lower(), _ANSWERS

@@ -97,7 +97,7 @@ LINEAR = _ATTENTION | {"gate_proj", "up_proj", "down_proj"}
 
 
 class NotKnown(RlhpcError):
-    """Nothing can be said about a model; says why."""
+    """Unknown model; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class ModelSize:
 
     @functools.cached_property
     def parameters(self) -> int:
-        """All of them."""
+        """Number of all parameters."""
         return sum(map(math.prod, self.shapes.values()))
 
     @functools.cached_property
@@ -318,7 +318,7 @@ def _sized(c: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], linear: 
 
 
 def _windows(c: Mapping[str, Any]) -> Iterator[float]:
-    """Yields for each layer that keeps keys and values how many tokens it looks back at most."""
+    """Yields the attention window of each layer with a KV cache, in tokens."""
     layers = int(c.get("num_hidden_layers") or c.get("n_layer") or 0)
     window = float(c.get("sliding_window") or math.inf)
     kinds = c.get("layer_types")

@@ -205,7 +205,7 @@ def spread(count: int, limit: int) -> list[int]:
 
 
 def _columns(results: Sequence[tuple[int, Path, Mapping[str, Any]]]) -> list[_Column]:
-    """Reads every file twice: once for who is right, once for the texts of the problems that were chosen."""
+    """Reads every file twice: first the scores, then the texts of the selected problems."""
     columns = []
     for step, path, result in results:
         column = _Column(step, result, samples_path(path))
@@ -527,7 +527,7 @@ def _episode_rows(path: Path) -> list[EpisodeRow]:
 
 
 def _is_episode(samples: Any) -> bool:
-    """Says whether these are samples as `transcript` writes them: the file may be anybody's."""
+    """Returns whether these are samples in the format of `transcript`, since the file may come from elsewhere."""
     return (
         isinstance(samples, list)
         and bool(samples)

@@ -1,1 +1,1 @@
-"""Scoring groups: reference, teacher, reward models and LLM judges on ranks of their own."""
+"""Scoring groups: reference, teacher, reward models and LLM judges on separate ranks."""

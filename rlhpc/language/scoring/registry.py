@@ -110,13 +110,13 @@ class Scorer(abc.ABC):
         """
 
     def offload(self) -> None:  # noqa: B027 (most hold little)
-        """Gives the accelerator's memory to another role (`actor.offload_in_rollout`)."""
+        """Frees the accelerator's memory for another group (`actor.offload_in_rollout`)."""
 
     def reload(self) -> None:  # noqa: B027 (as above)
-        """Takes back what `offload` moved away."""
+        """Moves the offloaded memory back."""
 
     def close(self) -> None:  # noqa: B027 (as above)
-        """Ends what it started, on ranks of a group of its own."""
+        """Releases resources of the scorer, on ranks of a scoring group."""
 
 
 class LogitReader:
@@ -137,14 +137,14 @@ class LogitReader:
         self.cfg, self.device = cfg, device
 
     def rows(self, batch: TokenBatch) -> RowReader | None:
-        """Says one number, with its gradient, of each row of logits that says what a token is that is trained on. A part of
-        the rows is made at a time, so that no tensor has the size of all of them.
+        """Returns one number, with its gradient, for each row of logits that predicts a trained token. The caller
+        computes a part of the rows at a time, so that no tensor holds all of them.
 
         Args:
-            batch: The micro-batch, with all columns; maybe without tokens. `batch.predictors()[0]` says which tokens they are.
+            batch: The micro-batch with all columns, possibly without tokens. `batch.predictors()[0]` selects the tokens.
 
         Returns:
-            None has `read` asked, which wants all logits.
+            None requests `read`, which gets all logits.
         """
         return None
 
@@ -171,15 +171,15 @@ class LogitReader:
 
 @dataclass(frozen=True)
 class Column:
-    """Something that an algorithm wants to know about each token.
+    """Column of a batch that an algorithm requires for each token.
 
     Attributes:
-        name: In `TokenBatch.columns`.
-        by: Who makes it: `rollout` (it comes with the samples: `LanguageAlgorithm.rollout_columns`), `actor` (log-probs by the
-            weights as they are when the step's training begins), `value_head` (values by these, with
-            `actor.model.value_head`), `reference` (log-probs by those from before training: by the group of that name if
-            it has a place, or else by the actor), `critic` (values: that group), the name of another group that scores, or
-            a `Scorer` of your own, which then runs on the actor ranks.
+        name: Name in `TokenBatch.columns`.
+        by: Source of the column: `rollout` (part of the samples: `LanguageAlgorithm.rollout_columns`), `actor` (log-probs
+            with the weights at the start of the step's training), `value_head` (values with these weights and
+            `actor.model.value_head`), `reference` (log-probs with the weights before training: from the group of that name
+            if it is placed, otherwise from the actor), `critic` (values from that group), the name of another scoring
+            group, or a user's `Scorer`, which then runs on the actor ranks.
     """
 
     name: str
@@ -203,10 +203,10 @@ class Rater(abc.ABC):
         """Rates the answers to one problem.
 
         Args:
-            samples: All of them, always in the same order.
+            samples: All answers, always in the same order.
 
         Returns:
-            One number for each, in that order; None where it could not be rated: that one gets `reward.failed`.
+            One number for each, in that order; None for an answer that cannot be rated, which gets `reward.failed`.
         """
 
     def counts(self) -> dict[str, float]:
@@ -216,7 +216,7 @@ class Rater(abc.ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027 (most start nothing)
-        """Ends what it started."""
+        """Releases resources of the rater."""
 
 
 #: Configuration sections with the models of groups; the reference's model is the actor's.

@@ -27,16 +27,16 @@ class Judges(Protocol):
     """Interface of reward sources."""
 
     def submit(self, sample_id: Hashable, sample: Sample, problem: Hashable, size: int) -> None:
-        """Queues an answer, one of `size` to a problem; `poll` gives its verdict back under `sample_id`."""
+        """Queues an answer, one of `size` to a problem; `poll` returns its score with `sample_id`."""
 
     def poll(self) -> list[tuple[Any, Scored]]:
         """Returns the verdicts since the last call, in any order."""
 
     def drain(self) -> None:
-        """Forgets all answers under way."""
+        """Drops all pending answers."""
 
     def close(self) -> None:
-        """Ends what it started."""
+        """Releases the reward's resources."""
 
 
 class Asker(abc.ABC):
@@ -57,14 +57,14 @@ class Asker(abc.ABC):
 
     @abc.abstractmethod
     def _ask(self, samples: dict[Any, Sample]) -> None:
-        """Asks for the ratings of all answers to a problem."""
+        """Requests the ratings of all answers to a problem."""
 
     @abc.abstractmethod
     def poll(self) -> Ratings:
         """Returns the new ratings; None for an answer that could not be rated."""
 
     def drain(self) -> None:
-        """Forgets what was asked."""
+        """Drops pending requests."""
         self._open.clear()
 
     def close(self) -> None:  # noqa: B027 (most start nothing)

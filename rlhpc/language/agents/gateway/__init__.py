@@ -1,1 +1,1 @@
-"""Gateway of a rollout rank: an HTTP server by which agents' programs ask its engine."""
+"""Gateway of a rollout rank: HTTP server through which external agents call its engine."""

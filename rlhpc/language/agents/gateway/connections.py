@@ -1,4 +1,4 @@
-"""Connections of the endpoint: those that show no good key hold no descriptors of the run for long, however many they are."""
+"""Connection limits of the gateway: connections without a valid key cannot exhaust the run's file descriptors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FEW = 16
 
 
 class Connections:
-    """Factory of a server's protocols. On the server's loop.
+    """Factory of a server's protocols. Runs on the server's event loop.
 
     Args:
-        handler: Makes the protocol that reads requests.
+        handler: Creates the protocol that reads requests.
     """
 
     def __init__(self, handler: Callable[[], asyncio.BaseProtocol]) -> None:
@@ -35,13 +35,13 @@ class Connections:
         return _Connection(self, self._handler)
 
     def prove(self, transport: asyncio.BaseTransport, owner: str) -> None:
-        """Takes a connection for one of the run's: a request with a good key, the owner's, has come by it."""
+        """Marks a connection as the run's, after a request of the owner with a valid key."""
         if transport in self._timers:
             self.leave(transport)
             self._proven.add(transport, owner)
 
     def enter(self, transport: asyncio.BaseTransport, timer: asyncio.TimerHandle) -> bool:
-        """Returns whether there is room for a connection."""
+        """Returns whether another connection is allowed."""
         if crowded() and not self._make_room():
             return False
         self._timers[transport] = timer
@@ -54,7 +54,7 @@ class Connections:
         return True
 
     def _make_room(self) -> bool:
-        """Closes a connection where that is fair: one of an episode that has many, or without a key."""
+        """Closes a connection to make room: one of an episode with many connections, or one without a key."""
         while self._far:
             self._close(self._far.pop())
         if self._proven.most_of_one() > _FEW:  # before those who have had no time to show a key
@@ -66,7 +66,7 @@ class Connections:
         return True
 
     def leave(self, transport: asyncio.BaseTransport) -> None:
-        """Forgets a connection that has ended."""
+        """Removes a connection that has ended."""
         if timer := self._timers.pop(transport, None):
             timer.cancel()
         for table in (self._far, self._near, self._proven):
@@ -78,7 +78,7 @@ class Connections:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection, which is the handler's if there is room for it."""
+    """Connection that is passed to the handler if the limits allow it."""
 
     def __init__(self, connections: Connections, handler: Callable[[], asyncio.BaseProtocol]) -> None:
         self._connections, self._make = connections, handler

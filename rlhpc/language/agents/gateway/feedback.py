@@ -52,12 +52,12 @@ class Feedback:
         self._rewards: collections.OrderedDict[str, float] = collections.OrderedDict()
 
     def expect(self, turns: Mapping[str, AgentTurn], patience_s: float, done: Callable[[float | None], None]) -> None:
-        """Awaits the rewards of an episode that has ended.
+        """Registers the turns with delayed rewards of an episode that has ended.
 
         Args:
-            turns: Those that are to be rewarded, by a name of theirs.
-            patience_s: How long to wait for the last one.
-            done: Called with their sum; with None if not all came in time.
+            turns: Turns to be rewarded, by the ids of their completions.
+            patience_s: Time limit of the last reward, in seconds.
+            done: Callback with the sum of the rewards; with None if some did not arrive in time.
         """
         loop = asyncio.get_running_loop()
         awaited = _Awaited({}, 0.0, done)

@@ -206,7 +206,7 @@ class Parsers:
             )
 
     def read(self, token_ids: list[int], tools: Any, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> Reply:
-        """Returns what a turn says, up to the first stop text; calls are looked for where there are tools."""
+        """Parses the text of a turn up to the first stop text; parses tool calls only if there are tools."""
         text, match = self._text(without_end(token_ids, self._tokenizer), stop)
         reasoning, calls = None, list[tuple[str, str]]()
         if self._reasoning is not None:
@@ -217,7 +217,7 @@ class Parsers:
         return Reply(text, reasoning, calls, match)
 
     def _text(self, ids: list[int], stop: Sequence[str]) -> tuple[str, str | None]:
-        """Returns the text that clients get, without special tokens and up to the first stop text; and that one."""
+        """Returns the text for clients, without special tokens and up to the first stop text; and that stop text."""
         text, match = cut_at_stop(self._tokenizer, [token for token in ids if token not in self._hidden], stop)
         if match is not None or not stop:
             return text, match
@@ -236,15 +236,15 @@ class Parsers:
         return text
 
     def _opens(self, prompt: Sequence[int]) -> bool:
-        """Returns whether a prompt ends with the beginning of reasoning."""
+        """Returns whether a prompt ends with an opened reasoning tag."""
         return self._decode(prompt[-_OPENING_TOKENS:]).rstrip().endswith("<think>")
 
     def partly(self, prompt: list[int], tools: Any, stop: Sequence[str] = ()) -> Partial | None:
-        """Reads a reply while it is written; None where that is not known of these parsers.
+        """Returns an incremental parser of a reply; None for parsers without one.
 
         Args:
-            prompt: What the model reads.
-            tools: As the client sent them.
+            prompt: Tokens of the prompt.
+            tools: Tools as the client sent them.
             stop: Texts that end the reply.
         """
         calls = self._tools is not None and bool(tools)

@@ -1,7 +1,7 @@
-"""Request bodies of the endpoint: one reader for all routes, which checks each key and refuses what cannot be honoured.
+"""Request bodies of the gateway: one parser for all routes, which checks each key and refuses unsupported values.
 
-A client repeats a request that fails with 500, so every mistake in a body is a 400 with one line. What would have tokens drawn
-from another distribution than the one that is trained is refused, too.
+Clients repeat a request that fails with 500, so every mistake in a body is a 400 with a message of one line. Requests
+to sample from another distribution than the trained one are refused, too.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Check = Callable[[Any], bool]
 
 @dataclass(frozen=True)
 class Form:
-    """The keys of a route's body. `null` is as good as a key that is not there.
+    """Schema of a route's body. `null` is equal to a missing key.
 
     Attributes:
-        keys: By name, a check and what it allows, in words.
-        neutral: By name, a check for the values that change nothing; any other value cannot be honoured.
-        required: Keys without which there is no request.
+        keys: Key → a check, and the allowed values in words.
+        neutral: Key → a check for values without effect; other values are not supported.
+        required: Required keys.
         where: Prefix of the keys in messages.
-        inner: Forms of keys that are objects themselves.
+        inner: Schemas of keys that are objects.
     """
 
     keys: Mapping[str, tuple[Check, str]]
@@ -95,12 +95,12 @@ _REASONS = {
 
 
 def is_text(value: Any) -> bool:
-    """Returns whether a value is a text."""
+    """Returns whether a value is a string."""
     return isinstance(value, str)
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value is a finite number that a float holds."""
+    """Returns whether a value is a finite number in the range of a float."""
     if type(value) not in (int, float):
         return False
     try:
@@ -110,7 +110,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_encodable(text: str) -> bool:
-    """Returns whether UTF-8 can hold a text: half an emoji it cannot."""
+    """Returns whether a text can be encoded in UTF-8: lone surrogates cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

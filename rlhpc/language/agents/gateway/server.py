@@ -110,14 +110,14 @@ class StreamReader:
 
 @dataclass
 class _Conversation:
-    """A request in either form.
+    """Request in either format.
 
     Attributes:
-        messages, tools: As chat completions have them.
-        model: What the client calls the model.
-        sampling: How tokens are drawn.
-        stream: Whether the client reads along.
-        reading: What it reads then.
+        messages, tools: Messages and tools in the format of chat completions.
+        model: Name that the client gives the model.
+        sampling: Sampling parameters.
+        stream: Whether the client requests a stream.
+        reading: Tokens for the stream.
     """
 
     messages: list[Any]
@@ -197,7 +197,7 @@ class Gateway:
         return urls[0], "".join(urls[1:])
 
     def _admit(self, doors: Connections, sock: socket.socket) -> None:
-        """Takes a connection to the loop, from the thread that has accepted it."""
+        """Passes a connection from the accepting thread to the event loop."""
 
         def adopt() -> None:
             task = self.loop.create_task(self.loop.connect_accepted_socket(doors, sock))
@@ -210,7 +210,9 @@ class Gateway:
             sock.close()
 
     async def _serve_routes(self, more: Sequence[web.RouteDef]) -> Connections:
-        """Makes an application of the routes of episodes, and more; returns what takes its connections."""
+        """Creates an application with the routes of episodes and additional ones; returns the factory of its
+        connections.
+        """
         app = web.Application(client_max_size=_BODY)
         posts = {
             "/v1/chat/completions": self._chat,
@@ -229,7 +231,7 @@ class Gateway:
         return self._doors[-1]
 
     def close(self) -> None:
-        """Ends it; whoever waits is refused."""
+        """Closes the gateway; pending requests are refused."""
 
         async def end() -> None:
             for session in self.keys.sessions():
@@ -533,7 +535,7 @@ async def _read(request: web.Request, max_bytes: int) -> bytes:
 
 
 async def _more(reading: StreamReader) -> None:
-    """Waits for more to read, but not for long."""
+    """Waits for new tokens, up to a short time limit."""
     with contextlib.suppress(TimeoutError):
         # not `wait_for`: Python 3.11 loses a cancellation that arrives together with the event
         async with asyncio.timeout(_ALIVE_S):

@@ -40,7 +40,7 @@ NAMED = "rs-"
 
 
 def stop_reason(finish_reason: str) -> str:
-    """Returns `stop` or `length`, the two ends that clients know: a draw that did not end by itself was cut short."""
+    """Returns `stop` or `length`, the two finish reasons of clients: any reason except `stop` is `length`."""
     return "stop" if finish_reason == "stop" else "length"
 
 
@@ -198,7 +198,7 @@ class GatewaySession:
     def _encode(
         self, messages: list[Any], tools: Any, role: int, renderer: Renderer
     ) -> tuple[tuple[str, ...], list[int], int | None, PromptImages | None]:
-        """Returns the keys of a conversation, and its `Renderer.prompt`. In a worker thread."""
+        """Returns the keys of a conversation, and its `Renderer.prompt`. Runs in a worker thread."""
         renderer.check_count(messages)
         canonicals = [canonical(message) for message in messages]
         renderer.check_length(canonicals, tools)
@@ -396,7 +396,7 @@ class SessionKeys:
 
 
 def same_key(key: str, other: str) -> bool:
-    """Returns whether two keys are the same, in a time that tells nothing; headers may have bytes that are no UTF-8."""
+    """Returns whether two keys are equal, in constant time; headers may contain bytes that are not UTF-8."""
     return secrets.compare_digest(key.encode(errors="surrogateescape"), other.encode())
 
 

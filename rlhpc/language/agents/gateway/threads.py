@@ -25,7 +25,7 @@ class Threads:
         self._max_threads, self._threads, self._idle, self._name = max_threads, 0, 0, name
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Returns what a function returns."""
+        """Calls a function in a thread, and returns its result."""
         loop = asyncio.get_running_loop()
         call = _Call(function, args, loop, loop.create_future())
         self._calls.put(call)
@@ -37,8 +37,9 @@ class Threads:
             raise
 
     async def call_to_end(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Returns what a function gives. Who is cancelled meanwhile waits for its end nevertheless, so that a lock which the
-        caller holds bounds how many calls there are."""
+        """Calls a function in a thread, and returns its result. A cancelled caller still waits for the end of the call,
+        so that a lock that it holds limits the number of calls.
+        """
         task = asyncio.ensure_future(self.call(function, *args))
         try:
             return await asyncio.shield(task)
@@ -49,7 +50,7 @@ class Threads:
             raise
 
     def close(self) -> None:
-        """Ends the threads that wait."""
+        """Ends the waiting threads."""
         for _ in range(self._threads):
             self._calls.put(None)
 

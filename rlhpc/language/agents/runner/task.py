@@ -29,11 +29,11 @@ _proxies: Any = _load("..", "..", "..", "runtime", "proxies.py")
 
 
 class ModelError(Exception):
-    """The model gave no answer.
+    """Refusal of a request to the model.
 
     Attributes:
-        status: Of HTTP.
-        code: `context_length_exceeded` where the episode or the context is full.
+        status: HTTP status.
+        code: `context_length_exceeded` if the episode or the context is full.
     """
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
@@ -169,10 +169,10 @@ def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any
 
 
 def checked_outcome(outcome: Any) -> dict[str, Any]:
-    """Returns an outcome that has the form that `outcome_of` gives it: an agent's process may have written another one.
+    """Checks the form of an outcome, which another process has written, and returns it.
 
     Raises:
-        ValueError: It has not.
+        ValueError: The outcome has another form.
     """
     if not isinstance(outcome, dict):
         raise ValueError(f"its outcome is a {type(outcome).__name__}, no object")
