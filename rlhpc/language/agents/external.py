@@ -493,7 +493,7 @@ class Distant:
         self._post.offer((rank, self.ident, ticket["id"]))
 
     def poll(self) -> None:
-        """Handles messages of the ranks that run the program, and restarts or fails overdue episodes."""
+        """Handles messages of the ranks that run the program, and fails overdue episodes."""
         for message in self._post.receive():
             if "take" in message:
                 self._on_take(message)

@@ -27,7 +27,7 @@ class Connections:
     def __init__(self, handler: Callable[[], asyncio.BaseProtocol]) -> None:
         self._handler = handler
         self._timers: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
-        #: Without a key: those of other hosts, and those of this one; and with one, by episode.
+        #: Connections without a key, of other hosts and of this one; and connections with a key, by episode.
         self._far = ConnectionTable[asyncio.BaseTransport](_MAX_FAR)
         self._near, self._proven = ConnectionTable[asyncio.BaseTransport](), ConnectionTable[asyncio.BaseTransport]()
 
@@ -41,7 +41,7 @@ class Connections:
             self._proven.add(transport, owner)
 
     def enter(self, transport: asyncio.BaseTransport, timer: asyncio.TimerHandle) -> bool:
-        """Returns whether another connection is allowed."""
+        """Registers a connection; returns whether there is room for it."""
         if crowded() and not self._make_room():
             return False
         self._timers[transport] = timer
@@ -57,7 +57,7 @@ class Connections:
         """Closes a connection to make room: one of an episode with many connections, or one without a key."""
         while self._far:
             self._close(self._far.pop())
-        if self._proven.most_of_one() > _FEW:  # before those who have had no time to show a key
+        if self._proven.most_of_one() > _FEW:  # before connections that have had no time to send a key
             self._close(self._proven.pop())
         elif self._near:
             self._close(self._near.pop())
