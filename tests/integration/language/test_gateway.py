@@ -46,8 +46,8 @@ class Served:
     def _work(self) -> None:
         under_way: dict[int, Drawing] = {}
         while not self._stop.is_set():
-            while not self.gateway.asked.empty():
-                drawing = self.gateway.asked.get()
+            while not self.gateway.engine_queue.empty():
+                drawing = self.gateway.engine_queue.get()
                 self._numbers += 1
                 try:
                     self.engine.add([Request(self._numbers, drawing.prompt_ids, drawing.sampling, drawing.seed)])
@@ -218,7 +218,7 @@ def test_a_client_that_hangs_up_gets_its_reply_when_it_asks_again_and_else_it_is
     for body in bodies:
         connection = http.client.HTTPConnection(served.gateway.url.removeprefix("http://"), timeout=10)
         connection.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {session.key}"})
-        while len(served.engine.requests) + served.gateway.asked.qsize() <= bodies.index(body):
+        while len(served.engine.requests) + served.gateway.engine_queue.qsize() <= bodies.index(body):
             time.sleep(0.005)
         connection.close()
     time.sleep(0.1)  # the gateway hears of it
@@ -350,7 +350,7 @@ def test_keys(served: Served) -> None:
     served.held.set()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         late = pool.submit(served.post, one.key, "/v1/chat/completions", body)
-        while served.gateway.asked.empty() and len(served.engine.requests) < 2:
+        while served.gateway.engine_queue.empty() and len(served.engine.requests) < 2:
             time.sleep(0.005)
         served.end(one)
         served.held.clear()
