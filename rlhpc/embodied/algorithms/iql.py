@@ -1,6 +1,6 @@
-"""The IQL update (Kostrikov et al. 2022), as CORL's iql.py has it: no action is valued that the data does not have.
+"""IQL update (Kostrikov et al. 2022), as in CORL's iql.py: it evaluates only actions that the data contains.
 
-Value network and critics are one module with one optimizer: Adam makes of that what it makes of two.
+Value network and critics are one module with one optimizer; Adam gives the same result as with two.
 """
 
 from __future__ import annotations
@@ -18,34 +18,41 @@ if TYPE_CHECKING:
 
 
 class IqlUpdate(OffPolicyUpdate[IQLPolicy]):
-    """Arguments as `OffPolicyUpdate`'s."""
+    """IQL update: expectile regression of a value network, and advantage-weighted regression of the actor.
+
+    Arguments as in `OffPolicyUpdate`.
+    """
 
     networks = IQLPolicy
     critic_metrics = ("q_loss", "q_value", "value_loss", "advantage", "q_grad_norm")
 
     def __init__(
-        self, algorithm: SacAlgorithmConfig, optim: SacOptimConfig, policy: IQLPolicy, *rest: Any, **more: Any
+        self, algorithm: SacAlgorithmConfig, optim: SacOptimConfig, policy: IQLPolicy, *args: Any, **kwargs: Any
     ) -> None:
-        super().__init__(algorithm, optim, policy, *rest, **more)
+        super().__init__(algorithm, optim, policy, *args, **kwargs)
         self.expectile, self.temperature = algorithm.expectile, algorithm.inverse_temperature
-        self.most = algorithm.max_weight
+        self.max_weight = algorithm.max_weight
 
     def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """The value towards an expectile of the target networks' smaller values; the critics towards reward and value."""
+        """Steps the value network and the critics.
+
+        The value moves towards an expectile of the smaller target value; the critics move towards reward plus discounted
+        value.
+        """
         critics, actions = self.policy.critics, batch.actions.flatten(1)
         with torch.no_grad():
-            following = critics.value(next_obs).squeeze(-1)
-            wanted = self.targets["critics"].module(obs, actions).amin(0)
-        apart = wanted - critics.value(obs).squeeze(-1)
-        self._advantages = apart.detach()
+            next_values = critics.value(next_obs).squeeze(-1)
+            target_values = self.targets["critics"].module(obs, actions).amin(0)
+        errors = target_values - critics.value(obs).squeeze(-1)
+        self._advantages = errors.detach()
         weights = torch.where(self._advantages < 0, 1 - self.expectile, self.expectile)
-        loss = (weights * apart.square()).sum() / batch.total
-        *found, norm = self.fit_critics(critics(obs, actions), following, batch, besides=loss)
-        return *found, loss.detach(), self._advantages.sum() / batch.total, norm
+        loss = (weights * errors.square()).sum() / batch.total
+        *critic_metrics, norm = self.fit_critics(critics(obs, actions), next_values, batch, besides=loss)
+        return *critic_metrics, loss.detach(), self._advantages.sum() / batch.total, norm
 
     def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Towards the actions of the data, each by how much better than the value it is."""
-        weights = (self.temperature * self._advantages).exp().clamp(max=self.most)
+        """Steps the actor towards the data's actions, each weighted by its advantage over the value."""
+        weights = (self.temperature * self._advantages).exp().clamp(max=self.max_weight)
         logprobs, _ = self.policy.head.evaluate(self.policy.actor(obs), batch.actions, False)
         loss = -(weights * logprobs).sum() / batch.total
         norm = self.fit_actor(loss)

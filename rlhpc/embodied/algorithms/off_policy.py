@@ -1,7 +1,6 @@
-"""What updates of off-policy learning have in common: an actor and critics of actions, an optimizer for each, target networks
-that follow them, and means of what a step reports.
+"""Base of off-policy updates: actor and critics with one optimizer each, target networks, and averaged metrics.
 
-An update on several ranks is that of one rank: losses are sums over a rank's rows divided by the rows of all.
+An update on several ranks equals an update on one rank: losses are sums over a rank's rows, divided by the rows of all ranks.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from rlhpc.weights import frozen_names
 if TYPE_CHECKING:
     from rlhpc.embodied.config import SacAlgorithmConfig, SacOptimConfig
 
-#: Target networks → where a checkpoint has them.
+#: Target networks → their keys in a checkpoint.
 _KEYS = {"critics": "targets", "actor": "target_actor"}
 Networks = TypeVar("Networks", bound=ActorCritic)
 
 
 @dataclass
 class TransitionBatch:
-    """A rank's rows of one batch, on the device.
+    """One rank's rows of a batch, on the device.
 
     Attributes:
         obs, next_obs: `[b, ...]`, or dicts of such tensors.
         actions: `[b, ...]`.
         rewards: `[b]`.
-        terminations: `[b]` bool; a truncated transition is none: it bootstraps from its true next observation.
+        terminations: `[b]` bool; False for truncated transitions, which bootstrap from their true next observation.
         noise: `[2, b, d]` standard normal, for the next and the present actions.
         total: Rows over all ranks.
     """
@@ -58,45 +57,45 @@ class TransitionBatch:
 
 
 class TargetNetwork:
-    """A copy of a network that follows it: Polyak averaging, on one flat tensor.
+    """Copy of a network that follows it by Polyak averaging, on one flat tensor.
 
     Attributes:
         module: The copy.
     """
 
-    def __init__(self, of: nn.Module, trained: FlatModule) -> None:
-        self.module = copy.deepcopy(of).requires_grad_(False)
-        self._of = trained
+    def __init__(self, source: nn.Module, flat_source: FlatModule) -> None:
+        self.module = copy.deepcopy(source).requires_grad_(False)
+        self._source = flat_source
         parameters = list(self.module.parameters())
         self._weights = torch.cat([p.detach().reshape(-1) for p in parameters])
         for parameter, part in zip(parameters, self._weights.split([p.numel() for p in parameters]), strict=True):
             parameter.data = part.view(parameter.shape)
 
     def follow(self, tau: float) -> None:
-        """Takes over a fraction of what the network has become; 1 is all of it."""
+        """Moves the copy towards the network by a fraction `tau`; 1 copies it completely."""
         if tau == 1:
-            self._weights.copy_(self._of.weights)
+            self._weights.copy_(self._source.weights)
         else:
-            self._weights.lerp_(self._of.weights, tau)
+            self._weights.lerp_(self._source.weights, tau)
 
 
 class OffPolicyUpdate(ABC, Generic[Networks]):
-    """Owns the optimizers and the target networks. A subclass says what critics and actor learn.
+    """Optimizers and target networks of an off-policy algorithm. A subclass defines the losses of critics and actor.
 
     Args:
         algorithm: Section `algorithm`.
         optim: Section `actor.optim`.
-        policy: On its device; its actor and critics are trained.
+        policy: Policy on its device; its actor and critics are trained.
         reduce: Sums a tensor over the ranks, in place.
-        ranks: How many.
-        rank: Of this process; the first one writes checkpoints.
-        skip: Leaves out updates whose gradient is not finite, rather than raise.
+        ranks: Number of ranks.
+        rank: Rank of this process; rank 0 writes checkpoints.
+        skip: Skips updates whose gradient is not finite, rather than raise.
 
     Attributes:
-        networks: The policies that it can train.
-        critic_metrics, actor_metrics: What an update of either reports; the last is the norm of its gradient.
-        targets: The target networks, by name.
-        updates: How many were made.
+        networks: Policy class that the algorithm can train.
+        critic_metrics, actor_metrics: Metrics of a critic and of an actor update; the last is the gradient norm.
+        targets: Target networks by name.
+        updates: Number of updates made.
     """
 
     networks: ClassVar[type[ActorCritic]]
@@ -127,15 +126,15 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
         self.actor_every, self.targets_every = algorithm.critic_actor_ratio, algorithm.target_update_freq
         self.updates = 0
         self._sums = self.critic.weights.new_zeros(len(self.critic_metrics) + len(self.actor_metrics))
-        self._nothing = self._sums.new_zeros(())
+        self._zero = self._sums.new_zeros(())
         self._counts = [0, 0]
 
     def build_targets(self) -> dict[str, TargetNetwork]:
-        """The target networks, by name: here those of the critics."""
+        """Returns the target networks by name: here, those of the critics."""
         return {"critics": TargetNetwork(self.policy.critics, self.critic)}
 
     def reset_targets(self) -> None:
-        """Makes the target networks equal to what they follow."""
+        """Copies the followed networks to the target networks."""
         for target in self.targets.values():
             target.follow(1)
 
@@ -150,7 +149,7 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
         """Steps the actor's optimizer; returns `actor_metrics`."""
 
     def step(self, batch: TransitionBatch) -> None:
-        """Critics, actor, target networks.
+        """Updates critics, actor and target networks.
 
         Raises:
             NonFinite: A gradient is not finite.
@@ -171,29 +170,29 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
                 target.follow(self.tau)
         self._counts[0] += 1
         with torch.no_grad():
-            self._sums += torch.stack((*critic, *(actor or (self._nothing,) * len(self.actor_metrics))))
+            self._sums += torch.stack((*critic, *(actor or (self._zero,) * len(self.actor_metrics))))
 
     def fit_critics(
-        self, found: Tensor, following: Tensor, batch: TransitionBatch, besides: Tensor | None = None
+        self, values: Tensor, next_values: Tensor, batch: TransitionBatch, besides: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Steps the critics towards reward and discounted value of what follows, by the sum of their mean squared errors.
+        """Steps the critics towards reward plus discounted next value, by the sum of their mean squared errors.
 
         Args:
-            found: Values `[2, b]` that they give.
-            following: Value `[b]` of what follows, without a gradient.
+            values: Values `[2, b]` of the critics.
+            next_values: Value `[b]` of the next state, without a gradient.
             batch: The transitions.
-            besides: A loss that is added, and not reported.
+            besides: Loss that is added and not reported.
 
         Returns:
-            Loss, mean value, norm of the gradient, to be added up over the ranks.
+            Loss, mean value and gradient norm, to be summed over the ranks.
         """
         total = batch.total
-        wanted = torch.where(batch.terminations, batch.rewards, batch.rewards + self.gamma * following)
-        loss = (found - wanted).square().sum() / total
+        targets = torch.where(batch.terminations, batch.rewards, batch.rewards + self.gamma * next_values)
+        loss = (values - targets).square().sum() / total
         self.critic.zero_grad()
         (loss if besides is None else loss + besides).backward()
         norm = self.critic.optimizer_step(self.critic.base_lr * self._rate)
-        return loss.detach(), found.detach().sum() / (2 * total), norm / self._ranks
+        return loss.detach(), values.detach().sum() / (2 * total), norm / self._ranks
 
     def fit_actor(self, loss: Tensor) -> Tensor:
         """Steps the actor; returns the norm of its gradient."""
@@ -201,55 +200,62 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
         loss.backward(inputs=self._trained)  # the critics' own gradients are not even computed
         return self.actor.optimizer_step(self.actor.base_lr * self._rate)
 
-    def _refused(self, who: str, backend: FlatModule, norm: Tensor) -> bool:
-        """Whether the step of an optimizer was left out because its gradient is not finite."""
+    def _refused(self, network: str, backend: FlatModule, norm: Tensor) -> bool:
+        """Returns whether an optimizer's step was skipped because its gradient is not finite."""
         if not backend.refuses(norm):
             return False
 
-        def what() -> str:
+        def message() -> str:
             bad = backend.bad_gradients()
-            return f"update {self.updates}: the gradient of the {who} is not finite ({listed(bad) or 'its norm'})"
+            return f"update {self.updates}: the gradient of the {network} is not finite ({listed(bad) or 'its norm'})"
 
-        self.skips.left_out(what)
+        self.skips.left_out(message)
         return True
 
     def facts(self) -> dict[str, float]:
-        """What the algorithm reports besides means."""
+        """Returns metrics of the algorithm that are not means over updates."""
         return {}
 
     def metrics(self) -> dict[str, float]:
-        """Means over the updates since the last call, over all ranks.
+        """Returns the means over the updates since the last call, over all ranks.
 
         Raises:
-            NonFinite: One of them was not finite; an accelerator's are read here, before any weight leaves the rank.
+            NonFinite: A mean is not finite; metrics of an accelerator are read here, before any weight leaves the rank.
         """
         sums = self._sums.double()
         if self._ranks > 1:
             sums = self._reduce(sums)
-        made, acted = self._counts
+        num_updates, num_actor_updates = self._counts
         names = (*self.critic_metrics, *self.actor_metrics)
-        counts = [max(made, 1)] * len(self.critic_metrics) + [max(acted, 1)] * len(self.actor_metrics)
+        counts = [max(num_updates, 1)] * len(self.critic_metrics) + [max(num_actor_updates, 1)] * len(
+            self.actor_metrics
+        )
         means = {name: total / n for name, total, n in zip(names, sums.tolist(), counts, strict=True)}
         if bad := [name for name, mean in means.items() if not math.isfinite(mean)]:
             raise nonfinite(f"after update {self.updates}: {', '.join(bad)} not finite")
         self._sums.zero_()
         self._counts = [0, 0]
-        return {**(means if made else {}), **self.facts(), "updates": float(self.updates), **self.skips.counted()}
+        return {
+            **(means if num_updates else {}),
+            **self.facts(),
+            "updates": float(self.updates),
+            **self.skips.counted(),
+        }
 
     def set_lr(self, factor: float) -> None:
-        """Scales the learning rates of the steps to come."""
+        """Scales the learning rates of all later steps."""
         self._rate = factor
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizers, target networks, number of updates."""
+        """Returns the state of optimizers and target networks, and the number of updates."""
         averages = {_KEYS[name]: target.module.state_dict() for name, target in self.targets.items()}
-        own = {"actor": self.actor.state_dict(), "critic": self.critic.state_dict()}
-        return {**own, **averages, "updates": self.updates}
+        optimizers = {"actor": self.actor.state_dict(), "critic": self.critic.state_dict()}
+        return {**optimizers, **averages, "updates": self.updates}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` returned; a subclass adds what it has besides."""
+        """Takes over what `state_dict` returned; a subclass adds its additional state."""
         self.actor.load_state_dict(state["actor"])
         self.critic.load_state_dict(state["critic"])
         for name, target in self.targets.items():
@@ -275,23 +281,23 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
     lockstep = False
 
     def offload(self) -> None:
-        """Off-policy actors stay where they are."""
+        """Does nothing: off-policy actors stay on their device."""
 
     def reload(self) -> None:
-        """Takes back what `offload` moved away."""
+        """Does nothing, like `offload`."""
 
     def awake(self) -> contextlib.AbstractContextManager[None]:
-        """They are."""
+        """Returns an empty context, because the networks are never offloaded."""
         return contextlib.nullcontext()
 
-    # -- what a trainer asks of whoever holds its weights ---------------------------------------------------------
+    # -- the interface `PolicyLearner` ----------------------------------------------------------------------------
 
     def named_weights(self, without: Container[str] = ()) -> Named:
-        """All weights, by the policy's names."""
+        """Yields all weights under the policy's names."""
         yield from ((name, tensor) for name, tensor in self.policy.state_dict().items() if name not in without)
 
     def frozen_names(self) -> frozenset[str]:
-        """Names of the weights that never change."""
+        """Returns the names of the weights that never change."""
         return frozen_names(self.policy)
 
     def replace_weights(self, tensors: dict[str, Tensor]) -> None:
@@ -299,11 +305,11 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
         self.policy.load_state_dict(tensors)
 
     def held_tensors(self) -> Named:
-        """The tensors that the optimizers hold."""
+        """Yields the tensors that the optimizers hold."""
         yield from tensors_of(self.state_dict(), "optimizer")
 
     def save(self, folder: Path) -> None:
-        """Rank 0 writes the optimizers' state, which all ranks share."""
+        """Writes the optimizers' state on rank 0; it is the same on all ranks."""
         if self._rank == 0:
             save_state(folder / OPTIMIZER, self.state_dict())
 

@@ -1,7 +1,8 @@
-"""The policy update: epochs of global minibatches, split over ranks and micro-batches without changing the result.
+"""Policy update of PPO and related algorithms: epochs of global minibatches, split over ranks and micro-batches without
+changing the result.
 
-What depends on all ranks (valid counts, advantage moments) is summed once for all minibatches, before the first one;
-the metrics once, after the last. In between the ranks exchange gradients and nothing else.
+Values that depend on all ranks (valid counts, advantage moments) are summed once for all minibatches before the first one,
+and the metrics once after the last. In between, the ranks exchange only gradients.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 
-class Arriving:
-    """A step's transitions of one rank.
+class TransitionStream:
+    """Stream of a step's transitions of one rank, which arrive in parts.
 
     Args:
-        take: Takes in the part of a number: columns `[n, T / parts, ...]` of its decisions in all slots.
-        parts: How many there are; they come in order.
+        take: Receives the part with a number: columns `[n, T / parts, ...]` of its decisions in all slots.
+        parts: Number of parts; they arrive in order.
         steps: T, decisions of the step.
 
     Attributes:
-        columns: `[n · T, ...]`, slot by slot. Rows of parts that have not been taken in hold anything.
-        waited: Seconds in which parts were taken in.
+        columns: `[n · T, ...]`, slot by slot. Rows of parts that have not been received are uninitialized.
+        waited: Seconds spent on receiving parts.
     """
 
     def __init__(self, take: Callable[[int], dict[str, torch.Tensor]], parts: int, steps: int) -> None:
@@ -52,57 +53,67 @@ class Arriving:
         self.columns: dict[str, torch.Tensor] = {}
         self._next, self.waited = 0, 0.0
 
-    def until(self, part: int) -> None:
-        """Takes in all parts up to one, as far as that has not been done, and waits for them."""
-        begun = time.perf_counter()
+    def wait_until(self, part: int) -> None:
+        """Receives all parts up to and including `part` that have not been received yet; blocks until they are there."""
+        start = time.perf_counter()
         while self._next <= part:
             for name, column in self._take(self._next).items():
-                slots, size, *rest = column.shape
+                slots, size, *shape = column.shape
                 if name not in self.columns:
-                    self.columns[name] = column.new_empty((slots * size * self.parts, *rest))
-                self.columns[name].view(slots, self.parts, size, *rest)[:, self._next] = column
+                    self.columns[name] = column.new_empty((slots * size * self.parts, *shape))
+                self.columns[name].view(slots, self.parts, size, *shape)[:, self._next] = column
             self._next += 1
-        self.waited += time.perf_counter() - begun
+        self.waited += time.perf_counter() - start
 
-    def awaited(self, indices: torch.Tensor, size: int, make: Callable[[torch.Tensor], Item]) -> Sequence[Item]:
-        """What is made of rows, `size` of one part at a time, in the order of the parts; each when it is asked for, and once
-        its rows are there."""
-        whose = indices % self.steps // (self.steps // self.parts)
-        pieces = [(part, rows) for part in whose.unique().tolist() for rows in indices[whose == part].split(size)]
+    def iter_micro_batches(
+        self, indices: torch.Tensor, size: int, make: Callable[[torch.Tensor], Item]
+    ) -> Sequence[Item]:
+        """Returns the items that `make` builds from chunks of up to `size` rows, each chunk from one part, in the order of the
+        parts.
 
-        def made(part: int, rows: torch.Tensor) -> Item:
-            self.until(part)
+        Each item is built when it is requested, once its rows have arrived.
+        """
+        part_of_row = indices % self.steps // (self.steps // self.parts)
+        chunks = [
+            (part, rows) for part in part_of_row.unique().tolist() for rows in indices[part_of_row == part].split(size)
+        ]
+
+        def build(part: int, rows: torch.Tensor) -> Item:
+            self.wait_until(part)
             return make(rows)
 
-        return Awaited([partial(made, part, rows) for part, rows in pieces])
+        return LazySequence([partial(build, part, rows) for part, rows in chunks])
 
 
-class Awaited(Sequence[Item], Generic[Item]):
-    """Things that are made when they are asked for, one after the other."""
+class LazySequence(Sequence[Item], Generic[Item]):
+    """Sequence whose items are built each time they are requested."""
 
-    def __init__(self, makers: Sequence[Callable[[], Item]]) -> None:
-        self._makers = makers
+    def __init__(self, builders: Sequence[Callable[[], Item]]) -> None:
+        self._builders = builders
 
     def __len__(self) -> int:
-        return len(self._makers)
+        return len(self._builders)
 
     def __iter__(self) -> Iterator[Item]:
-        return (make() for make in self._makers)
+        return (make() for make in self._builders)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return self._makers[index]()
+        return self._builders[index]()
 
 
-#: What else the losses of the package measure; of other losses, everything that they measure becomes a metric.
-_KNOWN = ("approx_kl", "clip_fraction", "ratio")
+#: Facts that the package's own losses measure. Of other losses, all facts but these become metrics.
+_BUILT_IN_FACTS = ("approx_kl", "clip_fraction", "ratio")
 _BUILT_IN = (losses.ppo, losses.gspo, losses.cispo)
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 
 
 @dataclass
 class MinibatchShard:
-    """This rank's part of one minibatch, what all ranks' parts add up to, how many passes they make over it at least, and what
-    its rows come from while it is trained on."""
+    """One rank's part of a minibatch.
+
+    It holds the sums over all ranks, the minimum number of passes that the ranks make, and the stream that its rows come from
+    while the step is trained on as it arrives.
+    """
 
     indices: torch.Tensor
     count: torch.Tensor
@@ -110,12 +121,12 @@ class MinibatchShard:
     mean: torch.Tensor
     std: torch.Tensor
     passes: int = 0
-    coming: Arriving | None = None
+    coming: TransitionStream | None = None
     empty: bool = False
 
 
 class Micro(NamedTuple):
-    """What one forward and backward pass works on."""
+    """Input of one forward and backward pass."""
 
     columns: dict[str, torch.Tensor]
     part: MinibatchShard
@@ -126,14 +137,14 @@ class PolicyUpdate:
 
     Args:
         algorithm: Section `algorithm` of the configuration.
-        backend: Owns the policy.
+        backend: Training backend that holds the policy.
         batch_size: Transitions of a minibatch over all ranks.
-        micro_batch: Transitions of one forward and backward pass; None for a rank's whole part.
-        seed: Of the minibatches' order.
+        micro_batch: Transitions of one forward and backward pass; None for a rank's complete part.
+        seed: Seed of the minibatches' order.
         reduce: Sums a tensor over the group, in place.
-        rank, ranks: Of the group.
-        gather: The ranks' objects, in rank order.
-        skip: Leaves out steps whose gradient is not finite, rather than raise.
+        rank, ranks: This rank, and the number of ranks of the group.
+        gather: Returns the ranks' objects, in rank order.
+        skip: Skips steps whose gradient is not finite, rather than raise.
     """
 
     def __init__(
@@ -158,8 +169,8 @@ class PolicyUpdate:
         self.value_coef, self.entropy_coef = algorithm.value_coef, algorithm.entropy_coef
         self.value_clip = algorithm.value_clip
         self.target_kl = algorithm.target_kl
-        wanted = algorithm.normalize_advantages.lower()
-        self.normalize = "minibatch" if wanted == "auto" else wanted
+        normalize = algorithm.normalize_advantages.lower()
+        self.normalize = "minibatch" if normalize == "auto" else normalize
         if self.normalize not in ("batch", "minibatch", "none", "false"):
             raise ConfigError(
                 f"algorithm.normalize_advantages is {algorithm.normalize_advantages!r}; "
@@ -182,21 +193,21 @@ class PolicyUpdate:
         total: int,
         step: int,
         lr: float,
-        arriving: Arriving | None = None,
+        arriving: TransitionStream | None = None,
     ) -> dict[str, float]:
-        """All epochs over one rollout.
+        """Runs all epochs over one rollout.
 
         Args:
             batch: This rank's transitions, flat `[N, ...]`: obs (or several, see `rows_of`), actions, logprobs, values,
-                advantages, returns, mask; and where there are such `inputs.*` of the model, and token_mask, which of the
-                log-probabilities train. Advantages, returns and mask are `[N]`, or `[N, chunk]` if they belong to single
-                actions; log-probs are as the policy's `logprob_type` has them.
-            held: Which of the run's `total` transitions they are.
+                advantages, returns, mask; where they exist also the model's `inputs.*`, and token_mask, which marks the
+                log-probabilities that train. Advantages, returns and mask are `[N]`, or `[N, chunk]` if they belong to single
+                actions; log-probs have the shape of the policy's `logprob_type`.
+            held: Indices of this rank's rows among the run's `total` transitions.
             total: Transitions of all ranks.
             step: Global step, part of the order's seed.
             lr: Learning rate.
-            arriving: What the rows of `batch` come from, if they are not all there: the first epoch takes the parts in
-                their order then, each as soon as it is there.
+            arriving: Stream that the rows of `batch` come from, if some are still missing: the first epoch then takes the
+                parts in their order, each as soon as it has arrived.
 
         Returns:
             Metrics, the same on all ranks.
@@ -209,7 +220,7 @@ class PolicyUpdate:
             batch = {**batch, "proximal": self._proximal(batch)}
         sums = torch.zeros(len(METRICS), dtype=torch.float64, device=device)
         norms = torch.zeros((), dtype=torch.float64, device=device)
-        own: dict[str, torch.Tensor] = {}
+        loss_facts: dict[str, torch.Tensor] = {}
         updates = empty = 0
         for number, part in enumerate(self._minibatches(batch, held, total, step, arriving)):
             if part.empty:  # Adam would move by its momentum alone
@@ -220,16 +231,16 @@ class PolicyUpdate:
                 break
             norm = self.backend.optimizer_step(lr)
             if self.backend.refuses(norm):
-                found = self._not_finite(stats)
-                self.skips.left_out(lambda: f"step {step}, minibatch {number}: {found}")  # noqa: B023 (called at once)
+                problem = self._not_finite(stats)
+                self.skips.left_out(lambda: f"step {step}, minibatch {number}: {problem}")  # noqa: B023 (called at once)
                 continue
             self.skips.took()
             norms += norm
             sums += stats
-            own = _added(own, more)
+            loss_facts = _added(loss_facts, more)
             updates += 1
         if arriving is not None:  # also where the updates have ended early
-            arriving.until(arriving.parts - 1)
+            arriving.wait_until(arriving.parts - 1)
         means = (self._sum(sums) / max(updates, 1)).tolist()
         if not math.isfinite(norms):  # an accelerator's norms are read here, before any weight leaves the rank
             raise nonfinite(f"step {step}: the norm of a gradient is not finite")
@@ -238,39 +249,42 @@ class PolicyUpdate:
             "grad_norm": float(norms) / max(updates, 1),
             "epochs": updates / -(-total // self.batch_size),
             "lr": lr,
-            **self._own_metrics(own, max(updates, 1)),
+            **self._own_metrics(loss_facts, max(updates, 1)),
             **self.skips.counted(),
             **({"empty_minibatches": float(empty)} if empty else {}),
         }
 
     @torch.no_grad()
     def _proximal(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Log-probs of the rollout's actions under the weights from before the update; those that acted may be
-        older."""
-        found = []
+        """Returns log-probs of the rollout's actions under the weights before the update; the weights that acted may be
+        older.
+        """
+        logprobs = []
         for part in torch.arange(len(batch["mask"]), device=batch["mask"].device).split(
             self.micro_batch or len(batch["mask"])
         ):
             micro = {name: column[part] for name, column in batch.items()}
-            given = {"obs": rows_of(micro, "obs"), "actions": micro["actions"]} | rows_of(micro, "inputs")
-            wanted = {"compute_logprobs": True, "compute_entropy": False, "compute_values": False}
-            out = self.backend.evaluate(_forward, (given, wanted))
-            found.append(out["logprobs"])
-        return torch.cat(found)
+            inputs = {"obs": rows_of(micro, "obs"), "actions": micro["actions"]} | rows_of(micro, "inputs")
+            options = {"compute_logprobs": True, "compute_entropy": False, "compute_values": False}
+            out = self.backend.evaluate(_forward, (inputs, options))
+            logprobs.append(out["logprobs"])
+        return torch.cat(logprobs)
 
     def _own_metrics(self, sums: dict[str, torch.Tensor], updates: int) -> dict[str, float]:
-        """What else the loss measures. A rank without a row of any minibatch does not know the names."""
+        """Returns metrics of a loss that is not built in. A rank without a row of any minibatch gets the names from the
+        others.
+        """
         if POLICY_LOSSES.find(self.loss_type) in _BUILT_IN:
             return {}
         names = sorted(set().union(*self._gather(sorted(sums)))) if self._ranks > 1 else sorted(sums)
         if not names:
             return {}
-        nothing = torch.zeros((), dtype=torch.float64, device=self.backend.device)
-        total = self._sum(torch.stack([sums.get(name, nothing) for name in names]))
+        zero = torch.zeros((), dtype=torch.float64, device=self.backend.device)
+        total = self._sum(torch.stack([sums.get(name, zero) for name in names]))
         return dict(zip(names, (total / updates).tolist(), strict=True))
 
     def _not_finite(self, stats: torch.Tensor) -> str:
-        """What was not finite, and on which ranks; all ranks call it and get the same answer."""
+        """Returns a text that names the non-finite values and their ranks; all ranks call it and get the same text."""
         flags = torch.zeros((self._ranks, len(METRICS)), dtype=torch.float64, device=stats.device)
         flags[self._rank] = (~stats.isfinite()).double()
         losses = [
@@ -280,13 +294,15 @@ class PolicyUpdate:
             if bad
         ]
         gradients = self.backend.bad_gradients()
-        told = (
+        gradient_text = (
             f"the gradient of {listed(gradients)} is not finite" if gradients else "the gradient's norm is not finite"
         )
-        return f"{told} ({listed(losses)})" if losses else told
+        return f"{gradient_text} ({listed(losses)})" if losses else gradient_text
 
     def _too_far(self, stats: torch.Tensor) -> bool:
-        """Whether a minibatch's KL estimate passes the limit: its update, and what would follow, is left out (ManiSkill)."""
+        """Returns whether a minibatch's KL estimate exceeds `target_kl`; its update and all later ones are then skipped
+        (ManiSkill).
+        """
         if self.target_kl is None:
             return False
         return float(self._sum(stats[METRICS.index("approx_kl")].clone())) > self.target_kl
@@ -295,9 +311,9 @@ class PolicyUpdate:
         return self._reduce(tensor) if self._ranks > 1 else tensor
 
     def _minibatches(
-        self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, arriving: Arriving | None
+        self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, arriving: TransitionStream | None
     ) -> Iterator[MinibatchShard]:
-        """All minibatches of all epochs. What is known is summed over the ranks before the first of them."""
+        """Yields the minibatches of all epochs. Sums over the ranks are computed before the first of them where possible."""
         begin = 0
         if arriving is not None:
             yield from self._as_they_come(batch, held, total, step, arriving)
@@ -307,28 +323,31 @@ class PolicyUpdate:
         yield from (part for parts in epochs for part in parts)
 
     def _as_they_come(
-        self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, arriving: Arriving
+        self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, arriving: TransitionStream
     ) -> Iterator[MinibatchShard]:
-        """The minibatches of the first epoch. One of several parts begins with the first of them: how much of it trains, and
-        how its advantages are spread, is not known by then. So all of it does, and they stay as they are."""
+        """Yields the minibatches of the first epoch.
+
+        A minibatch that spans several parts begins with the first of them. At that time, the number of its rows that train and
+        the spread of its advantages are unknown, so all its rows train, and the advantages are not normalized.
+        """
         slots, parts = total // arriving.steps, arriving.parts
         order = permutation_by_part(slots, arriving.steps, parts, self.seed, step, 0)
         indices = local_minibatches(order, self.batch_size, held)
         each = total // parts // self.batch_size
         if each:
             for part in range(parts):
-                arriving.until(part)
+                arriving.wait_until(part)
                 yield from self._parts(batch, indices[part * each : (part + 1) * each])
             return
-        arriving.until(0)
+        arriving.wait_until(0)
         device, tokens = batch["logprobs"].device, math.prod(batch["logprobs"].shape[1:])
         zero = torch.zeros((), device=device)
         count = zero + self.batch_size
-        for own in indices:
-            yield MinibatchShard(own.to(device), count, count * tokens, zero, zero + 1, coming=arriving)
+        for local_indices in indices:
+            yield MinibatchShard(local_indices.to(device), count, count * tokens, zero, zero + 1, coming=arriving)
 
     def _parts(self, batch: dict[str, torch.Tensor], indices: list[torch.Tensor]) -> list[MinibatchShard]:
-        """Minibatches; counts and moments of their advantages over all ranks."""
+        """Returns the minibatches, with counts and moments of their advantages over all ranks."""
         device = batch["logprobs"].device
         indices = [part.to(device) for part in indices]
         mask = batch["mask"].double()
@@ -356,9 +375,9 @@ class PolicyUpdate:
         parts = [MinibatchShard(*values, empty=none) for values, none in zip(columns, empty, strict=True)]
         if not self.backend.lockstep:
             return parts
-        own = [-(-part.indices.numel() // self._size(part)) for part in parts]
-        every = passes(own, self._rank, self._ranks, self._reduce)
-        return [replace(part, passes=most) for part, most in zip(parts, every, strict=True)]
+        local_passes = [-(-part.indices.numel() // self._size(part)) for part in parts]
+        num_passes = passes(local_passes, self._rank, self._ranks, self._reduce)
+        return [replace(part, passes=num) for part, num in zip(parts, num_passes, strict=True)]
 
     def _size(self, part: MinibatchShard) -> int:
         return self.micro_batch or max(part.indices.numel(), 1)
@@ -366,36 +385,38 @@ class PolicyUpdate:
     def _accumulate(
         self, batch: dict[str, torch.Tensor], part: MinibatchShard
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Gradients of one minibatch; returns this rank's share of its metrics, and of what else the loss measures."""
+        """Accumulates the gradients of one minibatch; returns this rank's share of its metrics and of the loss's other
+        facts.
+        """
         stats = torch.zeros(len(METRICS), dtype=torch.float64, device=batch["logprobs"].device)
-        more: dict[str, torch.Tensor] = {}
+        loss_facts: dict[str, torch.Tensor] = {}
 
         def micro(indices: torch.Tensor) -> Micro:
             return Micro({name: column[indices] for name, column in batch.items()}, part)
 
         if part.coming is not None:
-            micros = part.coming.awaited(part.indices, self._size(part), micro)
+            micros = part.coming.iter_micro_batches(part.indices, self._size(part), micro)
         else:
             micros = [micro(rows) for rows in part.indices.split(self._size(part)) if rows.numel()]
         if part.passes > len(micros):
             micros = [*micros, *[Micro(_idle(batch), part)] * (part.passes - len(micros))]
         for facts in self.backend.forward_backward(micros, self._loss):
             stats += facts.pop("stats")
-            more = _added(more, facts)
-        return stats, more
+            loss_facts = _added(loss_facts, facts)
+        return stats, loss_facts
 
-    def _loss(self, called: nn.Module, given: Micro) -> tuple[torch.Tensor, Metrics]:
-        """One micro-batch's share of the minibatch's loss and metrics: "stats" are those of `METRICS`."""
-        micro, part = given
+    def _loss(self, called: nn.Module, micro_batch: Micro) -> tuple[torch.Tensor, Metrics]:
+        """Returns a micro-batch's share of the minibatch's loss and metrics; "stats" are those of `METRICS`."""
+        micro, part = micro_batch
         size = len(micro["mask"])
         tokens, rows = _tokens(micro), micro["mask"].reshape(size, -1)
         advantages = micro["advantages"].reshape(size, -1)
         if self.normalize not in ("none", "false"):
             advantages = (advantages - part.mean) / (part.std + 1e-8)
         inputs = {"obs": rows_of(micro, "obs"), "actions": micro["actions"]} | rows_of(micro, "inputs")
-        valued = self.value_coef > 0
-        wanted = {"compute_logprobs": True, "compute_entropy": True, "compute_values": valued}
-        out = _forward(called, (inputs, wanted))
+        has_value_loss = self.value_coef > 0
+        options = {"compute_logprobs": True, "compute_entropy": True, "compute_values": has_value_loss}
+        out = _forward(called, (inputs, options))
         extra: dict[str, Any] = {"proximal_logprobs": micro["proximal"].reshape(size, -1)} if self.decoupled else {}
         # A decision is a sequence here, of one token or of several: [M, ...] → [M, tokens].
         policy, facts = policy_loss(
@@ -408,7 +429,7 @@ class PolicyUpdate:
             **self._loss_options,
             **extra,
         )
-        if valued:
+        if has_value_loss:
             value, _ = value_loss(
                 values=out["values"].reshape(size, -1),
                 returns=micro["returns"].reshape(size, -1),
@@ -423,25 +444,25 @@ class PolicyUpdate:
         loss = policy + self.value_coef * value - self.entropy_coef * entropy
         with torch.no_grad():
             share = tokens.sum() / part.tokens  # the facts are means over this micro-batch
-            nothing = torch.zeros_like(loss)
-            means = [share * facts.get("approx_kl", nothing), share * facts.get("clip_fraction", nothing)]
+            zero = torch.zeros_like(loss)
+            means = [share * facts.get("approx_kl", zero), share * facts.get("clip_fraction", zero)]
             stats = torch.stack([policy, value, entropy, *means]).double()
-            others = {
+            loss_facts = {
                 name: share * torch.as_tensor(fact, dtype=torch.float64, device=stats.device)
                 for name, fact in facts.items()
-                if name not in _KNOWN
+                if name not in _BUILT_IN_FACTS
             }
-        return loss, {"stats": stats, **others}
+        return loss, {"stats": stats, **loss_facts}
 
 
-def _forward(called: nn.Module, asked: tuple[dict[str, Any], dict[str, bool]]) -> dict[str, torch.Tensor]:
-    """The policy's training pass: `(inputs, what to compute)`."""
-    inputs, wanted = asked
-    return passed(called, lambda policy: policy.default_forward(inputs, **wanted))
+def _forward(called: nn.Module, request: tuple[dict[str, Any], dict[str, bool]]) -> dict[str, torch.Tensor]:
+    """Runs the policy's training pass on `(inputs, what to compute)`."""
+    inputs, options = request
+    return passed(called, lambda policy: policy.default_forward(inputs, **options))
 
 
 def _idle(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A row that trains nothing, for a rank that has fewer passes to make than others."""
+    """Returns a row that trains nothing, for a rank that has fewer passes to make than the others."""
     row = {name: column[:1] for name, column in batch.items()}
     return row | {name: torch.zeros_like(row[name]) for name in ("mask", "token_mask") if name in row}
 
@@ -451,7 +472,7 @@ def _added(sums: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> dict
 
 
 def _tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Which log-probabilities train, `[N, tokens]`."""
+    """Returns the mask of the log-probabilities that train, `[N, tokens]`."""
     size = len(batch["mask"])
     if "token_mask" in batch:
         return batch["token_mask"].reshape(size, -1)
@@ -459,5 +480,5 @@ def _tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _spread(columns: torch.Tensor, tokens: int) -> torch.Tensor:
-    """What belongs to a chunk or to its actions, `[M, 1]` or `[M, chunk]`, for each token of it `[M, tokens]`."""
+    """Expands values of a chunk or of its actions, `[M, 1]` or `[M, chunk]`, to each of its tokens, `[M, tokens]`."""
     return columns if columns.shape[1] == tokens else columns.repeat_interleave(tokens // columns.shape[1], 1)

@@ -1,5 +1,6 @@
-"""Off-policy algorithms by name: built in, registered, an entry point of group `rlhpc.off_policy_algorithms`, or
-`module:Class`."""
+"""Registry of off-policy algorithms: built in, registered, an entry point of group `rlhpc.off_policy_algorithms`, or
+`module:Class`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from rlhpc.embodied.algorithms.off_policy import OffPolicyUpdate
     from rlhpc.embodied.models.base import Policy
 
-#: Of subclasses of `OffPolicyUpdate`.
+#: Registry of `OffPolicyUpdate` subclasses.
 ALGORITHMS: Registry[Any] = Registry(
     "off-policy algorithm", "algorithm.name", "rlhpc.off_policy_algorithms",
     {
@@ -26,24 +27,24 @@ register_off_policy_algorithm = ALGORITHMS.register
 
 
 def algorithm_for(name: str, policy: Policy, model_type: str) -> type[OffPolicyUpdate[Any]]:
-    """The algorithm of `algorithm.name`, which trains a policy.
+    """Returns the algorithm class that `algorithm.name` selects, after checking that it can train the policy.
 
     Args:
         name: `algorithm.name`.
-        policy: As `actor.model` describes it.
+        policy: Policy that `actor.model` describes.
         model_type: `actor.model.model_type`, for the message.
 
     Raises:
-        ConfigError: Unknown, no algorithm, or the policy is not what it trains.
+        ConfigError: The name is unknown or is not an algorithm, or the algorithm cannot train this policy.
     """
     from rlhpc.embodied.algorithms.off_policy import OffPolicyUpdate
 
-    found = ALGORITHMS.find(name)
-    if not (isinstance(found, type) and issubclass(found, OffPolicyUpdate)):
+    update_class = ALGORITHMS.find(name)
+    if not (isinstance(update_class, type) and issubclass(update_class, OffPolicyUpdate)):
         raise ConfigError(f"algorithm.name is {name!r}, which is no subclass of rlhpc's OffPolicyUpdate")
-    if not isinstance(policy, found.networks):
+    if not isinstance(policy, update_class.networks):
         raise ConfigError(
             f"actor.model.model_type is {model_type!r}, a {type(policy).__name__}; algorithm.name {name!r} trains a "
-            f"{found.networks.__name__}, such as model_type {name.lower()!r} has"
+            f"{update_class.networks.__name__}, such as model_type {name.lower()!r} has"
         )
-    return found
+    return update_class

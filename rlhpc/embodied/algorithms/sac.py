@@ -1,6 +1,7 @@
-"""The SAC update (Haarnoja et al. 2018), as CleanRL's sac_continuous_action.py has it, but for two things that its results do
-not depend on: every update trains critics and actor (CleanRL: the actor twice every second time), and the temperature
-learns from the same sample as the actor.
+"""SAC update (Haarnoja et al. 2018), as in CleanRL's sac_continuous_action.py, and CrossQ.
+
+Two differences from CleanRL do not affect the results: every update trains critics and actor (CleanRL trains the actor
+twice in every second update), and the temperature learns from the same sample as the actor.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ if TYPE_CHECKING:
 
 
 class SacUpdate(OffPolicyUpdate[SACPolicy]):
-    """Owns the temperature besides. Arguments as `OffPolicyUpdate`'s."""
+    """SAC update with its temperature. Arguments as in `OffPolicyUpdate`."""
 
     networks = SACPolicy
     actor_metrics = ("actor_loss", "entropy", "actor_grad_norm")
 
     def __init__(
-        self, algorithm: SacAlgorithmConfig, optim: SacOptimConfig, policy: SACPolicy, *rest: Any, **more: Any
+        self, algorithm: SacAlgorithmConfig, optim: SacOptimConfig, policy: SACPolicy, *args: Any, **kwargs: Any
     ) -> None:
-        super().__init__(algorithm, optim, policy, *rest, **more)
+        super().__init__(algorithm, optim, policy, *args, **kwargs)
         self.backup_entropy, self.tune = algorithm.backup_entropy, algorithm.auto_entropy_tuning
-        wanted = algorithm.target_entropy
-        self.target_entropy = -float(policy.head.dim) if wanted is None else wanted
+        target_entropy = algorithm.target_entropy
+        self.target_entropy = -float(policy.head.dim) if target_entropy is None else target_entropy
         self.log_alpha = self.critic.weights.new_full((1,), algorithm.initial_alpha).log()
         self._alpha_gradient = torch.zeros_like(self.log_alpha)
         alpha_lr = self.value_lr if algorithm.alpha_lr is None else algorithm.alpha_lr
@@ -47,19 +48,19 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
         self.alpha = self.log_alpha.exp()
 
     def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Towards reward and the smaller of the target networks' values, less what the action's log-prob costs."""
+        """Steps the critics towards reward plus the smaller target value, minus the entropy term of the action's log-prob."""
         with torch.no_grad():
-            following, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])
-            value = self.soft(self.targets["critics"].module(next_obs, following.flatten(1)), logprobs)
+            next_actions, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])
+            value = self.soft(self.targets["critics"].module(next_obs, next_actions.flatten(1)), logprobs)
         return self.fit_critics(self.policy.critics(obs, batch.actions.flatten(1)), value, batch)
 
     def soft(self, values: Tensor, logprobs: Tensor) -> Tensor:
-        """The smaller of the critics' values `[2, b]`, less what the action's log-prob costs if targets contain it."""
+        """Returns the smaller of the critics' values `[2, b]`, minus α · log-prob if the targets include the entropy."""
         value = values.amin(0)
         return value - self.alpha * logprobs if self.backup_entropy else value
 
     def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Towards higher values and entropy; then the temperature."""
+        """Steps the actor towards higher value and entropy, then steps the temperature."""
         actions, logprobs = self.policy.head.act(self.policy.actor(obs), batch.noise[1])
         value = self.policy.critics(obs, actions.flatten(1)).amin(0)
         loss = (self.alpha * logprobs - value).sum() / batch.total
@@ -75,11 +76,11 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
         return loss.detach(), entropy, norm / self._ranks
 
     def facts(self) -> dict[str, float]:
-        """The temperature."""
+        """Returns the temperature."""
         return {"alpha": float(self.alpha)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizers, temperature, target networks, number of updates."""
+        """Returns the state of optimizers, temperature and target networks, and the number of updates."""
         adam = self._alpha_adam
         return {
             **super().state_dict(),
@@ -88,7 +89,7 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See `OffPolicyUpdate.restore`."""
+        """Takes over what `state_dict` returned (`OffPolicyUpdate.restore`)."""
         super().restore(state)
         first, second, steps = state["alpha_adam"]
         self.log_alpha.copy_(state["log_alpha"])
@@ -99,36 +100,41 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
 
 
 class CrossQUpdate(SacUpdate):
-    """Arguments as `OffPolicyUpdate`'s. Between its steps, networks use their running statistics."""
+    """CrossQ update: SAC without target networks. Arguments as in `OffPolicyUpdate`.
+
+    Outside its own steps, the networks use their running statistics.
+    """
 
     networks = CrossQPolicy
 
     def __init__(
-        self, algorithm: SacAlgorithmConfig, optim: SacOptimConfig, policy: CrossQPolicy, *rest: Any, **more: Any
+        self, algorithm: SacAlgorithmConfig, optim: SacOptimConfig, policy: CrossQPolicy, *args: Any, **kwargs: Any
     ) -> None:
-        super().__init__(algorithm, optim, policy, *rest, **more)
+        super().__init__(algorithm, optim, policy, *args, **kwargs)
         policy.eval()
         for module in policy.modules():
             if isinstance(module, BatchRenorm) and self._ranks > 1:
                 module.reduce = self._reduce
 
     def build_targets(self) -> dict[str, TargetNetwork]:
-        """None."""
+        """Returns no target networks."""
         return {}
 
     def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Towards reward and the smaller of their own values of what follows, less what the action's log-prob costs."""
+        """Steps the critics towards reward plus the smaller of their own next values, minus the entropy term of the
+        log-prob.
+        """
         with torch.no_grad():
-            following, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])
-        actions = torch.cat((batch.actions.flatten(1), following.flatten(1)))
+            next_actions, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])
+        actions = torch.cat((batch.actions.flatten(1), next_actions.flatten(1)))
         critics = self.policy.critics.train()
         values = critics(torch.cat((obs, next_obs)), actions)
         critics.eval()
-        found, after = values[:, : len(obs)], values[:, len(obs) :].detach()
-        return self.fit_critics(found, self.soft(after, logprobs), batch)
+        predictions, next_values = values[:, : len(obs)], values[:, len(obs) :].detach()
+        return self.fit_critics(predictions, self.soft(next_values, logprobs), batch)
 
     def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """See `SacUpdate.train_actor`."""
+        """Steps the actor in training mode (`SacUpdate.train_actor`)."""
         self.policy.actor.train()
         try:
             return super().train_actor(obs, batch)

@@ -86,14 +86,14 @@ __all__ = [
     "plays",
 ]  # fmt: skip
 
-#: The configuration of a run in which a policy plays while it learns.
+#: Configuration of a run in which a policy plays while it learns.
 PlayingConfig = PpoConfig | SacConfig
-#: That of any run with simulators.
+#: Configuration of any run with simulators.
 EmbodiedConfig = PpoConfig | SacConfig | BcConfig
-#: The network of any policy.
+#: Network section of any policy.
 PolicyConfig = ModelConfig | SacModelConfig
 
 
 def plays(cfg: RunConfig) -> TypeGuard[EmbodiedConfig]:
-    """Whether a run is one with simulators."""
+    """Returns whether a run is one with simulators."""
     return "env" in mapping(cfg)

@@ -1,4 +1,4 @@
-"""Data."""
+"""Configuration sections of demonstrations and buffers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class DemosConfig:
-    """Demonstrations for embodied policies: what behaviour cloning trains on."""
+    """Demonstrations for embodied policies: training data of behaviour cloning."""
 
     path: Any = None
     """Trajectories: a `.h5` file in ManiSkill's format, a pattern, a folder of such files, the folder of a LeRobot or

@@ -1,7 +1,7 @@
-"""What the ranks hold that train an embodied policy, or act by it: from the policy itself, built without its weights.
+"""Memory accounts of actor and rollout ranks of embodied runs, computed from the policy, built without its weights.
 
-A policy's sizes follow from what its simulator observes, so one environment is made for it, which `rlhpc plan --measure` does
-and nothing else. Activations are left out: they are as the policy's class makes them.
+A policy's sizes depend on its simulator's observations, so one environment is built for it, which only `rlhpc plan --measure`
+does. Activations are left out: they depend on the policy's class.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from rlhpc.runtime.errors import RlhpcError
 _WHY = (
     "its policy's sizes follow from what the simulator observes; rlhpc plan --measure makes one and builds the policy"
 )
-#: What a process has beside tensors.
+#: Memory of a process in addition to tensors.
 _ON_HOST, _ON_ACCELERATOR = 24.0 * MIB, 1.5 * GIB
 _POLICIES = ("actor", "rollout")
 
 
 def accounts(cfg: Any, ranks: Mapping[str, GroupRanks], *, build: bool, measure: bool) -> list[Account]:
-    """What each group of a run holds (`rlhpc.runs.memory.plan.Accounting`)."""
+    """Returns the memory accounts of a run's groups (`rlhpc.runs.memory.plan.Accounting`)."""
     del build
-    found = {name: one for name, one in ranks.items() if name in _POLICIES}
+    policy_groups = {name: one for name, one in ranks.items() if name in _POLICIES}
     if not measure:
-        # On CPUs a policy is small beside what simulators take, of which nothing is known either.
-        return [Account(name, unknown=_WHY) for name, one in found.items() if one.accelerated]
+        # On CPUs a policy is small compared with the simulators, whose memory is unknown, too.
+        return [Account(name, unknown=_WHY) for name, one in policy_groups.items() if one.accelerated]
     try:
-        trained, frozen = _parameters(cfg, any(one.accelerated for one in found.values()))
+        trained, frozen = _parameters(cfg, any(one.accelerated for one in policy_groups.values()))
     except RlhpcError as error:
-        return [Account(name, unknown=str(error)) for name in found]
-    return [_account(cfg, name, one, trained, frozen) for name, one in found.items()]
+        return [Account(name, unknown=str(error)) for name in policy_groups]
+    return [_account(cfg, name, one, trained, frozen) for name, one in policy_groups.items()]
 
 
 def _parameters(cfg: Any, accelerated: bool) -> tuple[int, float]:
-    """Parameters that are trained, and bytes of those that are not, in the precision that the ranks take."""
+    """Returns the number of trained parameters, and the bytes of the others, in the ranks' precision."""
     import torch
 
     from rlhpc.config.typed import changed
@@ -45,7 +45,7 @@ def _parameters(cfg: Any, accelerated: bool) -> tuple[int, float]:
 
     side = getattr(cfg.env, "train", None) or cfg.env.eval
     actor = cfg.actor
-    if hasattr(actor.model, "dtype"):  # what is accelerated is taken to compute in bfloat16
+    if hasattr(actor.model, "dtype"):  # accelerators are assumed to compute in bfloat16
         actor = changed(actor, "model", changed(actor.model, "dtype", policy_dtype(actor, accelerated)))
     blueprint = PolicyBlueprint(actor, check_env(side), torch.device("cpu"), seed=cfg.runner.seed, look=False)
     policy = list(blueprint.build(empty=True).parameters())
@@ -56,7 +56,7 @@ def _parameters(cfg: Any, accelerated: bool) -> tuple[int, float]:
 
 
 def _account(cfg: Any, name: str, ranks: GroupRanks, trained: int, frozen: float) -> Account:
-    whole = (
+    shard_fraction = (
         1.0 / ranks.number if name == "actor" and cfg.actor.training_backend.lower() in ("fsdp", "deepspeed") else 1.0
     )
     process = (
@@ -64,9 +64,9 @@ def _account(cfg: Any, name: str, ranks: GroupRanks, trained: int, frozen: float
         if ranks.accelerated
         else MemoryTerm("libraries' work space", _ON_HOST)
     )
-    held = (*terms(weights=4.0 * trained * whole, frozen_weights=frozen * whole), process)
+    held = (*terms(weights=4.0 * trained * shard_fraction, frozen_weights=frozen * shard_fraction), process)
     if name == "actor":
-        held = (*held, *terms(gradients=4.0 * trained * whole, optimizer=8.0 * trained * whole))
+        held = (*held, *terms(gradients=4.0 * trained * shard_fraction, optimizer=8.0 * trained * shard_fraction))
     return Account(
         name,
         about=f"{cfg.actor.model.model_type}: {trained} parameters are trained; without activations",

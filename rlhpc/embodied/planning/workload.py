@@ -1,4 +1,4 @@
-"""What a step of PPO consists of, for `rlhpc tune`."""
+"""Workload of a PPO step, for `rlhpc tune`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STAGES, STALENESS, MICRO = "rollout.pipeline_stage_num", "algorithm.max_stalenes
 
 
 def ppo_workload(cfg: PpoConfig, ahead: int) -> Workload:
-    """A step of PPO, GRPO and their like in simulators."""
+    """Returns the workload of a step of PPO, GRPO and similar algorithms in simulators."""
     slots, batch, group = cfg.env.train.num_envs, minibatch_size(cfg), cfg.env.train.group_size
     return Workload(
         phases=(
@@ -41,8 +41,8 @@ def ppo_workload(cfg: PpoConfig, ahead: int) -> Workload:
     )
 
 
-def _values(cfg: PpoConfig, key: str, found: list[int | None] | list[int]) -> tuple[int | None, ...]:
-    return tuple(dict.fromkeys([*found, select(cfg, key)]))
+def _values(cfg: PpoConfig, key: str, values: list[int | None] | list[int]) -> tuple[int | None, ...]:
+    return tuple(dict.fromkeys([*values, select(cfg, key)]))
 
 
 def _part(cfg: PpoConfig, n: int) -> str:

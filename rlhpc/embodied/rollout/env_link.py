@@ -1,7 +1,7 @@
-"""How a simulator and the policy that acts on it exchange arrays: a mailbox on one host, a channel between hosts.
+"""Env links: arrays between env and rollout ranks, by mailbox on one host and by channel between hosts.
 
-On one accelerator observations are tensors that stay there, which is what a channel does with them: a mailbox has memory of
-the host.
+If both ranks compute on the same accelerator, observations are tensors that stay there. They travel by channel, because a
+mailbox has memory of the host.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from rlhpc.runtime.worker import Worker
 _LARGEST = 1 << 20
 #: Room for one slot's actions.
 _ACTION_BYTES = 16 << 10
-#: How often somebody who waits for a rank looks whether it has gone.
+#: Interval at which a waiting rank checks that its peer is still there.
 _LOOK_S = 0.5
-#: Who waits for several looks again and again for so long before it naps, and naps for so long at most.
+#: Waiting for several peers: time spent polling without sleep, and the longest sleep after that.
 _SPIN_S, _NAP_S = 0.0005, 0.001
-#: How long the driver may take to notice that a rank has ended which cannot be reached.
+#: Time that the driver may take to notice that an unreachable rank has ended.
 _NOTICE_S = 5.0
 
 
-#: A group and a rank of it.
+#: Group name and rank.
 Peer = tuple[str, int]
 
 
 class PeerLeft(Exception):
-    """The rank at the other end has gone, and the run goes on without it."""
+    """The peer rank has left, and the run continues without it."""
 
 
 def until_left(group: str, rank: int) -> Callable[[], None]:
-    """A function to call while waiting for a rank.
+    """Returns a function to call while waiting for a rank.
 
     It raises:
         PeerLeft: The rank has gone.
     """
     context = current()
-    context.member(group, rank)  # whose incarnation is meant
-    looked = time.monotonic()
+    context.member(group, rank)  # fixes the incarnation
+    last_check = time.monotonic()
 
     def check() -> None:
-        nonlocal looked
+        nonlocal last_check
         context.check()
-        if time.monotonic() - looked > _LOOK_S:
-            looked = time.monotonic()
+        if time.monotonic() - last_check > _LOOK_S:
+            last_check = time.monotonic()
             if context.has_left(group, rank):
                 raise PeerLeft(f"{group}-{rank}")
 
@@ -64,7 +64,7 @@ def until_left(group: str, rank: int) -> Callable[[], None]:
 
 
 def get_until_left(channel: Any, key: str, peer: Peer, check: Callable[[], None]) -> Any:
-    """What a rank has sent, by a channel that this process keeps.
+    """Returns what a rank has sent through a channel that this process stores.
 
     Args:
         channel: The channel.
@@ -73,13 +73,13 @@ def get_until_left(channel: Any, key: str, peer: Peer, check: Callable[[], None]
         check: See `until_left`.
 
     Raises:
-        PeerLeft: The rank has gone, and has sent nothing, or what it has sent went with it.
-        DeadlineExceeded: It has sent nothing for too long.
+        PeerLeft: The rank has gone, and has sent nothing, or its message was lost with it.
+        DeadlineExceeded: It has sent nothing until the deadline.
     """
     deadline = time.monotonic() + current().wait_deadline
     while True:
         try:
-            with _noticed(peer):
+            with _peer_left_on_error(peer):
                 return channel.get(key=key, timeout=_LOOK_S)
         except DeadlineExceeded:
             check()
@@ -88,18 +88,18 @@ def get_until_left(channel: Any, key: str, peer: Peer, check: Callable[[], None]
 
 
 def put_until_left(channel: Any, item: Any, key: str, peer: Peer) -> None:
-    """Sends a rank something by a channel that it keeps.
+    """Sends an item to a rank through a channel that the rank stores.
 
     Raises:
         PeerLeft: The rank has gone.
     """
-    with _noticed(peer):
+    with _peer_left_on_error(peer):
         channel.put(item, key=key, gone=lambda: current().has_left(*peer))
 
 
 @contextlib.contextmanager
-def _noticed(peer: Peer) -> Iterator[None]:
-    """Makes an error of what is exchanged with a rank that has gone a `PeerLeft`."""
+def _peer_left_on_error(peer: Peer) -> Iterator[None]:
+    """Turns errors of an exchange with a rank that has gone into `PeerLeft`."""
     try:
         yield
     except (ChannelError, SegmentGone) as error:
@@ -109,8 +109,9 @@ def _noticed(peer: Peer) -> Iterator[None]:
 
 
 class EnvLink(Protocol):
-    """Both directions between one env rank and one rollout rank, for one stage. Both methods raise `PeerLeft` where the other
-    end has gone."""
+    """Both directions between one env rank and one rollout rank, for one stage. `put` and `get` raise `PeerLeft` if the other
+    end has gone.
+    """
 
     def put(self, array: Any) -> None:
         """Sends to the other end: actions, or an observation."""
@@ -119,94 +120,94 @@ class EnvLink(Protocol):
         """Receives from the other end."""
 
     def ready(self) -> bool:
-        """Whether `get` would not wait."""
+        """Returns whether `get` would return at once."""
 
 
-class Lanes:
-    """A rank's lanes, by stage, each to one of its peers there, in slot order.
+class EnvLinks:
+    """Links of one rank, by stage, each to one of its peers, in slot order.
 
     Args:
         worker: This rank.
-        group: The peers' group.
-        stages: Of each stage the peers, the slots in common, and the lanes.
+        group: Group of the peers.
+        stages: For each stage, the peers, the common slots, and the links.
     """
 
     def __init__(self, worker: Worker, group: str, stages: list[list[tuple[int, range, EnvLink]]]) -> None:
         self._log, self._group, self._stages = worker.log, group, stages
 
     def put(self, stage: int, part_of: Callable[[range], Any]) -> None:
-        """Sends each peer what concerns the slots in common; one that has gone gets nothing."""
+        """Sends each peer the part for their common slots; a peer that has gone gets nothing."""
         for index, (_, common, _) in enumerate(self._stages[stage]):
             self.put_to(stage, index, part_of(common))
 
     def put_to(self, stage: int, index: int, part: Any) -> None:
-        """Sends one peer, by its place among those of the stage, what concerns the slots in common."""
+        """Sends one peer, by its index in the stage, the part for their common slots."""
         try:
             self._stages[stage][index][2].put(part)
         except PeerLeft:
             self.lose(stage, index)
 
     def get(self, stage: int) -> list[tuple[range, Any]]:
-        """The slots in common with each peer, and what it has sent; None of one that has gone."""
+        """Receives from each peer; returns the common slots and the array, which is None if the peer has gone."""
         return [(common, self.get_from(stage, index)) for index, (_, common, _) in enumerate(self._stages[stage])]
 
     def get_from(self, stage: int, index: int) -> Any:
-        """What one peer has sent; None if it has gone."""
+        """Receives from one peer; returns None if it has gone."""
         try:
             return self._stages[stage][index][2].get()
         except PeerLeft:
             self.lose(stage, index)
             return None
 
-    def first(self, among: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Waits until something has come from one of several peers, or one has gone.
+    def first(self, peers: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Waits until one of several peers has sent something, or has gone.
 
         Args:
-            among: The peers, each by stage and place.
+            peers: Peers, each by stage and index.
 
         Returns:
-            Those from which `get_from` gets something at once, or None, in the order of the argument.
+            Peers for which `get_from` returns at once, in the order of the argument.
 
         Raises:
-            DeadlineExceeded: Nothing came; says from whom.
+            DeadlineExceeded: Nothing came; names the peers.
         """
-        begun = looked = time.monotonic()
-        while not (found := [at for at in among if self._stages[at[0]][at[1]][2].ready()]):
+        start = last_check = time.monotonic()
+        while not (ready := [at for at in peers if self._stages[at[0]][at[1]][2].ready()]):
             now = time.monotonic()
-            if now - looked > _LOOK_S:
-                looked = now
+            if now - last_check > _LOOK_S:
+                last_check = now
                 current().check()
-                for stage, index in among:
+                for stage, index in peers:
                     if current().has_left(self._group, self._stages[stage][index][0]):
                         self.lose(stage, index)
-                if now - begun > current().wait_deadline:
-                    ranks = sorted({self._stages[stage][index][0] for stage, index in among})
+                if now - start > current().wait_deadline:
+                    ranks = sorted({self._stages[stage][index][0] for stage, index in peers})
                     whom = ", ".join(f"{self._group}-{rank}" for rank in ranks)
                     raise DeadlineExceeded(f"waited {current().wait_deadline:.0f} s for observations from {whom}")
-            if (waited := now - begun) < _SPIN_S:
+            if (waited := now - start) < _SPIN_S:
                 os.sched_yield()
             else:
                 time.sleep(min(waited / 20, _NAP_S))
-        return found
+        return ready
 
     def has_gone(self, stage: int, index: int) -> bool:
-        """Whether a peer has gone, by its place among those of the stage."""
-        return isinstance(self._stages[stage][index][2], NoLane)
+        """Returns whether a peer, by its index in the stage, has gone."""
+        return isinstance(self._stages[stage][index][2], ClosedLink)
 
     def lose(self, stage: int, index: int) -> None:
-        """A peer has gone: nothing comes from it any more, and it gets nothing."""
-        rank, common, lane = self._stages[stage][index]
-        if not isinstance(lane, NoLane):
+        """Marks a peer as gone: later sends to it are dropped, and nothing is received from it."""
+        rank, common, link = self._stages[stage][index]
+        if not isinstance(link, ClosedLink):
             self._log.warning("%s-%d has gone: its slots %s bring nothing", self._group, rank, common)
-            self._stages[stage][index] = rank, common, NoLane()
+            self._stages[stage][index] = rank, common, ClosedLink()
 
 
-class ChannelLane:
-    """A lane over two channels.
+class ChannelLink:
+    """Link over two channels.
 
     Args:
-        out, out_key: Where to send.
-        inbound, in_key: Where to receive.
+        out, out_key: Channel and key to send to.
+        inbound, in_key: Channel and key to receive from.
         peer: The rank at the other end.
     """
 
@@ -219,22 +220,22 @@ class ChannelLane:
         put_until_left(self._out, array, self._out_key, self._peer)
 
     def get(self) -> Any:
-        """Waits for what the other end sent (`EnvLink.get`)."""
+        """Waits for the other end's array (`EnvLink.get`)."""
         return get_until_left(self._in, self._in_key, self._peer, self._check)
 
     def ready(self) -> bool:
-        """Whether something has come (`EnvLink.ready`)."""
+        """Returns whether an array has arrived (`EnvLink.ready`)."""
         return not self._in.empty(self._in_key)
 
 
-class NoLane:
-    """In place of a lane to a rank that has gone."""
+class ClosedLink:
+    """Link to a rank that has gone."""
 
     def put(self, array: Any) -> None:
-        """Nobody gets it."""
+        """Drops the array."""
 
     def get(self) -> Any:
-        """Nothing comes.
+        """Raises an error, because nothing can arrive.
 
         Raises:
             PeerLeft: Always.
@@ -242,12 +243,12 @@ class NoLane:
         raise PeerLeft("it has gone")
 
     def ready(self) -> bool:
-        """Nobody need wait (`EnvLink.ready`)."""
+        """Returns True, because `get` does not wait (`EnvLink.ready`)."""
         return True
 
 
-class MailboxLane:
-    """A lane over a mailbox for each part of an observation; actions travel in the first one's other direction."""
+class MailboxLink:
+    """Link over one mailbox for each entry of an observation; actions travel in the other direction of the first mailbox."""
 
     def __init__(self, boxes: dict[str, Mailbox], is_env: bool) -> None:
         self._boxes, self._is_env, self._first = boxes, is_env, next(iter(boxes.values()))
@@ -261,102 +262,104 @@ class MailboxLane:
             box.put(array[key])
 
     def get(self) -> Any:
-        """Waits for what the other end sent (`EnvLink.get`)."""
+        """Waits for the other end's array (`EnvLink.get`)."""
         return self._first.get() if self._is_env else {key: box.get() for key, box in self._boxes.items()}
 
     def ready(self) -> bool:
-        """Whether all of it has come (`EnvLink.ready`)."""
+        """Returns whether all entries have arrived (`EnvLink.ready`)."""
         return self._first.ready() if self._is_env else all(box.ready() for box in self._boxes.values())
 
 
 def agree_on_device(worker: Worker, slots: SlotMap, made_there: Sequence[bool] = ()) -> list[list[bool]]:
-    """Where observations stay on the accelerator: for each stage, the same for all its peers in slot order.
+    """Returns where observations stay on the accelerator: for each stage a list with one value per peer, in slot order.
 
-    Rollout ranks tell where they compute, and env ranks decide: for all rollout ranks of a stage alike, because observations
-    are made once for them all.
+    Rollout ranks send their device to the env ranks, which decide. The decision is the same for all rollout ranks of a stage,
+    because the observations are made once for all of them.
 
     Args:
         worker: This rank.
-        slots: Which slot lives where.
-        made_there: Of an env rank, for each stage whether its observations are made on the accelerator.
+        slots: Slot map.
+        made_there: On an env rank, for each stage whether its observations are made on the accelerator.
     """
     is_env = worker.group_name == slots.env_name
     observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
-    found, rank, stages = [], worker.rank, range(slots.stages)
+    near_by_stage, rank, stages = [], worker.rank, range(slots.stages)
     if is_env:
         here = Taker(current().host, address())
         for stage in stages:
             peers = [peer for peer, _ in slots.rollouts_of(stage, rank)]
-            told = [_told(actions, slots.to_env_key(stage, peer, rank), (slots.rollout_name, peer)) for peer in peers]
-            near = bool(here.device and made_there[stage] and all(one and Taker(*one) == here for one in told))
+            devices = [
+                _receive(actions, slots.to_env_key(stage, peer, rank), (slots.rollout_name, peer)) for peer in peers
+            ]
+            near = bool(here.device and made_there[stage] and all(one and Taker(*one) == here for one in devices))
             for peer in peers:
-                with contextlib.suppress(PeerLeft):  # the lane notices it, too
+                with contextlib.suppress(PeerLeft):  # the link detects it, too
                     key = slots.to_rollout_key(stage, rank, peer)
                     put_until_left(observations, near, key, (slots.rollout_name, peer))
-            found.append([near] * len(peers))
-        return found
-    asked = [[peer for peer, _ in slots.envs_of(stage, rank)] for stage in stages]
+            near_by_stage.append([near] * len(peers))
+        return near_by_stage
+    env_peers = [[peer for peer, _ in slots.envs_of(stage, rank)] for stage in stages]
     for stage in stages:
-        for peer in asked[stage]:
+        for peer in env_peers[stage]:
             if peer not in slots.absent:
                 key = slots.to_env_key(stage, rank, peer)
                 with contextlib.suppress(PeerLeft):
                     put_until_left(actions, (current().host, address()), key, (slots.env_name, peer))
 
-    def together(stage: int, peer: int) -> bool:
+    def stays_on_device(stage: int, peer: int) -> bool:
         key = slots.to_rollout_key(stage, peer, rank)
-        return peer not in slots.absent and bool(_told(observations, key, (slots.env_name, peer)))
+        return peer not in slots.absent and bool(_receive(observations, key, (slots.env_name, peer)))
 
-    return [[together(stage, peer) for peer in asked[stage]] for stage in stages]
+    return [[stays_on_device(stage, peer) for peer in env_peers[stage]] for stage in stages]
 
 
-def _told(channel: Any, key: str, peer: Peer) -> Any:
-    """What a rank has sent; None if it has gone, which the lane notices, too."""
+def _receive(channel: Any, key: str, peer: Peer) -> Any:
+    """Receives a value from a rank; returns None if it has gone, which the link detects, too."""
     try:
         return get_until_left(channel, key, peer, until_left(*peer))
     except PeerLeft:
         return None
 
 
-def open_lanes(worker: Worker, slots: SlotMap, observation_space: Any, near: list[list[bool]]) -> Lanes:
-    """This rank's lanes.
+def open_links(worker: Worker, slots: SlotMap, observation_space: Any, near: list[list[bool]]) -> EnvLinks:
+    """Opens this rank's links.
 
     Args:
         worker: This rank.
-        slots: Which slot lives where.
-        observation_space: Of one slot.
+        slots: Slot map.
+        observation_space: Observation space of one slot.
         near: See `agree_on_device`.
     """
     is_env = worker.group_name == slots.env_name
     observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
     bytes_a_slot = row_bytes(observation_space)
-    other = slots.rollout_name if is_env else slots.env_name
-    found: list[list[tuple[int, range, EnvLink]]] = []
+    peer_group = slots.rollout_name if is_env else slots.env_name
+    links_by_stage: list[list[tuple[int, range, EnvLink]]] = []
     for stage in range(slots.stages):
         peers = slots.rollouts_of(stage, worker.rank) if is_env else slots.envs_of(stage, worker.rank)
-        lanes: list[tuple[int, range, EnvLink]] = []
-        for (rank, common), together in zip(peers, near[stage], strict=True):
+        links: list[tuple[int, range, EnvLink]] = []
+        for (rank, common), on_device in zip(peers, near[stage], strict=True):
             env, rollout = (worker.rank, rank) if is_env else (rank, worker.rank)
             if env in slots.absent:
-                lanes.append((rank, common, NoLane()))
+                links.append((rank, common, ClosedLink()))
                 continue
-            lane: EnvLink | None = (
-                None if together else _mailbox(slots, stage, env, rollout, len(common), bytes_a_slot, is_env)
+            link: EnvLink | None = (
+                None if on_device else _mailbox(slots, stage, env, rollout, len(common), bytes_a_slot, is_env)
             )
-            if lane is None:
+            if link is None:
                 to_rollout = (observations, slots.to_rollout_key(stage, env, rollout))
                 to_env = (actions, slots.to_env_key(stage, env, rollout))
-                ways = (*to_rollout, *to_env) if is_env else (*to_env, *to_rollout)
-                lane = ChannelLane(*ways, (other, rank))
-            lanes.append((rank, common, lane))
-        found.append(lanes)
-    return Lanes(worker, other, found)
+                endpoints = (*to_rollout, *to_env) if is_env else (*to_env, *to_rollout)
+                link = ChannelLink(*endpoints, (peer_group, rank))
+            links.append((rank, common, link))
+        links_by_stage.append(links)
+    return EnvLinks(worker, peer_group, links_by_stage)
 
 
 def _mailbox(
     slots: SlotMap, stage: int, env: int, rollout: int, size: int, bytes_a_slot: dict[str, int], is_env: bool
 ) -> EnvLink | None:
-    """A mailbox for the pair where both can have one; both ends come to the same answer."""
+    """Opens a mailbox for a pair of ranks on one host, or returns None; both ends decide alike."""
     context = current()
     peer = (slots.rollout_name, rollout) if is_env else (slots.env_name, env)
     if not available() or context.member(*peer)["host"] != context.host or size * sum(bytes_a_slot.values()) > _LARGEST:
@@ -369,4 +372,4 @@ def _mailbox(
         boxes[key] = Mailbox(
             path, capacity, first=is_env, peer=name, deadline=context.wait_deadline, check=until_left(*peer),
         )  # fmt: skip
-    return boxes[""] if "" in boxes else MailboxLane(boxes, is_env)
+    return boxes[""] if "" in boxes else MailboxLink(boxes, is_env)

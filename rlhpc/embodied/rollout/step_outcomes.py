@@ -1,4 +1,4 @@
-"""What a rollout brings besides observations: rewards, ends of episodes, and the observations that were cut off."""
+"""Outcomes of a rollout: rewards, ends of episodes, and final observations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutcomeShape:
-    """What outcomes tell apart: see the arguments of `Outcomes` by these names."""
+    """Options that determine the outcomes' columns; see the arguments of `Outcomes` with these names."""
 
     chunk: int = 1
     reward_per_action: bool = False
@@ -26,32 +26,32 @@ class OutcomeShape:
 
 
 def shape_of(cfg: PlayingConfig, rewards: str, logprobs: str, whole: bool) -> OutcomeShape:
-    """The shape, from what rewards and log-probabilities belong to."""
+    """Returns the shape for the levels (action or chunk) of rewards and log-probabilities."""
     per_action = rewards == "action_level"
-    told_apart = per_action or logprobs != "chunk_level"
-    return OutcomeShape(cfg.actor.model.num_action_chunks if told_apart else 1, per_action, whole)
+    by_action = per_action or logprobs != "chunk_level"
+    return OutcomeShape(cfg.actor.model.num_action_chunks if by_action else 1, per_action, whole)
 
 
 def ppo_shape(cfg: PpoConfig) -> OutcomeShape:
-    """The shape of a run of PPO; without `env.train.auto_reset` each rollout is one episode a slot."""
+    """Returns the shape of a PPO run; without `env.train.auto_reset`, each rollout is one episode per slot."""
     algorithm = cfg.algorithm
     return shape_of(cfg, algorithm.reward_type.lower(), algorithm.logprob_type.lower(), not cfg.env.train.auto_reset)
 
 
 class Outcomes:
-    """Collects one vector environment's outcomes over a rollout, batch first: `[n, T]`.
+    """Outcomes of one vector environment over a rollout, batch first: `[n, T]`.
+
+    `env_failed [n, T]` marks the transitions whose simulator or robot failed: their outcome is unknown.
 
     Args:
         share: Global slots of the environment.
         steps: T, decisions of a rollout.
-        chunk: Actions of a decision, where they are told apart: `action_mask [n, T, chunk]` says which were executed.
+        chunk: Actions of a decision, if they are distinguished: `action_mask [n, T, chunk]` marks the executed ones.
         reward_per_action: Rewards are `[n, T, chunk]`.
-        whole: Each slot plays one episode; `loss_mask [n, T]` leaves out what came after its end.
-        spoiled: Told of what is not finite: "reward", "observation" or "last observation of an episode", the step, and which
-            slots (bool `[n]`); it may raise. Where it does not, `nonfinite [n, T]` says where transitions are not what the
-            simulator gave: 0 has taken the numbers' place.
-
-    `env_failed [n, T]` marks the transitions whose simulator or robot failed: their outcome is not known.
+        whole: Each slot plays one episode; `loss_mask [n, T]` excludes the decisions after its end.
+        spoiled: Called for non-finite values with "reward", "observation" or "last observation of an episode", the step, and
+            the slots (bool `[n]`); it may raise. If it does not, `nonfinite [n, T]` marks the transitions in which 0 has
+            replaced the simulator's numbers.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class Outcomes:
     def add(
         self, t: int, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray, infos: dict[str, Any]
     ) -> np.ndarray | None:
-        """Takes in step `t` of all slots.
+        """Stores step `t` of all slots.
 
         Returns:
-            Indices of the slots whose episode ended; None where there is none.
+            Indices of the slots whose episode ended; None if no episode ended.
 
         Raises:
-            ConfigError: The environment does not tell a chunk's actions apart.
+            ConfigError: The environment does not report the actions of a chunk separately.
         """
         if "action_mask" in self._optional:
             if "chunk" not in infos:
@@ -127,37 +127,37 @@ class Outcomes:
         self._finals.append((t, done, final))
         return done
 
-    def _spoil(self, what: str, t: int, rows: np.ndarray, at: tuple[int, ...]) -> None:
+    def _spoil(self, quantity: str, t: int, rows: np.ndarray, at: tuple[int, ...]) -> None:
         if self._spoiled is None:
             return
-        self._spoiled(what, t, rows)
+        self._spoiled(quantity, t, rows)
         for step in at:
             if 0 <= step < self._steps:
                 self._optional["nonfinite"][rows, step] = True
 
-    def shown(self, t: int, obs: Any) -> Any:
-        """The observations `obs` as shown to the policy before step `t`: 0 where they are not finite."""
+    def cleaned_obs(self, t: int, obs: Any) -> Any:
+        """Returns the observations `obs` as given to the policy before step `t`: 0 where they are not finite."""
         if all_finite(obs):
             return obs
         rows = bad_slots(obs)
         if self._alive is not None:
-            rows &= self._alive  # nobody learns from what comes after an episode
+            rows &= self._alive  # steps after an episode's end do not train
         if rows.any():
             self._spoil("observation", t, rows, (t - 1, t))
         return cleaned(obs)
 
-    def part(self, part: slice, last_obs: Any, made: int | None = None) -> dict[str, Any]:
-        """The message about the slots `part`.
+    def part(self, part: slice, last_obs: Any, num_decisions: int | None = None) -> dict[str, Any]:
+        """Returns the message about the slots `part`.
 
         Args:
-            part: Which of the environment's slots.
-            last_obs: What those slots show after the rollout.
-            made: T, where the rollout has ended early.
+            part: Slots of the environment.
+            last_obs: Observations of those slots after the rollout.
+            num_decisions: T, if the rollout has ended early.
 
         Returns:
             rewards (see the class), terminations, truncations `[n, T]`; last_obs `[n, ...]`; final_slot, final_step `[k]`
             and final_obs `[k, ...]`: the true last observations of the episodes that ended, slots counted from 0; and
-            env_failed `[n, T]`, and action_mask, loss_mask, nonfinite, where there are such.
+            env_failed `[n, T]`, and action_mask, loss_mask, nonfinite, where they exist.
         """
         slots, steps, rows = [], [], []
         for t, done, final in self._finals:
@@ -168,10 +168,10 @@ class Outcomes:
                 rows.append(take(final, inside))
         empty = np.zeros(0, np.int64)
         return {
-            "rewards": self.rewards[part, :made],
-            "terminations": self.terminations[part, :made],
-            "truncations": self.truncations[part, :made],
-            **{name: column[part, :made] for name, column in self._optional.items()},
+            "rewards": self.rewards[part, :num_decisions],
+            "terminations": self.terminations[part, :num_decisions],
+            "truncations": self.truncations[part, :num_decisions],
+            **{name: column[part, :num_decisions] for name, column in self._optional.items()},
             "last_obs": last_obs,
             "final_slot": np.concatenate(slots) if slots else empty,
             "final_step": np.concatenate(steps) if steps else empty,
@@ -180,7 +180,7 @@ class Outcomes:
 
 
 def nothing_of(share: range, steps: int, shape: OutcomeShape, last_obs: Any) -> dict[str, Any]:
-    """`Outcomes.part` of slots of which nothing is known; who takes it must know so."""
+    """Returns a message like `Outcomes.part` for slots whose outcomes are unknown; the receiver must know this."""
     outcomes = Outcomes(
         share, steps, chunk=shape.chunk, reward_per_action=shape.reward_per_action, whole=shape.whole,
         spoiled=lambda *_: None,
@@ -196,14 +196,14 @@ def next_values(
     final_values: np.ndarray,
     action_mask: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Value of the true next observation of each transition, `[n, T]`.
+    """Returns the value of the true next observation of each transition, `[n, T]`.
 
     Args:
         values: `[n, T]`, of the observations that were acted on; `[n, T, chunk]` if each action of a chunk has one.
-        last_values: `[n]`, of what the slots show after the rollout (or `[n, chunk]`: the first is meant).
-        final_slot, final_step, final_values: `[k]` (or `[k, chunk]`), where episodes ended and the value of their last
+        last_values: `[n]`, of the slots' observations after the rollout (of `[n, chunk]`, the first is used).
+        final_slot, final_step, final_values: `[k]` (or `[k, chunk]`), ends of episodes and the value of their last
             observation.
-        action_mask: `[n, T, chunk]`, which actions were executed; needed for values of actions.
+        action_mask: `[n, T, chunk]`, marks the executed actions; needed for values of actions.
     """
     result = np.empty_like(values)
     if values.ndim == 3:
@@ -220,10 +220,10 @@ def next_values(
 
 
 class EpisodeLog:
-    """Episodes that ended during a rollout; those whose return is not finite are only counted.
+    """Episodes that ended during a rollout; episodes whose return is not finite are only counted.
 
     Attributes:
-        spoiled: How many these are.
+        spoiled: Number of episodes whose return is not finite.
         skipped: Actions of chunks that were not executed because their episode had ended.
     """
 
@@ -236,12 +236,12 @@ class EpisodeLog:
         if "chunk" in infos:
             self.skipped += int((~np.asarray(infos["chunk"]["mask"], bool)[slots]).sum())
 
-    def add(self, t: int, slot_offset: int, infos: dict[str, Any], ended: np.ndarray) -> None:
-        """Takes in the episodes that ended at step `t` in the slots `ended` (counted from `slot_offset`)."""
+    def add(self, t: int, slot_offset: int, infos: dict[str, Any], ended_slots: np.ndarray) -> None:
+        """Records the episodes that ended at step `t` in the slots `ended_slots` (counted from `slot_offset`)."""
         episode = infos.get("episode")
         if episode is None:
             return
-        finished = ended[np.asarray(episode["mask"])[ended]] if "mask" in episode else ended
+        finished = ended_slots[np.asarray(episode["mask"])[ended_slots]] if "mask" in episode else ended_slots
         finished = finished[~env_failed(infos, len(episode["return"]))[finished]]
         success = episode.get("success_once", episode.get("success"))
         rows = np.empty((finished.size, 5))
@@ -255,7 +255,7 @@ class EpisodeLog:
         self._rows.append(rows)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """`step`, `slot`, `return`, `length`, `success` (nan where the environment says nothing), each `[k]`."""
+        """Returns `step`, `slot`, `return`, `length`, `success` (nan if the environment does not report it), each `[k]`."""
         rows = np.concatenate(self._rows) if self._rows else np.zeros((0, 5))
         names = ("step", "slot", "return", "length", "success")
         return {name: rows[:, i] for i, name in enumerate(names)}
@@ -269,14 +269,14 @@ class EpisodeLog:
         busy_s: float = 0.0,
         timing: Iterable[Timing | None] = (),
     ) -> dict[str, np.ndarray]:
-        """Returns what a rank says of a rollout that it simulated: `arrays`, `COUNTS` (each `[1]`), and `timed`.
+        """Returns a rank's report of a rollout that it simulated: `arrays`, `COUNTS` (each `[1]`), and `timed`.
 
         Args:
             restarts: Simulator processes that died or hung and were started again, since the rank started.
             by_device: Messages with observations that stayed on the accelerator.
-            by_host: Those that were made on an accelerator and did not stay there.
+            by_host: Messages that were made on an accelerator and did not stay there.
             busy_s: Seconds in which the rank did not wait for actions.
-            timing: How well robots kept their time.
+            timing: Timing statistics of the robots.
         """
         counts = (restarts, self.spoiled, self.skipped, by_device, by_host, busy_s)
         return {
@@ -286,12 +286,12 @@ class EpisodeLog:
         }
 
 
-#: What a rank that simulates says of a rollout besides its episodes and `TIMED`, see `EpisodeLog.report`.
+#: Counts of an env rank's report of a rollout, in addition to episodes and `TIMED`; see `EpisodeLog.report`.
 COUNTS = ("restarts", "spoiled", "skipped", "by_device", "by_host", "busy_s")
 
 
 def in_order(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The ranks' episodes together, by step and then slot: the same whichever rank had which slot."""
+    """Merges the ranks' episodes by step and then slot; the result does not depend on which rank had which slot."""
     parts = parts or [EpisodeLog().report()]
     merged = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     order = np.lexsort((merged["slot"], merged["step"]))

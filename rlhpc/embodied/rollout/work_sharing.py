@@ -1,9 +1,10 @@
-"""Rollouts that ranks play which have joined: who is to play what, and what has come of it.
+"""Work sharing with env ranks that joined: assignment of rollout shards, and tracking of their delivery.
 
-The slots of a step are cut into units, each as many slots as an env rank of the run has; the decisions of a unit are played in
-parts. A part is one rank's: a rank that is told to leave ends it early, and another one plays the rest of the unit, in
-simulators of its own, as a part that follows. A part counts once its player has said that all actors have it, and it counts
-once: what a rank had not said so of when it was lost is asked of another, whatever comes of it later.
+The slots of a step are divided into units, each with as many slots as an env rank of the run. The decisions of a unit are
+played in shards. A shard belongs to one rank: a rank that is told to leave ends it early, and another rank plays the rest of
+the unit in its own simulators, as a shard that follows. A shard counts once its rank has reported that all actors have it,
+and it counts only once: if a rank is lost before this report, the shard is assigned to another rank, even if the report
+arrives later.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlhpc.embodied.config import PlayingConfig
 
-#: Channels: the parts themselves, kept by the actors; and what the driver is told of them.
+#: Channels: the shards, stored by the actors, and the reports of their delivery to the driver.
 PARTS, PLAYED = "parts", "played"
-#: Decisions of a share that is worth a message.
-_LEAST = 4
+#: Smallest number of decisions that is worth a message.
+_MIN_DECISIONS = 4
 
 
 @dataclass(frozen=True)
 class FullRollout:
-    """What env and rollout ranks that the run started with are to play with one another.
+    """Turn of the env and rollout ranks that the run started with.
 
     Attributes:
-        number: What it is known by; a later one has a higher one.
-        step: It belongs to.
-        begin: Decisions of the step that come before it.
-        decisions: How many.
+        number: Unique number; later turns have higher numbers.
+        step: Step that it belongs to.
+        begin: Decisions of the step before it.
+        decisions: Number of its decisions.
     """
 
     number: int
@@ -42,14 +43,14 @@ class FullRollout:
 
 @dataclass(frozen=True)
 class RolloutShard:
-    """A part that a rank is to play.
+    """Part of a unit that one rank plays.
 
     Attributes:
-        number: What it is known by; no two parts of a driver have the same.
-        key: Under which actors have it. One is used again once a part has been taken in.
-        step, unit: What it belongs to.
-        decisions: How many.
-        version: Oldest weights to play it with.
+        number: Unique number within a driver.
+        key: Key under which actors store it. It is used again once the shard has been received.
+        step, unit: Step and unit that it belongs to.
+        decisions: Number of its decisions.
+        version: Oldest weights that may act in it.
     """
 
     number: int
@@ -62,12 +63,12 @@ class RolloutShard:
 
 @dataclass(frozen=True)
 class DeliveredShard:
-    """What the driver is told of a part that all actors have.
+    """Report to the driver about a shard that all actors have.
 
     Attributes:
-        number, key: Of the part.
-        rank: Who played it.
-        decisions: How many were made: fewer than asked of a rank that leaves.
+        number, key: Number and key of the shard.
+        rank: Rank that played it.
+        decisions: Number of decisions made: fewer than requested from a rank that leaves.
         version: Weights that acted.
         episodes: See `SimulatingWorker.interact`.
     """
@@ -80,16 +81,16 @@ class DeliveredShard:
     episodes: dict[str, Any]
 
 
-class PartLedger:
-    """The driver's account of parts.
+class ShardTracker:
+    """The driver's account of rollout shards.
 
     Args:
-        units: Of a step.
-        decisions: Of a unit.
+        units: Units of a step.
+        decisions: Decisions of a unit.
 
     Attributes:
-        delivered: Decisions of a unit's slots that were delivered and are taken in, or are to be, by rank.
-        useless: Keys of parts that actors may have and that will never be taken in.
+        delivered: Decisions of a unit's slots that were delivered and are or will be trained on, by rank.
+        useless: Keys of shards that actors may have and that will never be used.
     """
 
     def __init__(self, units: int, decisions: int) -> None:
@@ -101,22 +102,22 @@ class PartLedger:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all that is under way. Numbers are not used again."""
-        #: What nobody plays: step, unit, decisions.
+        """Drops everything in progress. Numbers are not used again."""
+        #: Unassigned work: step, unit, decisions.
         self._open: deque[tuple[int, int, int]] = deque()
-        #: What somebody plays, by number.
+        #: Shards in progress with their ranks, by number.
         self._under_way: dict[int, tuple[RolloutShard, int]] = {}
         self._done: dict[int, list[list[DeliveredShard]]] = {}
         #: Decisions of slots that are yet to be delivered, by step.
         self._missing: dict[int, int] = {}
 
     def give(self, step: int, decisions: int | None = None, pieces: int = 1) -> None:
-        """The units of a step are to be played.
+        """Adds the units of a step to the unassigned work.
 
         Args:
             step: The step.
-            decisions: Of each unit, where others play the rest.
-            pieces: Parts of a unit that may be played at the same time.
+            decisions: Decisions of each unit, if other ranks play the rest.
+            pieces: Shards of a unit that may be played at the same time.
         """
         count = self._decisions if decisions is None else decisions
         self._done[step], self._missing[step] = [[] for _ in range(self._units)], count * self._units
@@ -125,20 +126,20 @@ class PartLedger:
 
     @property
     def steps(self) -> list[int]:
-        """Steps that were given and not closed."""
+        """Steps that were added and not closed."""
         return list(self._done)
 
     @property
     def waiting(self) -> bool:
-        """Whether there is something that nobody plays."""
+        """True if there is unassigned work."""
         return bool(self._open)
 
     def held(self, rank: int) -> int:
-        """How many parts a rank is to play, or plays."""
-        return sum(player == rank for _, player in self._under_way.values())
+        """Returns the number of shards assigned to a rank."""
+        return sum(owner == rank for _, owner in self._under_way.values())
 
     def ask(self, rank: int, version: int) -> RolloutShard | None:
-        """The next part for a rank; None if nothing is left."""
+        """Assigns the next shard to a rank; returns None if no work is left."""
         if not self._open:
             return None
         step, unit, decisions = self._open.popleft()
@@ -146,105 +147,108 @@ class PartLedger:
         if not self._free:
             self._keys += 1
             self._free.append(self._keys)
-        asked = RolloutShard(self._number, self._free.pop(), step, unit, decisions, version)
-        self._under_way[asked.number] = asked, rank
-        return asked
+        shard = RolloutShard(self._number, self._free.pop(), step, unit, decisions, version)
+        self._under_way[shard.number] = shard, rank
+        return shard
 
-    def accept(self, played: DeliveredShard) -> bool:
-        """Takes in what a rank says of a part; whether it counts."""
-        found = self._under_way.pop(played.number, None)
-        if found is None:  # it had been asked of another by then, or its step is made otherwise
-            self.useless.append(played.key)
+    def accept(self, report: DeliveredShard) -> bool:
+        """Records a report of delivery; returns whether it counts."""
+        assignment = self._under_way.pop(report.number, None)
+        if assignment is None:  # it was assigned to another rank by then, or its step was given up
+            self.useless.append(report.key)
             return False
-        asked, rank = found
-        if not played.decisions:
-            self._free.append(played.key)
+        shard, rank = assignment
+        if not report.decisions:
+            self._free.append(report.key)
         else:
-            self._done[asked.step][asked.unit].append(played)
-            self.delivered[rank] += played.decisions
-            self._missing[asked.step] -= played.decisions
-        if played.decisions < asked.decisions:
-            self._open.appendleft((asked.step, asked.unit, asked.decisions - played.decisions))
+            self._done[shard.step][shard.unit].append(report)
+            self.delivered[rank] += report.decisions
+            self._missing[shard.step] -= report.decisions
+        if report.decisions < shard.decisions:
+            self._open.appendleft((shard.step, shard.unit, shard.decisions - report.decisions))
         return True
 
     def lose(self, rank: int) -> None:
-        """A rank has gone: what it had not delivered is to be played by others."""
-        mine = [asked for asked, player in self._under_way.values() if player == rank]
-        for asked in reversed(mine):
-            del self._under_way[asked.number]
-            self.useless.append(asked.key)
-            self._open.appendleft((asked.step, asked.unit, asked.decisions))
+        """Returns the undelivered shards of a rank that has gone to the unassigned work."""
+        shards = [shard for shard, owner in self._under_way.values() if owner == rank]
+        for shard in reversed(shards):
+            del self._under_way[shard.number]
+            self.useless.append(shard.key)
+            self._open.appendleft((shard.step, shard.unit, shard.decisions))
 
-    def whole(self, step: int) -> bool:
-        """Whether all of a step has been delivered."""
+    def is_complete(self, step: int) -> bool:
+        """Returns whether all of a step has been delivered."""
         return not self._missing[step]
 
     def close(self, step: int) -> list[list[DeliveredShard]]:
-        """The parts of a step that is whole: of each unit, in the order in which they follow one another. Actors take them in
-        before anything that comes later under the same keys."""
+        """Ends a complete step and returns the shards of each unit in their order. Actors receive them before any later shards
+        with the same keys.
+        """
         units = self._done.pop(step)
         del self._missing[step]
         self._free += [part.key for unit in units for part in unit]
         return units
 
     def give_up(self, step: int) -> None:
-        """The step is made otherwise: nothing of it that these ranks have played, or play, is taken in."""
+        """Ends a step that is produced without these ranks: their shards of it, delivered or in progress, are not used."""
         for part in (part for unit in self._done.pop(step) for part in unit):
             self.useless.append(part.key)
             self.delivered[part.rank] -= part.decisions
         del self._missing[step]
-        self._open = deque(found for found in self._open if found[0] != step)
-        for asked in [asked for asked, _ in self._under_way.values() if asked.step == step]:
-            del self._under_way[asked.number]
-            self.useless.append(asked.key)
+        self._open = deque(work for work in self._open if work[0] != step)
+        for shard in [shard for shard, _ in self._under_way.values() if shard.step == step]:
+            del self._under_way[shard.number]
+            self.useless.append(shard.key)
 
     def pop_useless(self) -> list[int]:
-        """`useless`, which is empty afterwards."""
-        found, self.useless = self.useless, []
-        return found
+        """Returns `useless` and empties it."""
+        keys, self.useless = self.useless, []
+        return keys
 
 
 def divisible(cfg: PlayingConfig) -> bool:
-    """Whether the decisions of a slot in a step may be several ranks', one after the other: transitions of off-policy runs
-    stand alone, and GAE values where an episode is cut."""
+    """Returns whether the decisions of a slot in a step may come from several ranks, one after the other.
+
+    Transitions of off-policy runs are independent, and GAE bootstraps where an episode is cut.
+    """
     ppo: Any = cfg if hasattr(cfg.algorithm, "adv_type") else None
     return ppo is None or (ppo.algorithm.adv_type.lower() == "gae" and ppo.env.train.auto_reset)
 
 
 def cuts(cfg: PlayingConfig) -> int:
-    """Parts in which the decisions of a step are played, one after the other."""
+    """Returns the number of parts in which the decisions of a step are played, one after the other."""
     ppo: Any = cfg
     return int(ppo.algorithm.rollout_parts) if hasattr(cfg.algorithm, "adv_type") else 1
 
 
 def most_sharing(decisions: int, units: int) -> int:
-    """Ranks for which there is something to do in steps that are shared."""
-    return units * max(1, decisions // _LEAST)
+    """Returns the largest number of ranks that get work in shared steps."""
+    return units * max(1, decisions // _MIN_DECISIONS)
 
 
 @functools.cache
 def shares(decisions: int, units: int, ranks: int) -> tuple[int, int, float]:
-    """How a step is shared between the ranks that the run started with, which play a unit each, and ranks that joined, which
-    play the rest of all units, at the same speed.
+    """Divides a step between the ranks that the run started with, which play one unit each, and ranks that joined, which play
+    the rest of all units at the same speed.
 
     Args:
-        decisions: Of a step.
-        units: Of a step.
-        ranks: That have joined.
+        decisions: Decisions of a step.
+        units: Units of a step.
+        ranks: Number of ranks that joined.
 
     Returns:
-        The decisions that the former play; into how many pieces the rest of each unit is cut; and how long that takes, beside
-        work that can be shared to the last bit.
+        The decisions that the original ranks play; the number of pieces into which the rest of each unit is divided; and the
+        duration, relative to perfectly divisible work.
     """
-    ways = [(decisions, decisions, 1)]
-    for rest in range(1, decisions):
-        for pieces in range(1, min(rest, ranks) + 1):
-            theirs = -(-units * pieces // ranks) * -(-rest // pieces)
-            ways.append((max(decisions - rest, theirs), decisions - rest, pieces))
-    took, own, pieces = min(ways, key=lambda way: (way[0], -way[1], way[2]))
-    return own, pieces, took * (units + ranks) / (units * decisions)
+    options = [(decisions, decisions, 1)]
+    for remainder in range(1, decisions):
+        for pieces in range(1, min(remainder, ranks) + 1):
+            joined_decisions = -(-units * pieces // ranks) * -(-remainder // pieces)
+            options.append((max(decisions - remainder, joined_decisions), decisions - remainder, pieces))
+    duration, original_decisions, pieces = min(options, key=lambda way: (way[0], -way[1], way[2]))
+    return original_decisions, pieces, duration * (units + ranks) / (units * decisions)
 
 
 def keys_of(units: Sequence[Sequence[DeliveredShard]]) -> list[list[int]]:
-    """The parts' keys, by unit."""
+    """Returns the shards' keys, by unit."""
     return [[part.key for part in unit] for unit in units]

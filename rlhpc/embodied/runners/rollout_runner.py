@@ -1,12 +1,12 @@
-"""PlayingRunner: the loop of a run with simulators.
+"""Training loops of runs with simulators.
 
-Each step has four phases: the actor's weights go to the rollout workers; policy and simulators play; the actors take in
+Each step has four phases: the actor's weights go to the rollout workers; policy and simulators play; the actors receive
 the trajectories; they train. The calls of a step are issued together and each rank executes its own in order, so that
 no phase waits for a round trip to the driver.
 
 With `algorithm.max_staleness: k` policy and simulators play up to k steps ahead while the actors train, with weights at most k
-versions older than those of the synchronous loop. Before a checkpoint and before an evaluation they wait, so that a
-resumed run goes on as the uninterrupted one would. In such a run env and rollout ranks come and go (`Players`).
+versions older than those of the synchronous loop. They wait before a checkpoint and before an evaluation, so that a resumed
+run continues as the uninterrupted one would. In such a run env and rollout ranks join and leave (`RolloutSources`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlhpc.embodied.envs.base import timing_row
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.rollout.step_outcomes import in_order
 from rlhpc.embodied.rollout.work_sharing import FullRollout, cuts, divisible
-from rlhpc.embodied.runners.rollout_sources import Players
+from rlhpc.embodied.runners.rollout_sources import RolloutSources
 from rlhpc.embodied.training.blueprint import check_backend
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
@@ -35,29 +35,30 @@ from rlhpc.runtime.worker_group import WorkerGroup
 
 
 def kept(episodes: dict[str, np.ndarray]) -> dict[str, float]:
-    """Where simulators make observations on an accelerator, the share of their messages that stayed on it; and how well robots
-    kept their time."""
+    """Returns the share of observation messages that stayed on the accelerator, if simulators make them there, and the timing
+    of robots.
+    """
     by_device, by_host = int(episodes["by_device"].sum()), int(episodes["by_host"].sum())
     on_device = {"env/on_device": by_device / (by_device + by_host)} if by_device + by_host else {}
     return on_device | timing_row(episodes)
 
 
 def ended(episodes: dict[str, np.ndarray]) -> dict[str, float]:
-    """Metrics of the episodes that ended in a step: unlike those of the window they lag behind nothing."""
+    """Returns metrics of the episodes that ended in a step; unlike those of the window they have no lag."""
     count = len(episodes["return"])
-    found: dict[str, float] = {"rollout/episodes": count}
+    metrics: dict[str, float] = {"rollout/episodes": count}
     if count:
-        found["rollout/episode_return"] = float(episodes["return"].mean())
+        metrics["rollout/episode_return"] = float(episodes["return"].mean())
         if not np.isnan(episodes["success"]).any():
-            found["rollout/success_once"] = float(episodes["success"].mean())
-    return found
+            metrics["rollout/success_once"] = float(episodes["success"].mean())
+    return metrics
 
 
 def joined(decisions: Counter[int], chunk: int) -> dict[str, float]:
-    """Transitions of a step from ranks that have joined: all of them, and by rank.
+    """Returns the transitions of a step from ranks that have joined: all of them, and by rank.
 
     Args:
-        decisions: By rank.
+        decisions: Decisions by rank.
         chunk: Transitions of a decision.
     """
     if not decisions:
@@ -74,19 +75,19 @@ Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
 class PlayingRunner(Runner[Cfg]):
-    """What runners whose policies play while they learn have in common.
+    """Base of runners whose policies play while they learn.
 
     Args:
         cfg: Configuration.
         actor, rollout, env: Launched groups.
-        run: The run's folder; by default what `runner.run_dir` and `runner.name` say.
-        stop: Asked between steps whether to end early.
+        run: The run's folder; by default the one that `runner.run_dir` and `runner.name` name.
+        stop: Request to end early, checked between steps.
 
     Raises:
         ConfigError: The counts of environments, stages and ranks do not fit one another.
     """
 
-    #: What the phase is called in which the actors take in what was played.
+    #: Name of the phase in which the actors receive the trajectories.
     receiving = "advantage"
 
     def __init__(
@@ -104,7 +105,7 @@ class PlayingRunner(Runner[Cfg]):
         slots = SlotMap.from_config(
             cfg, env=env.world_size, rollout=rollout.world_size, actor=actor.world_size, **names
         )
-        self.players = Players(
+        self.players = RolloutSources(
             env, rollout, actor, slots, decisions=cfg.algorithm.rollout_steps, ahead=cfg.algorithm.max_staleness,
             divisible=divisible(cfg), cuts=cuts(cfg), generate=self.generate, at_random=self.at_random,
             restarts=lambda: self.max_recoveries, timeout=cfg.runner.step_timeout_s,
@@ -113,7 +114,7 @@ class PlayingRunner(Runner[Cfg]):
         super().__init__(cfg, {"actor": actor, "rollout": self.rollout, "env": self.env}, run=run, stop=stop)
         self.actor = actor
         self.check()
-        self.env_steps, self.episodes, self._in_vain = 0, 0, 0
+        self.env_steps, self.episodes, self._nonfinite_steps = 0, 0, 0
         self.lost: collections.Counter[str] = collections.Counter()
         self.window: collections.deque[tuple[float, float, float]] = collections.deque(maxlen=WINDOW)
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_STEPS)
@@ -121,57 +122,57 @@ class PlayingRunner(Runner[Cfg]):
 
     @property
     def slots(self) -> SlotMap:
-        """Which rank has which slots."""
+        """Slot map."""
         return self.players.slots
 
     def start_weights(self) -> str | None:
-        """The weights to start from: `runner.init_from`."""
+        """Returns the weights to start from: `runner.init_from`."""
         return self.cfg.runner.init_from
 
     def check(self) -> None:
-        """Refuses what does not fit together."""
+        """Checks that the configuration's parts fit together."""
 
     @property
     def turns(self) -> bool:
-        """Whether those who train and those who play take turns on the accelerators."""
+        """True if actor and rollout ranks are colocated and alternate on the accelerators."""
         return False
 
     def rest(self) -> None:
-        """Makes those who play leave the accelerators, if they take turns."""
+        """Makes rollout and env ranks leave the accelerators, if they are colocated."""
 
     def change_over(self, *, playing: bool) -> None:
-        """Gives the accelerators to those who play, or to those who train, if they take turns."""
+        """Gives the accelerators to rollout and env ranks, or to actors, if they are colocated."""
 
     # -- start ----------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
         """Builds environments and models on all ranks and connects them."""
         spaces = self.players.build()
-        if self.turns:  # one after the other, and who plays rests between steps
+        if self.turns:  # one after the other; rollout ranks are offloaded between steps
             self.rollout.init_worker(self.slots, *spaces).wait(self.timeout)
             self.rest()
             self.actor.init_worker(self.slots, *spaces).wait(self.timeout)
         else:
-            built = [self.actor.init_worker(self.slots, *spaces), self.rollout.init_worker(self.slots, *spaces)]
-            for handle in built:
+            handles = [self.actor.init_worker(self.slots, *spaces), self.rollout.init_worker(self.slots, *spaces)]
+            for handle in handles:
                 handle.wait(self.timeout)
         self.players.connect()
 
     def restored(self, answers: dict[str, list[Any]]) -> None:
-        """Says so where the episodes under way are lost."""
+        """Reports if the episodes in progress are lost."""
         if not all(answers["env"]):
             note("the simulators cannot be restored; their episodes start anew, so this resume is not bit for bit")
 
     def rebuild(self, gone: dict[str, list[int]]) -> None:
-        """Starts environment and rollout ranks again."""
+        """Restarts environment and rollout ranks."""
         self.players.rebuild(gone)
 
     def forget(self) -> None:
-        """Empties the window of episodes: the checkpoint has its own."""
+        """Empties the window of episodes; the checkpoint has its own window."""
         self.window.clear()
 
     def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
-        """Counts the ranks, transitions (including those of the step under way) and episodes that were lost."""
+        """Counts the lost ranks, transitions (including those of the step in progress) and episodes."""
         self.lost["ranks"] += ranks
         self.lost["steps"] += before["env_steps"] - self.env_steps + self._transitions()
         self.lost["episodes"] += before["episodes"] - self.episodes
@@ -179,13 +180,13 @@ class PlayingRunner(Runner[Cfg]):
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Forgets the steps that were played ahead."""
+        """Drops the steps that were played ahead."""
         self._sent, self._syncs = -1, list[Any]()
         self.players.begin(self.step)
 
     def one_step(self) -> dict[str, float]:
-        """Weights, rollout, what the actors take in, update."""
-        self.players.tend(self.step)
+        """Runs one step: weight sync, rollout, receiving, update."""
+        self.players.update_ranks(self.step)
         step, timers, begin = self.step + 1, PhaseTimers(), active_s()
         sync = []
         if self._sent != self.step:  # the weights that the last update left
@@ -203,7 +204,7 @@ class PlayingRunner(Runner[Cfg]):
         receive = self.players.receive(step, parts)
         update = None if self.turns else self.actor.update(step, progress)
         playing, ahead = self.players.plays(step), self.cfg.algorithm.max_staleness > 0
-        # Ahead of the actors, rollout ranks take weights in behind the steps that they play: these are what is waited for.
+        # Ahead of the actors, rollout ranks receive weights after the steps that they play, so those steps are awaited first.
         for phase in ("rollout", "sync") if ahead else ("sync", "rollout"):
             with timers(phase):
                 if phase == "sync":
@@ -230,7 +231,7 @@ class PlayingRunner(Runner[Cfg]):
         return row
 
     def _await_weights(self, sync: list[Any], *, playing: bool) -> None:
-        """Waits for weights to be taken in; where the rollout ranks are busy with a later step, only for them to be sent."""
+        """Waits until weights are received; if the rollout ranks are busy with a later step, only until they are sent."""
         self._syncs += sync
         for handle in self._syncs if playing else sync[:1]:
             handle.wait(self.timeout)
@@ -238,7 +239,7 @@ class PlayingRunner(Runner[Cfg]):
             self._syncs = []
 
     def _count_gone(self, transitions: int) -> None:
-        """Counts ranks that the run goes on without, and the transitions of a step that went with them."""
+        """Counts the ranks that the run continues without, and the transitions of a step that were lost with them."""
         if self.players.lost:
             self.lost["ranks"] += self.players.lost
             self.players.lost = 0
@@ -249,28 +250,28 @@ class PlayingRunner(Runner[Cfg]):
         """Counts transitions that were not trained on because something in them was not finite.
 
         Raises:
-            NonFinite: In too many steps in a row there were no others.
+            NonFinite: Too many steps in a row had no finite transitions.
         """
         if count:
             row["env/nonfinite"] = count
-        nothing = count * self.cfg.actor.model.num_action_chunks >= self._transitions()
-        self._in_vain = self._in_vain + 1 if nothing else 0
-        if self._in_vain >= MOST_IN_A_ROW:
+        all_nonfinite = count * self.cfg.actor.model.num_action_chunks >= self._transitions()
+        self._nonfinite_steps = self._nonfinite_steps + 1 if all_nonfinite else 0
+        if self._nonfinite_steps >= MOST_IN_A_ROW:
             raise nonfinite(
-                f"step {step}: nothing that the environments brought was finite, {self._in_vain} steps in a row"
+                f"step {step}: nothing that the environments brought was finite, {self._nonfinite_steps} steps in a row"
             )
 
     def generate(self, rollout: WorkerGroup, turn: FullRollout) -> Any:
-        """Has rollout ranks act in a turn; returns a handle."""
+        """Makes rollout ranks act in a turn; returns a handle."""
         return rollout.generate(turn)
 
     def at_random(self, step: int) -> bool:
-        """Whether all actions of a step are drawn at random."""
+        """Returns whether all actions of a step are drawn at random."""
         del step
         return False
 
     def _stop_before(self, step: int) -> int:
-        """The last step that may be played before the weights of a step to come are saved or evaluated."""
+        """Returns the last step that may be played before a later step's weights are saved or evaluated."""
         every = (self.cfg.runner.save_interval, self.cfg.runner.val_check_interval)
         ends = [-(-step // interval) * interval for interval in every if interval > 0]
         return min([self.folder.end_step, *ends])
@@ -293,7 +294,7 @@ class PlayingRunner(Runner[Cfg]):
         transitions: int,
         timers: PhaseTimers,
     ) -> dict[str, float]:
-        """Counts a step that began at `begin`, and makes its row."""
+        """Counts a step that began at `begin`, and returns its row of metrics."""
         seconds = active_s() - begin
         self.step = step
         self.env_steps += transitions
@@ -318,7 +319,7 @@ class PlayingRunner(Runner[Cfg]):
         return row
 
     def _transitions(self) -> int:
-        """Number of transitions in a training step."""
+        """Returns the number of transitions in a training step."""
         decisions = self.slots.num_envs * self.cfg.algorithm.rollout_steps
         return decisions * self.cfg.actor.model.num_action_chunks
 
@@ -331,13 +332,16 @@ class PlayingRunner(Runner[Cfg]):
         return float(np.mean([row[0] for row in self.window])) if self.window else None
 
     def _episode_metrics(self) -> dict[str, float]:
-        found: dict[str, float] = {"train/episodes": self.episodes}
+        metrics: dict[str, float] = {"train/episodes": self.episodes}
         if self.window:
             returns, lengths, success = np.asarray(self.window, np.float64).T
-            found["train/episode_return"], found["train/episode_length"] = float(returns.mean()), float(lengths.mean())
+            metrics["train/episode_return"], metrics["train/episode_length"] = (
+                float(returns.mean()),
+                float(lengths.mean()),
+            )
             if not np.isnan(success).any():
-                found["train/success_once"] = float(success.mean())
-        return found
+                metrics["train/success_once"] = float(success.mean())
+        return metrics
 
     def _validate(self, step: int, row: dict[str, float], timers: PhaseTimers) -> None:
         every = self.cfg.runner.val_check_interval
@@ -356,31 +360,33 @@ class PlayingRunner(Runner[Cfg]):
             row.update({f"eval/{name}": value for name, value in result().items()})
             self.change_over(playing=False)
 
-    # -- what the base class asks ---------------------------------------------------------------------------------
+    # -- hooks of the base class ----------------------------------------------------------------------------------
 
     def goal(self) -> str:
-        """`runner.stop_return`."""
-        wanted, reached = self.cfg.runner.stop_return, self._return()
+        """Returns "stop_return" if `runner.stop_return` is reached over a full window, else ""."""
+        stop_return, reached = self.cfg.runner.stop_return, self._return()
         full = len(self.window) == WINDOW
-        return "stop_return" if wanted is not None and full and reached is not None and reached >= wanted else ""
+        return (
+            "stop_return" if stop_return is not None and full and reached is not None and reached >= stop_return else ""
+        )
 
     def state(self) -> dict[str, Any]:
-        """Counters, and the returns of the last episodes."""
+        """Returns the counters, and the returns of the last episodes."""
         window = [[None if value != value else value for value in row] for row in self.window]
         return {"env_steps": self.env_steps, "episodes": self.episodes, "window": window}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes back what `state` returned when the checkpoint was made."""
+        """Restores the state that `state` returned when the checkpoint was made."""
         self.env_steps, self.episodes = int(state["env_steps"]), int(state["episodes"])
         rows = ([float("nan") if value is None else float(value) for value in row] for row in state["window"])
         self.window.extend((row[0], row[1], row[2]) for row in rows)
 
     def result(self) -> dict[str, Any]:
-        """env_steps, episode_return."""
+        """Returns env_steps and episode_return."""
         return {"env_steps": self.env_steps, "episode_return": self._return()}
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
-        """Mean return and rate, for `rlhpc status`."""
+        """Returns mean return and rate, for `rlhpc status`."""
         return {
             "return": row.get("train/episode_return"),
             "env_steps": self.env_steps,
@@ -389,20 +395,22 @@ class PlayingRunner(Runner[Cfg]):
 
 
 class EmbodiedRunner(PlayingRunner[PpoConfig]):
-    """Trains a policy in simulators."""
+    """Runner of on-policy training in simulators."""
 
     def check(self) -> None:
-        """Refuses what the training backend would refuse."""
+        """Checks the settings of the training backend early."""
         check_backend(self.cfg.actor)
 
     @property
     def turns(self) -> bool:
-        """See `PlayingRunner.turns`: with `actor.enable_offload` or `rollout.enable_offload`."""
+        """True with `actor.enable_offload` or `rollout.enable_offload` (`PlayingRunner.turns`)."""
         return self.cfg.actor.enable_offload or self.cfg.rollout.enable_offload
 
     def change_over(self, *, playing: bool) -> None:
-        """See `PlayingRunner.change_over`: who has them leaves first. Those who train also save and send, so they have them
-        between steps."""
+        """Gives the accelerators to the other side (`PlayingRunner.change_over`); the present side leaves first.
+
+        Actors also save and send weights, so they have the accelerators between steps.
+        """
         if not playing:
             self.rest()
         if self.cfg.actor.enable_offload:
@@ -411,7 +419,7 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
             self.rollout.reload().wait(self.timeout)
 
     def rest(self) -> None:
-        """See `PlayingRunner.rest`."""
+        """Makes rollout and env ranks leave the accelerators (`PlayingRunner.rest`)."""
         if self.cfg.rollout.enable_offload:
             self.rollout.offload().wait(self.timeout)
         if self.turns:
@@ -419,7 +427,9 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
             self.env.offload().wait(self.timeout)
 
     def rebuild(self, gone: dict[str, list[int]]) -> None:
-        """See `PlayingRunner.rebuild`. Whose turn it was is not known: those who train leave first."""
+        """Restarts environment and rollout ranks (`PlayingRunner.rebuild`). The side that has the accelerators is unknown, so
+        the actors leave first.
+        """
         if self.cfg.actor.enable_offload:
             self.actor.offload().wait(self.timeout)
         super().rebuild(gone)
@@ -427,13 +437,15 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
 
 
 class OffPolicyRunner(PlayingRunner[SacConfig]):
-    """Trains a policy by SAC and its kin. Batches are drawn from a buffer, so their size need not divide a rollout. Arguments
-    as `EmbodiedRunner`'s."""
+    """Runner of SAC and other off-policy algorithms. Batches are drawn from a buffer, so their size need not divide a rollout.
+
+    Arguments as in `EmbodiedRunner`.
+    """
 
     receiving = "receive"
 
     def init_workers(self) -> None:
-        """See `Runner.init_workers`."""
+        """Builds the workers (`Runner.init_workers`), after it has set the number of random steps."""
         algorithm = self.cfg.algorithm
         self.random_steps = algorithm.replay_buffer.min_buffer_size
         if algorithm.random_steps is not None:
@@ -443,20 +455,20 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         super().init_workers()
 
     def state(self) -> dict[str, Any]:
-        """See `PlayingRunner.state`."""
+        """Returns the state (`PlayingRunner.state`) with the number of random steps."""
         return {**super().state(), "random_steps": self.random_steps}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes back what `state` returned when the checkpoint was made."""
+        """Restores the state that `state` returned when the checkpoint was made."""
         super().load_state(state)
         self.random_steps = int(state["random_steps"])
 
     def one_step(self) -> dict[str, float]:
-        """See `PlayingRunner.one_step`."""
+        """Runs one step (`PlayingRunner.one_step`), offline at first where `algorithm.offline_steps` is set."""
         return self._offline_step() if self.step < self.cfg.algorithm.offline_steps else super().one_step()
 
     def _offline_step(self) -> dict[str, float]:
-        """Has the actors learn from the demonstrations alone; the environments stand still."""
+        """Trains from the demonstrations alone; the environments are not used."""
         step, timers, begin = self.step + 1, PhaseTimers(), active_s()
         with timers("update"):
             update = self.actor.update_offline(step, self.step / max(self.folder.total, 1))
@@ -467,19 +479,19 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         return row
 
     def generate(self, rollout: WorkerGroup, turn: FullRollout) -> Any:
-        """See `PlayingRunner.generate`."""
+        """Makes rollout ranks act in a turn (`PlayingRunner.generate`)."""
         return rollout.generate(turn, self._random_until)
 
     def at_random(self, step: int) -> bool:
-        """See `PlayingRunner.at_random`."""
+        """Returns whether all actions of a step are drawn at random (`PlayingRunner.at_random`)."""
         return (step - 1) * self._decisions < self._random_until
 
     @property
     def _decisions(self) -> int:
-        """Of a step, in all slots."""
+        """Decisions of a step, in all slots."""
         return self.slots.num_envs * self.cfg.algorithm.rollout_steps
 
     @property
     def _random_until(self) -> int:
-        """Decisions of the run up to which actions are drawn at random, as if the first steps had been played, too."""
+        """Decisions of the run up to which actions are drawn at random, counted as if offline steps had been played, too."""
         return self.random_steps + self.cfg.algorithm.offline_steps * self._decisions if self.random_steps else 0

@@ -1,4 +1,6 @@
-"""Who plays the steps of a run, and what is being played: by env ranks with their rollout ranks, and by those that joined."""
+"""Rollout sources of a run: env ranks with their rollout ranks, and env ranks that joined; assignment and tracking of
+steps.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import numpy as np
 
 from rlhpc.embodied.rollout.slot_map import Acted, SlotMap, Source
 from rlhpc.embodied.rollout.step_outcomes import in_order
-from rlhpc.embodied.rollout.work_sharing import PLAYED, DeliveredShard, FullRollout, PartLedger, keys_of, shares
+from rlhpc.embodied.rollout.work_sharing import PLAYED, DeliveredShard, FullRollout, ShardTracker, keys_of, shares
 from rlhpc.runs.replicas import Nothing, Originals, Replicas
 from rlhpc.runs.run_folder import note
 from rlhpc.runtime.channel import Channel, QueueEmpty
@@ -23,23 +25,23 @@ from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.worker_group import WorkerGroup
 
-#: How often it looks who has gone while it waits for parts.
+#: Interval of checks for lost ranks while waiting for shards.
 _HELPER_POLL_S = 0.1
 
 
-class Helped:
-    """The ranks that have joined, and what they play.
+class JoinedEnvRanks:
+    """Env ranks that joined, and the shards that they play.
 
     Args:
         env, actor: Launched groups.
-        slots: Of the run.
+        slots: Slot map of the run.
         decisions: `algorithm.rollout_steps`.
         ahead: `algorithm.max_staleness`.
         at_random: Whether actions of a step are drawn at random.
         timeout: Seconds that a step may take.
 
     Attributes:
-        ranks: Those that take part.
+        ranks: Ranks that take part.
     """
 
     def __init__(
@@ -55,43 +57,43 @@ class Helped:
         self._ahead = ahead
         self._env, self._actor, self._slots, self._timeout = env, actor, slots, timeout
         self._at_random = at_random
-        self.ledger = PartLedger(slots.env_ranks, decisions)
+        self.ledger = ShardTracker(slots.env_ranks, decisions)
         self.ranks: list[int] = []
-        #: Parts of a step, and how many steps' shares a rank may have at a time.
-        self._parts, self._deep = slots.env_ranks, 1
-        #: Version of the weights that each was sent last.
-        self._has: dict[int, int] = {}
-        self._left: list[int] = []
+        #: Shards of a step, and the number of steps of which a rank may have shards at a time.
+        self._parts, self._steps_per_rank = slots.env_ranks, 1
+        #: Version of the weights that each rank was sent last.
+        self._sent_versions: dict[int, int] = {}
+        self._left_ranks: list[int] = []
 
     def open(self) -> None:
-        """Begins anew: nothing is under way, and nobody takes part."""
+        """Starts anew, without ranks and without shards in progress."""
         self._played = Channel.create(PLAYED)
         self.ledger.clear()
-        self._left += self._has
-        self.ranks, self._has = [], {}
+        self._left_ranks += self._sent_versions
+        self.ranks, self._sent_versions = [], {}
 
-    def open_rank(self, rank: int, spaces: tuple[Any, Any], begun: int) -> Any:
-        """Has a rank build simulators and policy; returns a handle."""
-        return self._env.execute_on(rank).open_replica(self._slots, spaces, begun)
+    def open_rank(self, rank: int, spaces: tuple[Any, Any], start_step: int) -> Any:
+        """Makes a rank build simulators and policy; returns a handle."""
+        return self._env.execute_on(rank).open_replica(self._slots, spaces, start_step)
 
-    def welcome(self, rank: int) -> None:
-        """A rank that has built all takes part from now on."""
+    def add_rank(self, rank: int) -> None:
+        """Lets a rank that is built take part from now on."""
         self._env.execute_on(rank).connect_replica().wait(self._timeout)
         self.ranks.append(rank)
 
-    def look(self) -> None:
-        """Takes in what ranks say, and what those that have gone had not delivered is left for others."""
-        there = set(self._env.present)
-        while True:  # who said something before it went is heard: that was confirmed
+    def poll(self) -> None:
+        """Receives reports, and returns undelivered shards of lost ranks to the unassigned work."""
+        present = set(self._env.present)
+        while True:  # reports that a rank sent before it went were confirmed, so they count
             try:
                 self.ledger.accept(self._played.get_nowait())
             except QueueEmpty:
                 break
-        for rank in [rank for rank in self.ranks if rank not in there]:
+        for rank in [rank for rank in self.ranks if rank not in present]:
             self.ranks.remove(rank)
             self.ledger.lose(rank)
-            if self._has.pop(rank, None) is not None:
-                self._left.append(rank)
+            if self._sent_versions.pop(rank, None) is not None:
+                self._left_ranks.append(rank)
 
     @property
     def steps(self) -> list[int]:
@@ -99,10 +101,10 @@ class Helped:
         return self.ledger.steps
 
     def would_take(self) -> bool:
-        """Whether enough of them have nothing to do for a whole step to be theirs.
+        """Returns whether enough of these ranks are idle to play a whole step.
 
-        While they play it, the others play as many steps more as there may be ahead, and then wait: few ranks that play a step
-        one unit after the other would hold up the run.
+        While they play it, the others play as many further steps as `max_staleness` allows, and then wait: a few ranks that
+        play a step's units one after the other would delay the run.
         """
         units = self._slots.env_ranks
         idle = sum(self.ledger.held(rank) == 0 for rank in self.ranks)
@@ -110,47 +112,48 @@ class Helped:
         return bool(self.ranks) and enough and not self.ledger.waiting and idle >= min(units, len(self.ranks))
 
     def give(self, step: int, decisions: int | None = None, pieces: int = 1) -> None:
-        """A step is theirs, or the last decisions of one; see `PartLedger.give`. Of shared steps they have as many at a time
-        as the others."""
+        """Assigns a step, or its last decisions, to these ranks (`ShardTracker.give`). A rank may have shards of as many
+        shared steps at a time as the other ranks.
+        """
         self.ledger.give(step, decisions, pieces)
-        self._parts, self._deep = self._slots.env_ranks * pieces, 1 if decisions is None else self._ahead + 1
+        self._parts, self._steps_per_rank = self._slots.env_ranks * pieces, 1 if decisions is None else self._ahead + 1
 
     def ask(self, version: int) -> None:
-        """Has them play what nobody plays, with these weights, which the actor has."""
+        """Makes these ranks play the unassigned work, with these weights, which the actor has."""
         if not self.ledger.waiting or not self.ranks:
-            if self._left:
-                self._actor.lend_weights(version, self._env.name, [], self._left)
-                self._left = []
+            if self._left_ranks:
+                self._actor.lend_weights(version, self._env.name, [], self._left_ranks)
+                self._left_ranks = []
             return
-        most = -(-self._parts // len(self.ranks)) * self._deep
-        chosen = []
+        max_shards = -(-self._parts // len(self.ranks)) * self._steps_per_rank
+        assigned = []
         while self.ledger.waiting:
             rank = min(self.ranks, key=lambda rank: (self.ledger.held(rank), rank))
-            if self.ledger.held(rank) >= most:
+            if self.ledger.held(rank) >= max_shards:
                 break
-            asked = self.ledger.ask(rank, version)
-            assert asked is not None
-            chosen.append((rank, asked))
-        without = sorted({rank for rank, _ in chosen if self._has.get(rank, -1) < version})
-        if without or self._left:
-            self._actor.lend_weights(version, self._env.name, without, self._left)
-            self._has |= dict.fromkeys(without, version)
-            self._left = []
-        for rank, asked in chosen:
-            self._env.execute_on(rank).play(asked, self._at_random(asked.step))
+            shard = self.ledger.ask(rank, version)
+            assert shard is not None
+            assigned.append((rank, shard))
+        outdated = sorted({rank for rank, _ in assigned if self._sent_versions.get(rank, -1) < version})
+        if outdated or self._left_ranks:
+            self._actor.lend_weights(version, self._env.name, outdated, self._left_ranks)
+            self._sent_versions |= dict.fromkeys(outdated, version)
+            self._left_ranks = []
+        for rank, shard in assigned:
+            self._env.execute_on(rank).play(shard, self._at_random(shard.step))
 
     def make(self, step: int, version: int) -> list[list[DeliveredShard]] | None:
-        """Waits until a step that is theirs has been played.
+        """Waits until a step of these ranks has been played.
 
         Returns:
-            Its parts; None if all have gone, and the step is to be made otherwise.
+            Its shards by unit; None if all ranks have gone, and the step must be produced by the other ranks.
 
         Raises:
-            DeadlineExceeded: It took too long; says who plays.
+            DeadlineExceeded: It took too long; names the ranks.
         """
         deadline = time.monotonic() + self._timeout
         while True:
-            self.look()
+            self.poll()
             if self.ledger.whole(step):
                 return self.ledger.close(step)
             if not self.ranks:
@@ -168,32 +171,32 @@ class Helped:
                 continue
 
     def useless(self) -> list[int]:
-        """Parts that actors may have and need not keep; each is told once."""
+        """Returns keys of shards that actors may drop; each key is returned once."""
         return self.ledger.pop_useless()
 
     def taken_from(self, units: Sequence[Sequence[DeliveredShard]]) -> Counter[int]:
-        """Transitions of a step's parts by rank, in decisions of slots."""
-        found: Counter[int] = Counter()
+        """Returns the transitions of a step's shards by rank, in decisions of slots."""
+        transitions: Counter[int] = Counter()
         for number, unit in enumerate(units):
             for part in unit:
-                found[part.rank] += part.decisions * len(self._slots.unit_share(number))
-        return found
+                transitions[part.rank] += part.decisions * len(self._slots.unit_share(number))
+        return transitions
 
 
-#: How often it looks whether a rollout rank has come, where there is none.
+#: Interval of checks for a new rollout rank, if no rollout rank is left.
 _POLL_S = 0.1
-#: Steps are shared where the one who has most to do has at most this many times an even share.
-_MOST = 1.25
+#: Steps are shared if the largest share is at most this multiple of an even share.
+_MAX_IMBALANCE = 1.25
 
 
 @dataclasses.dataclass
-class _Playing:
-    """A turn under way.
+class _PendingTurn:
+    """Turn in progress.
 
     Attributes:
         turn: The turn.
-        slots: Who has which.
-        acting, simulating: The calls.
+        slots: Slot map of the turn.
+        acting, simulating: Handles of the calls.
         gone: Rollout ranks that have gone since.
     """
 
@@ -204,31 +207,31 @@ class _Playing:
     gone: set[int] = dataclasses.field(default_factory=set)
 
 
-class Players:
-    """Has steps played, in order and as far ahead as it is told.
+class RolloutSources:
+    """Scheduler of a run's steps over its rollout sources, in order and up to `max_staleness` steps ahead.
 
-    In a run that is ahead of its actors ranks come and go. An env rank that the run started with, or a rollout rank, that is
-    lost costs its slots of the steps under way; the others go on, and it takes part again when it has been started again. From
-    the next step on others act on the slots of a rollout rank that is lost, and one that joins takes its share of all. One
-    that is told to leave acts in the steps that it was asked for, and goes once others have its slots. Env ranks that join
-    play the last decisions of each step, or whole steps where these cannot be divided (`Helped`).
+    In a run that is ahead of its actors, ranks join and leave. The loss of an original env rank or of a rollout rank costs its
+    slots of the steps in progress; the other ranks continue, and it takes part again after its restart. From the next step on,
+    other rollout ranks act on the slots of a lost one, and a rollout rank that joins takes a share of all slots. A rollout
+    rank that is told to leave acts in the steps assigned to it, and exits once others have its slots. Env ranks that join play
+    the last decisions of each step, or whole steps if steps cannot be divided (`JoinedEnvRanks`).
 
     Args:
         env, rollout, actor: Launched groups.
-        slots: Which rank has which slots.
+        slots: Slot map.
         decisions: `algorithm.rollout_steps`.
         ahead: Steps that may be played ahead of the actors.
-        divisible: Whether the decisions of a slot in a step may be several ranks' one after the other.
+        divisible: Whether the decisions of a slot in a step may come from several ranks, one after the other.
         cuts: Parts in which the decisions of a step are played, each a turn.
-        generate: Has rollout ranks act in a turn; returns a handle.
+        generate: Makes rollout ranks act in a turn; returns a handle.
         at_random: Whether all actions of a step are drawn at random.
-        restarts: How often ranks of a group may be started again.
+        restarts: Returns how often ranks of a group may be restarted.
         timeout: Seconds that a step may take.
 
     Attributes:
-        slots: As the argument; anew where ranks have come or gone.
-        env, rollout: The ranks that the run started with.
-        lost: Counts ranks, as they are lost.
+        slots: Present slot map, which changes when ranks join or leave.
+        env, rollout: Ranks that the run started with.
+        lost: Number of ranks lost since it was last reset.
     """
 
     def __init__(
@@ -253,8 +256,8 @@ class Players:
         self._decisions, self._divisible, self._turns = decisions, divisible, 0
         self._part = decisions // cuts
         self._started = range(env.world_size)
-        self._there, self._acting = list(self._started), list(range(rollout.world_size))
-        self._helped = Helped(env, actor, slots, decisions, ahead, at_random, timeout)
+        self._present_envs, self._acting = list(self._started), list(range(rollout.world_size))
+        self._joined_envs = JoinedEnvRanks(env, actor, slots, decisions, ahead, at_random, timeout)
         cost = "what it had not delivered is played by others or left out, and no step is made anew"
         self._env_ranks = Replicas(env, self._open_env, self._join_env, restarts, cost)
         cost = "others act on its slots from the next step on, and no step is made anew"
@@ -267,47 +270,50 @@ class Players:
     # -- start ----------------------------------------------------------------------------------------------------
 
     def build(self) -> tuple[Any, Any]:
-        """Builds the environments; returns what a slot shows and takes."""
+        """Builds the environments; returns the observation space and action space of a slot."""
         facts = self.env.init_worker(self.slots).wait(self._timeout)[0]
         self._spaces = facts["observation_space"], facts["action_space"]
         return self._spaces
 
     def connect(self) -> None:
         """Connects all ranks that the run started with."""
-        self._there, self._acting = list(self._started), list(range(self._rollouts.world_size))
+        self._present_envs, self._acting = list(self._started), list(range(self._rollouts.world_size))
         for name, home in self.slots.channels().items():
             Channel.create(name, home=home.group, ranks=home.ranks)
-        self._helped.open()
+        self._joined_envs.open()
         slots = self.slots
         for handle in (self.env.connect(slots), self._actor.connect(), self.rollout.connect(slots)):
             handle.wait(self._timeout)
 
     def rebuild(self, gone: dict[str, list[int]]) -> None:
-        """After a failure: starts environment and rollout ranks again that have ended, and connects all."""
+        """Recovers from a failure: restarts environment and rollout ranks that have ended, and connects all."""
         self.slots = dataclasses.replace(self.slots, token=secrets.token_hex(4), absent=frozenset(), acting=())
-        took_part = ((self._rollouts, self._acting), (self._envs, self._there))
-        again = {group: self._to_build(group, there, gone.get(group.name, [])) for group, there in took_part}
-        again = {group: ranks for group, ranks in again.items() if ranks}
-        for group in again:
+        took_part = ((self._rollouts, self._acting), (self._envs, self._present_envs))
+        ranks_to_build = {
+            group: self._to_build(group, present, gone.get(group.name, [])) for group, present in took_part
+        }
+        ranks_to_build = {group: ranks for group, ranks in ranks_to_build.items() if ranks}
+        for group in ranks_to_build:
             group.relaunch()
-        for group in again:
+        for group in ranks_to_build:
             group.wait_ready()
-        built = []
-        for group, ranks in again.items():
+        handles = []
+        for group, ranks in ranks_to_build.items():
             spaces = self._spaces if group is self._rollouts else ()
-            built.append(group.execute_on(*ranks).init_worker(self.slots, *spaces))
-        for handle in built:
+            handles.append(group.execute_on(*ranks).init_worker(self.slots, *spaces))
+        for handle in handles:
             handle.wait(self._timeout)
         self.connect()
 
     @staticmethod
-    def _to_build(group: WorkerGroup, there: list[int], gone: list[int]) -> list[int]:
-        """Ranks that the run started with and that have nothing: also those that were lost, or about to take part again,
-        before what failed did."""
-        return [rank for rank in range(group.world_size) if rank in gone or rank not in there]
+    def _to_build(group: WorkerGroup, present: list[int], gone: list[int]) -> list[int]:
+        """Returns the original ranks that must be built: also those that were lost, or were about to take part again, before
+        the failure.
+        """
+        return [rank for rank in range(group.world_size) if rank in gone or rank not in present]
 
     def begin(self, step: int) -> None:
-        """Begins behind a step: nothing is being played. Ranks that have joined begin anew."""
+        """Begins after a step, with no turns in progress. Ranks that have joined begin anew."""
         self.forget(step)
         if not self._ahead:
             return
@@ -315,101 +321,102 @@ class Players:
         self._rollout_ranks.begin()
         for rank in [rank for rank in self._env_ranks.ranks if rank not in self._started]:
             self._open_env(rank).wait(self._timeout)
-            self._helped.welcome(rank)
+            self._joined_envs.add_rank(rank)
         for rank in [rank for rank in self._rollout_ranks.ranks if rank not in self._acting]:
             self._open_rollout(rank).wait(self._timeout)
             self._join_rollout(rank)
         self._keep_connected()
 
     def forget(self, step: int) -> None:
-        """Forgets what was played ahead of a step."""
+        """Drops everything that was played ahead of a step."""
         self._done, self._next = step, step + 1
-        #: What env and rollout ranks play with one another, in this order.
-        self._played: collections.deque[_Playing] = collections.deque()
+        #: Turns in progress, in order.
+        self._played: collections.deque[_PendingTurn] = collections.deque()
 
-    # -- those who come and go ------------------------------------------------------------------------------------
+    # -- ranks that join and leave --------------------------------------------------------------------------------
 
-    def tend(self, step: int) -> None:
-        """Before the step that follows a step: leaves out who has gone, and takes in who has come."""
+    def update_ranks(self, step: int) -> None:
+        """Removes ranks that have gone and adds ranks that have joined, before the step that follows `step`."""
         self._done = step
         if self._ahead:
-            self._helped.look()
-            self._leave_out()
-            self._let_leave()
+            self._joined_envs.poll()
+            self._remove_lost()
+            self._release_leaving()
             self._env_ranks.tend()
             self._rollout_ranks.tend()
             self._keep_connected()
 
-    def _leave_out(self) -> bool:
-        """Whether one has gone since."""
-        before = len(self._there) + len(self._acting)
+    def _remove_lost(self) -> bool:
+        """Removes lost ranks; returns whether a rank has gone since the last call."""
+        before = len(self._present_envs) + len(self._acting)
         envs, rollouts = self._envs.present, self._rollouts.present
-        self._there = [rank for rank in self._there if rank in envs]
+        self._present_envs = [rank for rank in self._present_envs if rank in envs]
         gone = [rank for rank in self._acting if rank not in rollouts]
         if gone:
             self._acting = [rank for rank in self._acting if rank in rollouts]
             self._stale = True
             for playing in self._played:
                 playing.gone.update(gone)
-        lost = before - len(self._there) - len(self._acting)
-        self.lost += lost
-        return lost > 0
+        num_lost = before - len(self._present_envs) - len(self._acting)
+        self.lost += num_lost
+        return num_lost > 0
 
-    def _let_leave(self) -> None:
-        """Does without rollout ranks that were told to leave, if others act."""
+    def _release_leaving(self) -> None:
+        """Excludes rollout ranks that were told to leave, if others can act."""
         leaving = self._rollouts.leaving
         if stays := [rank for rank in self._acting if rank not in leaving]:
             self._stale = self._stale or len(stays) < len(self._acting)
             self._acting = stays
 
     def _open_env(self, rank: int) -> Any:
-        """Has an env rank build what it needs: one that was started again, or one that has joined."""
+        """Makes an env rank that was restarted, or has joined, build its simulators."""
         if rank in self._started:
             return self._envs.execute_on(rank).init_worker(self.slots)
-        return self._helped.open_rank(rank, self._spaces, self._done)
+        return self._joined_envs.open_rank(rank, self._spaces, self._done)
 
     def _join_env(self, rank: int) -> None:
-        """It takes part from the next step on."""
+        """Lets an env rank take part from the next step on."""
         if rank not in self._started:
-            self._helped.welcome(rank)
+            self._joined_envs.add_rank(rank)
             return
-        self._there = sorted([*self._there, rank])
+        self._present_envs = sorted([*self._present_envs, rank])
         self._stale = True
 
     def _open_rollout(self, rank: int) -> Any:
-        """Has a rollout rank build the policy."""
+        """Makes a rollout rank build the policy."""
         return self._rollouts.execute_on(rank).init_worker(self.slots, *self._spaces)
 
     def _join_rollout(self, rank: int) -> None:
-        """It acts from the next step on."""
+        """Lets a rollout rank act from the next step on."""
         self._acting = sorted([*self._acting, rank])
         self._stale = True
 
     def _keep_connected(self) -> None:
-        """Divides the slots anew, and connects env and rollout ranks, if others are there than before. What they play is
-        waited for: nothing may be under way between them."""
+        """Divides the slots anew and connects env and rollout ranks, if the ranks have changed. It first waits for the turns
+        in progress, because no messages may be in transit then.
+        """
         if not self._stale:
             return
         for playing in self._played:
             playing.acting.wait(self._timeout)
             playing.simulating.wait(self._timeout)
         while self._stale:
-            self._leave_out()
+            self._remove_lost()
             self._await_rollouts()
             try:
                 self._connect_playing()
                 self._stale = False
             except ChannelError:
-                if not self._leave_out():
+                if not self._remove_lost():
                     raise
         for rank in {*self._rollouts.leaving} - {*self._acting}:
             self._rollouts.execute_on(rank).dismiss()
 
     def _await_rollouts(self) -> None:
-        """Waits until there is one that acts.
+        """Waits until at least one rollout rank can act.
 
         Raises:
-            DeadlineExceeded: None came.
+            DeadlineExceeded: No rollout rank came.
         """
         deadline = time.monotonic() + self._timeout
         while not self._acting:
@@ -422,68 +429,68 @@ class Players:
             time.sleep(_POLL_S)
 
     def _connect_playing(self) -> None:
-        absent, acting = frozenset(self._started) - {*self._there}, self._acting[: self.slots.most_acting]
+        absent, acting = frozenset(self._started) - {*self._present_envs}, self._acting[: self.slots.max_ranks]
         token = secrets.token_hex(4)
         self.slots = slots = dataclasses.replace(self.slots, token=token, absent=absent, acting=tuple(acting))
         for name, home in slots.playing_channels().items():
             Channel.create(name, home=home.group, ranks=home.ranks)
-        for handle in (self._here("connect", slots), self._who_act().connect(slots)):
+        for handle in (self._call_envs("connect", slots), self._acting_group().connect(slots)):
             handle.wait(self._timeout)
 
-    def _here(self, method: str, *args: Any) -> Any:
-        """Calls a method of the env ranks that the run started with and that take part; returns a handle."""
-        return getattr(self._envs.execute_on(*self._there), method)(*args) if self._there else Nothing()
+    def _call_envs(self, method: str, *args: Any) -> Any:
+        """Calls a method of the original env ranks that are present; returns a handle."""
+        return getattr(self._envs.execute_on(*self._present_envs), method)(*args) if self._present_envs else Nothing()
 
-    def _who_act(self) -> WorkerGroup:
-        """The rollout ranks, for one call of those that act."""
+    def _acting_group(self) -> WorkerGroup:
+        """Returns the acting rollout ranks, for one call."""
         return self._rollouts.execute_on(*self.slots.acting_ranks)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def sync(self, version: int) -> list[Any]:
-        """Sends those who act the actor's weights, as `version`; returns the handles of both sides."""
+        """Sends the actor's weights, as `version`, to the acting rollout ranks; returns the handles of both sides."""
         ranks = self.slots.acting_ranks
-        return [self._actor.sync_weights(version, ranks), self._who_act().sync_weights()]
+        return [self._actor.sync_weights(version, ranks), self._acting_group().sync_weights()]
 
     def evaluate(self) -> Any:
-        """Has one of those who act play `env.eval`; returns what waits for its metrics."""
+        """Makes an acting rollout rank play `env.eval`; returns a function that waits for its metrics."""
         calls = collections.deque([self._rollouts.execute_on(self.slots.acting_ranks[0]).evaluate()])
 
         def wait() -> dict[str, float]:
             tried = 0
-            while not (found := calls.pop().wait(self._timeout)):  # it has gone
+            while not (results := calls.pop().wait(self._timeout)):  # it has gone
                 tried += 1
                 if tried == len(self.slots.acting_ranks):
                     raise ChannelError(f"all ranks of {self._rollouts.name} ended during an evaluation")
                 calls.append(self._rollouts.execute_on(self.slots.acting_ranks[tried]).evaluate())
-            metrics: dict[str, float] = found[0]
+            metrics: dict[str, float] = results[0]
             return metrics
 
         return wait
 
     @property
     def under_way(self) -> bool:
-        """Whether steps are being played."""
-        return bool(self._played or self._helped.steps)
+        """True if steps are being played."""
+        return bool(self._played or self._joined_envs.steps)
 
     def give(self, last: int) -> None:
-        """Has all steps up to one played that were not given out before, with the weights that have just been sent."""
+        """Starts all steps up to `last` that were not started before, with the weights that have just been sent."""
         while self._next <= last:
             self._give(self._next)
             self._next += 1
         if self._ahead:
-            self._helped.ask(self._done)
+            self._joined_envs.ask(self._done)
 
     def _give(self, step: int) -> None:
-        """Has a step played by all, each of its slots by one after the other; where it cannot be shared, by these or those."""
-        own, pieces, takes = self._decisions, 1, math.inf
-        if self._helped.ranks and self._there and self._divisible:
-            own, pieces, takes = shares(self._decisions, self.slots.env_ranks, len(self._helped.ranks))
-        if own < self._decisions and takes <= _MOST:
-            self._play(step, 0, own)
-            self._helped.give(step, self._decisions - own, pieces)
-        elif (self._helped.would_take() and self._played) or (self._helped.ranks and not self._there):
-            self._helped.give(step)
+        """Starts a step: shared by all ranks, or, if it cannot be shared, by the original or by the joined ranks alone."""
+        original, pieces, takes = self._decisions, 1, math.inf
+        if self._joined_envs.ranks and self._present_envs and self._divisible:
+            original, pieces, takes = shares(self._decisions, self.slots.env_ranks, len(self._joined_envs.ranks))
+        if original < self._decisions and takes <= _MAX_IMBALANCE:
+            self._play(step, 0, original)
+            self._joined_envs.give(step, self._decisions - original, pieces)
+        elif (self._joined_envs.would_take() and self._played) or (self._joined_envs.ranks and not self._present_envs):
+            self._joined_envs.give(step)
         else:
             self._play(step, 0, self._decisions)
 
@@ -492,22 +499,22 @@ class Players:
         while begin < end:
             self._turns += 1
             turn = FullRollout(self._turns, step, begin, min(end, (begin // self._part + 1) * self._part) - begin)
-            acting = self._generate(self._who_act(), turn)
-            self._played.append(_Playing(turn, self.slots, acting, self._here("interact", turn)))
+            acting = self._generate(self._acting_group(), turn)
+            self._played.append(_PendingTurn(turn, self.slots, acting, self._call_envs("interact", turn)))
             begin += turn.decisions
 
     def plays(self, step: int) -> bool:
-        """Whether env and rollout ranks that the run started with play a step, or some of it."""
+        """Returns whether the original env and rollout ranks play a step, or a part of it."""
         return bool(self._turns_of(step))
 
-    def _turns_of(self, step: int) -> list[_Playing]:
+    def _turns_of(self, step: int) -> list[_PendingTurn]:
         return [playing for playing in self._played if playing.turn.step == step]
 
     def parts_of(self, step: int) -> list[list[DeliveredShard]] | None:
-        """The parts of a step that ranks which joined have played; waits for them. None if all of it is the others'."""
-        if step not in self._helped.steps:
+        """Waits for the shards of a step from ranks that joined; returns None if the original ranks play all of it."""
+        if step not in self._joined_envs.steps:
             return None
-        parts = self._helped.make(step, self._done)
+        parts = self._joined_envs.make(step, self._done)
         if parts is None:
             note(f"all ranks that joined have gone: step {step} is played by those that the run started with")
             begin = sum(playing.turn.decisions for playing in self._turns_of(step))
@@ -515,39 +522,40 @@ class Players:
         return parts
 
     def receive(self, step: int, parts: list[list[DeliveredShard]] | None) -> Any:
-        """Has the actors take in a step; returns a handle."""
+        """Makes the actors receive a step; returns a handle."""
         present = self._rollouts.present
 
-        def acted(playing: _Playing) -> Acted:
+        def acted(playing: _PendingTurn) -> Acted:
             gone = playing.gone.union(rank for rank in playing.slots.acting_ranks if rank not in present)
             return Acted(playing.turn, playing.slots, frozenset(gone))
 
         turns = tuple(acted(playing) for playing in self._turns_of(step))
         later = frozenset(playing.turn.number for playing in self._played if playing.turn.step != step)
         units = None if parts is None else keys_of(parts)
-        return self._actor.receive(step, Source(self.slots, turns, later, units, tuple(self._helped.useless())))
+        return self._actor.receive(step, Source(self.slots, turns, later, units, tuple(self._joined_envs.useless())))
 
     def outcome(
         self, step: int, parts: list[list[DeliveredShard]] | None
     ) -> tuple[dict[str, np.ndarray], float, float]:
-        """The episodes of a step, and the seconds in which rollout ranks acted and in which env ranks simulated; waits for it.
+        """Waits for a step; returns its episodes, and the seconds in which rollout ranks acted and in which env ranks
+        simulated.
 
         Args:
             step: The step.
-            parts: What `parts_of` gave of it.
+            parts: The step's result of `parts_of`.
         """
         episodes = [part.episodes for unit in parts or () for part in unit]
         joined_s, act_s, simulate_s = max((float(part["busy_s"].max()) for part in episodes), default=0.0), 0.0, 0.0
         turns = self._turns_of(step)
         for playing in turns:
-            told = playing.simulating.wait(self._timeout)
-            simulate_s += max((float(part["busy_s"].max()) for part in told), default=0.0)
+            reports = playing.simulating.wait(self._timeout)
+            simulate_s += max((float(part["busy_s"].max()) for part in reports), default=0.0)
             act_s += max((facts["busy_s"] for facts in playing.acting.wait(self._timeout)), default=0.0)
             # Restarts are counted since the rank's start.
-            episodes += told if playing is turns[-1] else [{**part, "restarts": np.zeros(1)} for part in told]
+            episodes += reports if playing is turns[-1] else [{**part, "restarts": np.zeros(1)} for part in reports]
             self._played.remove(playing)
         return in_order(episodes), act_s, max(joined_s, simulate_s)
 
     def joined(self, parts: list[list[DeliveredShard]] | None) -> collections.Counter[int]:
-        """Decisions of a step, in all slots, from each rank that has joined."""
-        return self._helped.taken_from(parts or ())
+        """Returns the decisions of a step, in all slots, by rank that has joined."""
+        return self._joined_envs.taken_from(parts or ())

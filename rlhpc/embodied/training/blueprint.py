@@ -1,4 +1,4 @@
-"""An embodied policy in the form that training backends are given."""
+"""Blueprint of an embodied policy for the training backends."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from rlhpc.weights import frozen_names
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EmbodiedActorConfig
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-def passed(called: nn.Module, work: Callable[[Any], Found]) -> Found:
-    """Runs `work(policy)` as one forward pass of what a backend gives to be called."""
-    found: Found = called(work)
-    return found
+def passed(called: nn.Module, work: Callable[[Any], Result]) -> Result:
+    """Runs `work(policy)` as one forward pass of the module that a backend passes to a loss."""
+    result: Result = called(work)
+    return result
 
 
 class PolicyBlueprint(Blueprint):
-    """The policy of `actor.model` for an environment.
+    """Blueprint of the policy of `actor.model` for an environment.
 
-    Where the weights are sharded, policies that can (`Policy.mixed_precision`) compute in `actor.model.dtype`, and what is
-    trained of them is kept in float32. Otherwise each weight computes as the policy has it.
+    If the weights are sharded, policies that support it (`Policy.mixed_precision`) compute in `actor.model.dtype`, with their
+    trained weights in float32. Otherwise each weight has the policy's dtype.
 
     Args:
         actor: Section `actor`.
-        seed: Of the initial weights.
-        spaces: Of the observations and of the actions of one environment slot.
-        device: Where it will compute.
+        seed: Seed of the initial weights.
+        spaces: Observation space and action space of one environment slot.
+        device: Device of the computation.
         levels: `algorithm.logprob_type`.
         look: See `Blueprint.look`.
     """
@@ -67,7 +67,7 @@ class PolicyBlueprint(Blueprint):
         self.dtype = _dtype(actor, device)
 
     def build(self, *, empty: bool = False) -> Policy:
-        """Builds the module (`Blueprint.build`); the initial weights depend on the seed alone."""
+        """Builds the module (`Blueprint.build`); the initial weights depend only on the seed."""
         with without_weights() if empty else contextlib.nullcontext():
             policy = build_model(policy_section(self.actor, self.device), *self.spaces, seed=self.seed).train()
         policy.logprob_type = self._levels
@@ -85,19 +85,19 @@ class PolicyBlueprint(Blueprint):
         return policy
 
     def named_weights(self, module: nn.Module, full: Full, without: Container[str] = ()) -> Named:
-        """See `Blueprint.named_weights`: by the policy's own names, which those who act have, too."""
+        """Yields the weights (`Blueprint.named_weights`) under the policy's names, which the rollout ranks use, too."""
         for name, tensor in module.state_dict(keep_vars=True).items():
             if name not in without:
                 value = full(tensor).detach()
                 yield name, value.to(self._dtypes.get(name, value.dtype))
 
     def frozen_names(self, module: nn.Module) -> frozenset[str]:
-        """Names of the weights that never change (`Blueprint.frozen_names`)."""
+        """Returns the names of the weights that never change (`Blueprint.frozen_names`)."""
         return frozen_names(module)
 
 
 def check_backend(actor: EmbodiedActorConfig) -> None:
-    """Refuses what `actor.training_backend` would refuse after the start.
+    """Checks early the settings that `actor.training_backend` would reject after the start.
 
     Raises:
         ConfigError: Names the key.
@@ -107,7 +107,7 @@ def check_backend(actor: EmbodiedActorConfig) -> None:
 
 
 def _dtype(actor: EmbodiedActorConfig, device: torch.device) -> torch.dtype:
-    """The dtype of the computation on a device."""
+    """Returns the dtype of the computation on a device."""
     if actor.training_backend.lower() == "local" or policy_dtype(actor, computes_bfloat16(device.type)) != "bfloat16":
         return torch.float32
     factory = MODELS.find(actor.model.model_type)
@@ -116,7 +116,7 @@ def _dtype(actor: EmbodiedActorConfig, device: torch.device) -> torch.dtype:
 
 
 def without_weights() -> contextlib.AbstractContextManager[None]:
-    """Inside, pretrained models are built on the meta device; imports nothing of transformers before one is."""
+    """Builds pretrained models on the meta device inside the context; does not import transformers before a model is built."""
     from rlhpc.embodied.models.vlm import without_weights
 
     return without_weights()

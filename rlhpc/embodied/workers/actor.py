@@ -1,4 +1,4 @@
-"""What the trainers of embodied policies share: device and seed, a policy and who holds its weights, checkpoints."""
+"""Base of embodied actors: device and seed, policy with its learner, weight sync and checkpoints."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ FILE, SPEC = "actor-{rank}.pt", "model.json"
 
 
 class PolicyLearner(Protocol):
-    """What holds weights and optimizers: a `TrainingBackend`, or an update with several optimizers of its own."""
+    """Owner of weights and optimizers: a `TrainingBackend`, or an update that has several optimizers."""
 
     @property
     def lockstep(self) -> bool:
-        """Whether the ranks hold different parts, and call together."""
+        """True if the ranks hold different parts of the weights, and so must call together."""
 
     def named_weights(self, without: Container[str] = ()) -> Named:
-        """All weights in full; all ranks iterate."""
+        """Yields all weights in full; all ranks iterate."""
 
     def frozen_names(self) -> frozenset[str]:
-        """Names of the weights that never change."""
+        """Returns the names of the weights that never change."""
 
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Takes over all weights, in full."""
+        """Replaces all weights by full tensors."""
 
     def held_tensors(self) -> Named:
-        """What this rank holds of weights and optimizers."""
+        """Yields this rank's tensors of weights and optimizers."""
 
     def save(self, folder: Path) -> None:
-        """Writes what goes on from here besides the weights; all ranks call."""
+        """Writes the training state without the weights; all ranks call."""
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote."""
@@ -62,21 +62,22 @@ class PolicyLearner(Protocol):
         """Moves everything to the host."""
 
     def reload(self) -> None:
-        """Takes back what `offload` moved away."""
+        """Moves everything back to the device after `offload`."""
 
     def awake(self) -> AbstractContextManager[None]:
         """Undoes `offload` while the block runs."""
 
 
 class PolicyTrainer(SavingWorker, Generic[Cfg]):
-    """One data-parallel rank. A subclass builds `policy` and `learner` in its `init_worker`, which begins with
-    `settle_in`.
+    """One data-parallel rank of a trainer.
+
+    A subclass builds `policy` and `learner` in its `init_worker`, which begins with `settle_in`.
 
     Attributes:
-        policy: What is trained; a rank may hold a part of its weights.
-        learner: Who holds them.
-        counters: Attributes, integers, that a checkpoint keeps for each rank.
-        sync: Where weights go; None in a trainer that sends none.
+        policy: Trained policy; a rank may hold a part of its weights.
+        learner: Owner of weights and optimizers.
+        counters: Names of integer attributes that a checkpoint stores for each rank.
+        sync: Weight sync to the rollout ranks; None in a trainer that sends no weights.
     """
 
     counters: tuple[str, ...] = ("updates",)
@@ -94,7 +95,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         self.updates = 0
         self._sent: frozenset[str] = frozenset()
         self._gathers_once = False
-        #: Where weights go for ranks that have joined, by rank.
+        #: Weight sync to each rank that has joined, by rank.
         self._lent: dict[int, WeightSync] = {}
 
     def settle_in(self) -> None:
@@ -106,11 +107,11 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
     def build_backend(
         self, actor: EmbodiedActorConfig, spaces: tuple[Any, Any], *, look: bool, levels: str = "chunk_level"
     ) -> TrainingBackend:
-        """The policy for an environment, held by the backend that `actor.training_backend` names.
+        """Builds the policy for an environment, in the backend that `actor.training_backend` names.
 
         Args:
             actor: Section `actor`.
-            spaces: Of the observations and of the actions of one slot.
+            spaces: Observation space and action space of one slot.
             look: See `rlhpc.training.Blueprint.look`.
             levels: `algorithm.logprob_type`.
         """
@@ -121,7 +122,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         return backend
 
     def open_sync(self, slots: SlotMap, rollout: RolloutConfig) -> None:
-        """Gets ready to send weights to the rollout ranks."""
+        """Prepares the weight sync to the rollout ranks."""
         self._gathers_once = self.learner.lockstep and rollout.weight_delta.lower() != "off"
 
         def to(group: str, ranks: Sequence[int]) -> WeightSync:
@@ -132,28 +133,28 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         self._aim_at(slots.acting_ranks)
 
     def _aim_at(self, ranks: Sequence[int]) -> None:
-        """Which rollout ranks get weights from now on; others than before get all of them."""
+        """Sets the rollout ranks that get weights from now on; if they differ from those before, they get all weights."""
         if tuple(ranks) == self._aim:
             return
         if self._before is not None:
             self._before.forget()
-        # Somebody may yet have to take in what the last version builds upon: it is let go with the next change.
+        # A rank may still have to receive the state that the last version builds upon: it is released with the next change.
         self._aim, self._before, self._sent = tuple(ranks), self.sync, frozenset()
         self.sync = self._sync_to(self._acts, ranks)
 
     # -- weights --------------------------------------------------------------------------------------------------
 
     def sent_weights(self, without: Container[str]) -> Named:
-        """What those who act need; all ranks iterate."""
+        """Yields the weights that the rollout ranks need; all ranks iterate."""
         return self.learner.named_weights(without)
 
     def sync_weights(self, version: int, ranks: Sequence[int]) -> None:
-        """Sends the weights, as `version`, to rollout ranks; sharded ones that are not trained are gathered only once."""
+        """Sends the weights, as `version`, to rollout ranks; sharded weights that are not trained are gathered only once."""
         if self.rank and not self.learner.lockstep:
             return
         self._aim_at(ranks)
         frozen = self.learner.frozen_names()
-        with self.learner.awake():  # what is sent last is written when all has been gathered
+        with self.learner.awake():  # the last weights are written when all have been gathered
             weights = self.sent_weights(self._sent)
             if self.rank == 0 and self.sync is not None:
                 self.sync.send(version, weights, frozen=frozen)
@@ -163,18 +164,18 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         if self._gathers_once:
             self._sent = frozen
 
-    def lend_weights(self, version: int, group: str, ranks: Sequence[int], gone: Sequence[int] = ()) -> None:
-        """Sends the weights, as `version`, to ranks that have joined; sharded ones are gathered once for each.
+    def lend_weights(self, version: int, group: str, ranks: Sequence[int], left_ranks: Sequence[int] = ()) -> None:
+        """Sends the weights, as `version`, to ranks that have joined; sharded weights are gathered once for each rank.
 
         Args:
             version: Version of the weights.
             group: Group of these ranks.
-            ranks: They.
-            gone: Ranks that had weights and have left.
+            ranks: Ranks that get the weights.
+            left_ranks: Ranks that had weights and have left.
         """
         if self.rank and not self.learner.lockstep:
             return
-        for rank in gone:
+        for rank in left_ranks:
             if (sync := self._lent.pop(rank, None)) is not None:
                 sync.forget()
         frozen = self.learner.frozen_names()
@@ -190,21 +191,21 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
                         pass
 
     def start_from(self, folder: str) -> None:
-        """Takes over the weights of a checkpoint or an export; optimizer and counters stay fresh."""
+        """Loads the weights of a checkpoint or an export; optimizer and counters stay fresh."""
         shapes = {name: tensor.shape for name, tensor in self.learner.named_weights()}
         self.learner.replace_weights(weights_that_fit(shapes, Path(folder)))
         self._replaced()
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """All weights, on the host of rank 0; the other ranks take part."""
-        found = {}
+        """Returns all weights on the host of rank 0; the other ranks take part."""
+        weights = {}
         for name, tensor in self.learner.named_weights():
             if self.rank == 0:
-                found[name] = tensor.cpu()
-        return found
+                weights[name] = tensor.cpu()
+        return weights
 
     def _replaced(self) -> None:
-        """Marks the weights sent so far as nothing that later versions can build upon."""
+        """Makes the next versions independent of the weights sent so far."""
         self._sent = frozenset()
         for sync in (self.sync, self._before, *self._lent.values()):
             if sync is not None:
@@ -213,7 +214,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
-        """Writes `actor-<rank>.pt`, and what the learner writes; rank 0 also the model, in full.
+        """Writes `actor-<rank>.pt` and the learner's state; rank 0 also writes the model, in full.
 
         Raises:
             NonFinite: A weight, or the optimizer's state, is not finite.
@@ -233,7 +234,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         save_state(path / FILE.format(rank=self.rank), {**counts, "rng": rng_state()})
 
     def load(self, folder: str) -> None:
-        """Restores a checkpoint; a rank that it has no file for takes rank 0's.
+        """Restores a checkpoint; a rank without a file in it uses rank 0's.
 
         Raises:
             CheckpointError: The model of the configuration is another one.
@@ -246,8 +247,8 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
                 f"{path / WEIGHTS} does not fit actor.model of this configuration: {error}"
             ) from error
         self.learner.load(path)
-        own = path / FILE.format(rank=self.rank)
-        state = load_state(own if own.is_file() else path / FILE.format(rank=0))
+        rank_file = path / FILE.format(rank=self.rank)
+        state = load_state(rank_file if rank_file.is_file() else path / FILE.format(rank=0))
         for name in self.counters:
             setattr(self, name, int(state[name]))
         set_rng_state(state["rng"])
@@ -258,5 +259,5 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         self.learner.offload()
 
     def reload(self) -> None:
-        """Takes back what `offload` moved away."""
+        """Moves weights and optimizer back to the device after `offload`."""
         self.learner.reload()

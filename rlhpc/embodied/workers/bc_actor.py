@@ -1,4 +1,4 @@
-"""BcActor: one data-parallel rank of behaviour cloning."""
+"""Actor of behaviour cloning: one data-parallel rank that trains on demonstrations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Batch = dict[str, Any]
 
 
 def environment_of(cfg: BcConfig) -> EnvSideConfig:
-    """Returns the section of the environment that the demonstrations are of."""
+    """Returns the section of the demonstrations' environment."""
     task = cfg.env.train
     side = EnvSideConfig(
         env_type=task.env_type, env_id=task.env_id, max_episode_steps=task.max_episode_steps, kwargs=plain(task.kwargs),
@@ -46,7 +46,7 @@ def environment_of(cfg: BcConfig) -> EnvSideConfig:
 
 
 def spaces_of(cfg: BcConfig) -> tuple[Any, Any]:
-    """Observation and action space of what the demonstrations are of.
+    """Returns observation space and action space of the demonstrations' environment.
 
     Raises:
         ConfigError: There is no such environment.
@@ -55,7 +55,7 @@ def spaces_of(cfg: BcConfig) -> tuple[Any, Any]:
 
 
 def check_actions(cfg: BcConfig, action_space: Any) -> None:
-    """Refuses a loss that the actions do not have.
+    """Raises an error for a loss that does not fit the actions.
 
     Raises:
         ConfigError: Names the key.
@@ -65,10 +65,10 @@ def check_actions(cfg: BcConfig, action_space: Any) -> None:
 
 
 class BcActor(PolicyTrainer[BcConfig]):
-    """Trains the policy on demonstrations; each rank holds an equal share of their steps.
+    """Actor rank that trains the policy on demonstrations; each rank holds an equal share of their steps.
 
     Attributes:
-        labels: Checksum of what counts as an improvement.
+        labels: Checksum of the improvement labels.
     """
 
     labels = 0
@@ -77,7 +77,7 @@ class BcActor(PolicyTrainer[BcConfig]):
         """Builds policy and optimizer, and reads the demonstrations.
 
         Returns:
-            parameters, episodes and transitions that are trained on, and episodes left out because they are not finite.
+            parameters, episodes and transitions for training, and the number of episodes left out because they are not finite.
         """
         cfg = self.cfg
         self.settle_in()
@@ -105,18 +105,18 @@ class BcActor(PolicyTrainer[BcConfig]):
         return {**facts, "left_out": float(len(faults or ()))}
 
     def _condition(self, trajectories: Sequence[Trajectory], observation_space: Any) -> None:
-        """Tells each step of the episodes whether it was an improvement."""
+        """Labels each step of the episodes as an improvement or not."""
         labels = label(self.cfg, trajectories, value_model(self.cfg, observation_space), self.device)
-        for trajectory, found in zip(trajectories, labels, strict=True):
-            trajectory[IMPROVEMENT] = found
+        for trajectory, improvement in zip(trajectories, labels, strict=True):
+            trajectory[IMPROVEMENT] = improvement
         self.labels = zlib.crc32(np.concatenate(labels).tobytes())
         self.counters = (*self.counters, "labels")
 
     def load(self, folder: str) -> None:
-        """See `PolicyTrainer.load`.
+        """Restores a checkpoint (`PolicyTrainer.load`).
 
         Raises:
-            ConfigError: What counts as an improvement has changed.
+            ConfigError: The improvement labels have changed.
         """
         before = self.labels
         super().load(folder)
@@ -127,50 +127,50 @@ class BcActor(PolicyTrainer[BcConfig]):
             )
 
     def _keep(self, trajectories: Sequence[Trajectory]) -> None:
-        """Lays the episodes out as transitions, this rank's share on its device."""
+        """Stores the episodes as transitions, this rank's share on its device."""
         held_out = held_out_of(len(trajectories), self.cfg)
         train = [each for i, each in enumerate(trajectories) if i not in held_out]
         self.episodes, self.total = len(train), sum(len(each["actions"]) for each in train)
         self.held = range(self.total * self.rank // self.world_size, self.total * (self.rank + 1) // self.world_size)
         self.demos = self._batch(train, self.held)
         other = [trajectories[i] for i in sorted(held_out)]
-        self.holdout = self._batch(other, None) if other and self._looks_at_holdout else None
+        self.holdout = self._batch(other, None) if other and self._computes_holdout else None
 
     @property
-    def _looks_at_holdout(self) -> bool:
-        """Whether this rank takes part in computing the held-out loss: rank 0 alone, if it can."""
+    def _computes_holdout(self) -> bool:
+        """True if this rank takes part in computing the held-out loss: rank 0 alone, if possible."""
         return self.rank == 0 or self.backend.lockstep
 
     def _batch(self, trajectories: Sequence[Trajectory], part: range | None) -> Batch:
-        mine = slice(None) if part is None else slice(part.start, part.stop)
+        rows = slice(None) if part is None else slice(part.start, part.stop)
 
         def joined(columns: list[Any]) -> Any:
-            return to_tensors(take(join(columns), mine), self.device)
+            return to_tensors(take(join(columns), rows), self.device)
 
-        # What judges sees what a step led to, what acts what it began with.
-        seen = slice(1, None) if self.policy.judges else slice(-1)
-        batch = {"obs": joined([take(each["obs"], seen) for each in trajectories])}
+        # A success model gets the observation after a step, an acting policy the one before it.
+        obs_steps = slice(1, None) if self.policy.judges else slice(-1)
+        batch = {"obs": joined([take(each["obs"], obs_steps) for each in trajectories])}
         actions, beyond = zip(*(chunks_of(each["actions"], self.policy.imitated) for each in trajectories), strict=True)
         batch["actions"], batch["is_pad"] = joined(list(actions)), joined(list(beyond))
-        for name in self._told(trajectories[0]):
+        for name in self._extra_columns(trajectories[0]):
             batch[name] = joined([np.asarray(each[name], np.float32) for each in trajectories])
         if self.value_coef:
             scale, gamma = self.cfg.env.train.reward_scale, self.cfg.algorithm.gamma
             batch["returns"] = joined([scale * returns_to_go(each["rewards"], gamma) for each in trajectories])
         return batch
 
-    def _told(self, known: Container[str]) -> list[str]:
-        """What `Policy.bc_loss` is told besides observations and actions."""
-        return [name for name in (IMPROVEMENT, *(["success"] if self.policy.judges else [])) if name in known]
+    def _extra_columns(self, available: Container[str]) -> list[str]:
+        """Returns the names of `Policy.bc_loss` inputs other than observations and actions."""
+        return [name for name in (IMPROVEMENT, *(["success"] if self.policy.judges else [])) if name in available]
 
     # -- training -------------------------------------------------------------------------------------------------
 
     def imitate(self, step: int, progress: float) -> dict[str, float]:
-        """`algorithm.update_epochs` passes over the demonstrations.
+        """Trains for `algorithm.update_epochs` passes over the demonstrations.
 
         Args:
             step: Global step.
-            progress: Part of the run that is done, 0 to 1, for the learning rate.
+            progress: Completed fraction of the run, 0 to 1, for the learning rate.
 
         Returns:
             Metrics, the same on all ranks.
@@ -188,9 +188,9 @@ class BcActor(PolicyTrainer[BcConfig]):
             chosen = local_minibatches(order, size, self.held)
             micros = [list(part.split(micro)) if part.numel() else [] for part in chosen]
             if self.backend.lockstep:
-                every = passes([len(parts) for parts in micros], self.rank, self.world_size, self.all_reduce)
+                num_passes = passes([len(parts) for parts in micros], self.rank, self.world_size, self.all_reduce)
                 idle = torch.zeros(0, dtype=torch.int64)
-                micros = [parts + [idle] * (most - len(parts)) for parts, most in zip(micros, every, strict=True)]
+                micros = [parts + [idle] * (num - len(parts)) for parts, num in zip(micros, num_passes, strict=True)]
             for number, parts in enumerate(micros):
                 count = min(size, self.total - number * size)
                 part = torch.zeros_like(sums)
@@ -209,24 +209,23 @@ class BcActor(PolicyTrainer[BcConfig]):
                 updates += 1
         if self.world_size > 1:
             sums = self.all_reduce(sums)
-        made = max(updates, 1)
-        policy, value = (sums / made).tolist()
+        num_updates = max(updates, 1)
+        policy, value = (sums / num_updates).tolist()
         self.updates += 1
-        found = {"loss": policy, "grad_norm": norms / made, "lr": rate, "updates": float(updates)}
-        found |= self.skips.counted()
+        metrics = {"loss": policy, "grad_norm": norms / num_updates, "lr": rate, "updates": float(updates)}
+        metrics |= self.skips.counted()
         if "returns" in self.demos:
-            found["value_loss"] = value
+            metrics["value_loss"] = value
         if self.holdout is not None:
             rows = torch.arange(len(self.holdout["actions"]), device=self.device)
             parts = rows.split(self.cfg.actor.micro_batch_size or self.cfg.actor.global_batch_size)
             losses = [self.backend.evaluate(self._losses, (self.holdout, part, len(rows)))[0] for part in parts]
-            found["holdout_loss"] = float(sum(losses))
-        return found
+            metrics["holdout_loss"] = float(sum(losses))
+        return metrics
 
-    def _loss(self, called: nn.Module, given: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, Metrics]:
-        """The loss of the demonstrations at these indices, as part of a minibatch of `count`; without indices it is
-        0."""
-        indices, count = given
+    def _loss(self, called: nn.Module, micro_batch: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, Metrics]:
+        """Returns the loss of the demonstrations at these indices, as part of a minibatch of `count`; 0 without indices."""
+        indices, count = micro_batch
         chosen = indices.to(self.device) if indices.numel() else torch.zeros(1, dtype=torch.int64, device=self.device)
         losses = self._losses(called, (self.demos, chosen, count))
         loss = losses[0] + self.value_coef * losses[1]
@@ -234,12 +233,14 @@ class BcActor(PolicyTrainer[BcConfig]):
             return 0.0 * loss, {"losses": torch.zeros(2, device=self.device)}
         return loss, {"losses": torch.stack(losses)}
 
-    def _losses(self, called: nn.Module, given: tuple[Batch, torch.Tensor, int]) -> list[torch.Tensor]:
-        """The share of some rows of a batch in the policy's and the value's loss over a minibatch of `count` rows."""
-        batch, indices, count = given
+    def _losses(self, called: nn.Module, rows_of_batch: tuple[Batch, torch.Tensor, int]) -> list[torch.Tensor]:
+        """Returns the contribution of rows of a batch to the policy's and the value's loss over a minibatch of `count`
+        rows.
+        """
+        batch, indices, count = rows_of_batch
         obs, actions, values = take(batch["obs"], indices), batch["actions"][indices], "returns" in batch
         inputs = {"obs": obs, "actions": actions, "is_pad": batch["is_pad"][indices]}
-        inputs |= {name: batch[name][indices] for name in self._told(batch)}
+        inputs |= {name: batch[name][indices] for name in self._extra_columns(batch)}
 
         def work(policy: Policy) -> list[torch.Tensor]:
             out = policy.default_forward(inputs, compute_logprobs=False, compute_values=True) if values else {}
@@ -265,8 +266,10 @@ class BcActor(PolicyTrainer[BcConfig]):
         return passed(called, work)
 
     def evaluate(self) -> dict[str, float]:
-        """Runs `env.eval` with the present weights, deterministically, on rank 0; where they are sharded, by a policy that is
-        built for it. All ranks call."""
+        """Runs `env.eval` with the present weights, deterministically, on rank 0.
+
+        Sharded weights are first gathered into a policy that is built for the evaluation. All ranks call.
+        """
         policy = self.policy
         if self.backend.lockstep:
             weights = self._weights()

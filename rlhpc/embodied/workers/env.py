@@ -1,4 +1,4 @@
-"""EnvWorker: the simulators of a run that learns from rollouts; and whether simulators can be built."""
+"""Env worker of runs that learn from rollouts, and replicas: env ranks that joined and also run the policy."""
 
 from __future__ import annotations
 
@@ -24,111 +24,117 @@ if TYPE_CHECKING:
     from rlhpc.embodied.workers.rollout import ActingWorker
 
 
-#: What the actor tells a rank of weights that it sends it.
+#: Notice of the actor to a rank to which it sends weights.
 LENT = "lent"
 _LOOK_S = 0.005
 
 
 def unit_map(slots: SlotMap, rank: int) -> UnitMap:
-    """The slots of a rank that has joined: as many as the largest unit has, with numbers that no other rank has."""
+    """Returns the slots of a rank that has joined: as many as the largest unit has, with numbers unique to this rank."""
     return UnitMap(
         slots.unit, group_size=slots.group_size, actor_name=slots.actor_name, rollout_name=slots.env_name,
         env_name=slots.env_name, first=slots.num_envs + (rank - slots.env_ranks) * slots.unit,
     )  # fmt: skip
 
 
-def words_of(seed: int, rank: int, begun: int) -> list[int]:
-    """What the seeds of a rank follow from that has joined: its slots begin other episodes than those of any other rank, also
-    of an earlier start of the run."""
-    return [seed, 1, rank, begun]
+def words_of(seed: int, rank: int, start_step: int) -> list[int]:
+    """Returns the words from which the seeds of a rank that has joined are derived.
+
+    Its slots begin other episodes than those of any other rank, also of an earlier start of the run.
+    """
+    return [seed, 1, rank, start_step]
 
 
 class Replica:
-    """Slots that are played without other ranks.
+    """Env rank that joined the run and acts on its slots without other ranks.
 
     Args:
         simulating: This rank, which has built its simulators.
-        acting: The policy's side, in the same process.
-        slots: Those of the run.
-        begun: Steps that were done when it joined.
+        acting: Policy's side, in the same process.
+        slots: Slot map of the run.
+        start_step: Steps that were complete when it joined.
     """
 
     def __init__(
-        self, simulating: SimulatingWorker[Any], acting: ActingWorker[Any], slots: SlotMap, begun: int
+        self, simulating: SimulatingWorker[Any], acting: ActingWorker[Any], slots: SlotMap, start_step: int
     ) -> None:
         self._simulating, self._acting, self._slots = simulating, acting, slots
-        self._words, self._rank = words_of(acting.seed, simulating.rank, begun), simulating.rank
+        self._words, self._rank = words_of(acting.seed, simulating.rank, start_step), simulating.rank
         self._version = -1
 
     def connect(self) -> None:
-        """Connects to the channels; again, after others have failed. Weights come before anything else."""
+        """Connects to the channels; again after a failure of other ranks. Weights come before anything else."""
         self._parts = self._simulating.connect_channel(PARTS)
         self._played = self._simulating.connect_channel(PLAYED)
         self._acting.sync.forget()
         self._version = -1
 
-    def play(self, asked: RolloutShard, random: bool) -> None:
-        """Plays a part, and gives it to the actors: all of it, or, if this rank is to leave, what there is by then. Rollouts
-        that are whole episodes are given whole or not at all.
+    def play(self, shard: RolloutShard, random: bool) -> None:
+        """Plays a shard and sends it to the actors: the complete shard, or, if this rank is to leave, the decisions made so
+        far.
+
+        Rollouts of one complete episode per slot are sent completely or not at all.
 
         Args:
-            asked: The part.
+            shard: The shard.
             random: Whether actions are drawn at random, as at the start of off-policy runs.
         """
         rank = self._simulating
         rank.before_leaving(lambda: None)  # from now on it ends after this call, which returns early
-        self._take_weights(asked.version)
+        self._take_weights(shard.version)
         self._acting.draws(random)
-        made, columns, episodes = self._roll(asked)
-        for actor in range(self._slots.actor_ranks if made else 0):
-            part = self._slots.unit_for(asked.unit, actor)
+        num_decisions, columns, episodes = self._roll(shard)
+        for actor in range(self._slots.actor_ranks if num_decisions else 0):
+            part = self._slots.unit_for(shard.unit, actor)
             if part.stop > part.start:
                 message: dict[str, Any] = {name: column[part] for name, column in columns.items()}
                 message["version"] = self._version
-                self._parts.entrust(message, key=self._slots.part_key(asked.key, actor))
-        self._played.entrust(DeliveredShard(asked.number, asked.key, self._rank, made, self._version, episodes))
+                self._parts.entrust(message, key=self._slots.part_key(shard.key, actor))
+        self._played.entrust(
+            DeliveredShard(shard.number, shard.key, self._rank, num_decisions, self._version, episodes)
+        )
         rank.before_leaving(None)
 
-    def _roll(self, asked: RolloutShard) -> tuple[int, dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Decisions that were made, trajectories `[n, T, ...]` and episodes."""
-        rank, acting, begun = self._simulating, self._acting, time.perf_counter()
-        env, share, whole = rank.envs[0], rank.shares[0], rank.shape().whole
-        wanted = len(self._slots.unit_share(asked.unit))  # of what further slots play nothing is taken in
-        outcomes, episodes = rank.outcomes_of(asked.step, share), EpisodeLog()
-        if whole:
-            rank.new_episodes(asked.step)
-        made, chosen = 0, list[np.ndarray]()
-        while made < asked.decisions and not rank.told_to_leave:
-            shown = outcomes.shown(made, rank.obs[0])
+    def _roll(self, shard: RolloutShard) -> tuple[int, dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Returns the number of decisions made, trajectories `[n, T, ...]` and episodes."""
+        rank, acting, start = self._simulating, self._acting, time.perf_counter()
+        env, share, whole_episodes = rank.envs[0], rank.shares[0], rank.shape().whole
+        num_slots = len(self._slots.unit_share(shard.unit))  # the actors do not use further slots
+        outcomes, episodes = rank.outcomes_of(shard.step, share), EpisodeLog()
+        if whole_episodes:
+            rank.new_episodes(shard.step)
+        t, chosen = 0, list[np.ndarray]()
+        while t < shard.decisions and not rank.told_to_leave:
+            observation = outcomes.cleaned_obs(t, rank.obs[0])
             with torch.inference_mode():
-                acting.decide(0, [(slice(None), made)], self._noise(asked, made), shown, chosen.append)
+                acting.decide(0, [(slice(None), t)], self._noise(shard, t), observation, chosen.append)
             obs, rewards, terminations, truncations, infos = env.chunk_step(chosen.pop())
             rank.obs[0] = obs
-            episodes.count_skipped(infos, slice(wanted))
-            ended = outcomes.add(made, rewards, terminations, truncations, infos)
-            if ended is not None:
-                episodes.add(made, share.start, infos, ended[ended < wanted])
-            made += 1
-        if whole and made < asked.decisions:
-            made = 0
+            episodes.count_skipped(infos, slice(num_slots))
+            ended_slots = outcomes.add(t, rewards, terminations, truncations, infos)
+            if ended_slots is not None:
+                episodes.add(t, share.start, infos, ended_slots[ended_slots < num_slots])
+            t += 1
+        if whole_episodes and t < shard.decisions:
+            t = 0
             episodes.skipped = 0
         columns: dict[str, np.ndarray] = {}
-        if made:
+        if t:
             everything = slice(0, len(share))
-            last = take(outcomes.shown(made, rank.obs[0]), everything)
-            acting.buffers[0].made = made
+            last = take(outcomes.cleaned_obs(t, rank.obs[0]), everything)
+            acting.buffers[0].num_decisions = t
             with torch.inference_mode():
-                (columns,) = acting.columns([outcomes.part(everything, last, made)])
+                (columns,) = acting.columns([outcomes.part(everything, last, t)])
             acting.cut(columns)
-        report = episodes.report(restarts=env.restarts, busy_s=time.perf_counter() - begun, timing=[env.timing])
-        return made, columns, report
+        report = episodes.report(restarts=env.restarts, busy_s=time.perf_counter() - start, timing=[env.timing])
+        return t, columns, report
 
     def _noise(self, part: RolloutShard, t: int) -> torch.Tensor:
         words, slots = (*self._words, part.number, t), range(len(self._simulating.shares[0]))
         return noise_of_slots(self._acting.policy.sample_noise, words, slots).to(self._acting.device)
 
     def _take_weights(self, version: int) -> None:
-        """Takes in what the actor has sent, and waits for weights that are new enough, unless this rank is to leave.
+        """Receives the weights that the actor has sent, and waits until they are new enough, unless this rank is to leave.
 
         Raises:
             DeadlineExceeded: They did not come.
@@ -154,22 +160,22 @@ def open_replica(
     make: Callable[[], ActingWorker[Any]],
     slots: SlotMap,
     spaces: tuple[Any, Any],
-    begun: int,
+    start_step: int,
 ) -> Replica:
-    """Builds simulators and policy.
+    """Builds simulators and policy of a rank that has joined.
 
     Args:
         simulating: This rank.
         make: Makes the policy's side.
-        slots: Those of the run.
-        spaces: What its slots show and take.
-        begun: Steps that are done.
+        slots: Slot map of the run.
+        spaces: Observation space and action space of the run's slots.
+        start_step: Steps that are complete.
 
     Raises:
-        ConfigError: The environment is another one here.
+        ConfigError: The environment has other spaces here.
     """
     unit = unit_map(slots, simulating.rank)
-    seed = int(np.random.SeedSequence(words_of(simulating.given_seed, simulating.rank, begun)).generate_state(1)[0])
+    seed = int(np.random.SeedSequence(words_of(simulating.run_seed, simulating.rank, start_step)).generate_state(1)[0])
     facts = simulating.init_worker(unit, seed)
     if (facts["observation_space"], facts["action_space"]) != spaces:
         raise ConfigError(
@@ -178,37 +184,37 @@ def open_replica(
         )
     acting = make()
     acting.init_worker(unit, *spaces)
-    return Replica(simulating, acting, slots, begun)
+    return Replica(simulating, acting, slots, start_step)
 
 
 class JoiningWorker(SimulatingWorker[Cfg]):
-    """An env rank that may have joined the run: then it acts on its slots itself."""
+    """Env rank that may have joined the run, in which case it also acts on its slots."""
 
-    #: Who acts then.
+    #: Import path of the rollout worker that acts then.
     acts: str = ""
     _replica: Replica | None = None
 
-    def open_replica(self, slots: SlotMap, spaces: tuple[Any, Any], begun: int) -> None:
-        """Builds simulators of its own, and a policy that acts on them."""
+    def open_replica(self, slots: SlotMap, spaces: tuple[Any, Any], start_step: int) -> None:
+        """Builds this rank's simulators, and a policy that acts on them."""
         acts = load_attribute(self.acts, f"who acts for {type(self).__name__}")
-        self._replica = open_replica(self, lambda: acts(self.cfg), slots, spaces, begun)
+        self._replica = open_replica(self, lambda: acts(self.cfg), slots, spaces, start_step)
 
     def connect_replica(self) -> None:
-        """See `Replica.connect`."""
+        """Connects the replica to the channels (`Replica.connect`)."""
         assert self._replica is not None
         self._replica.connect()
 
-    def play(self, asked: RolloutShard, random: bool) -> None:
-        """See `Replica.play`."""
+    def play(self, shard: RolloutShard, random: bool) -> None:
+        """Plays a shard (`Replica.play`)."""
         assert self._replica is not None
-        self._replica.play(asked, random)
+        self._replica.play(shard, random)
 
 
 class EnvWorker(JoiningWorker[PpoConfig]):
-    """Owns one vector environment per pipeline stage, with the slots that the `SlotMap` gives it."""
+    """Env rank with one vector environment per pipeline stage, for the slots that the `SlotMap` assigns to it."""
 
     acts = "rlhpc.embodied.workers.rollout:MultiStepRolloutWorker"
 
     def shape(self) -> OutcomeShape:
-        """Of the outcomes."""
+        """Returns the shape of the outcomes."""
         return ppo_shape(self.cfg)

@@ -1,4 +1,4 @@
-"""Off-policy roles: rollout ranks hand over transitions, actor ranks keep them and train on what they draw."""
+"""Workers of off-policy runs: rollout ranks send transitions, and actor ranks store them and train on samples of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhpc.embodied.models import Policy, build_model
 from rlhpc.embodied.models.off_policy import ActorCritic
 from rlhpc.embodied.rollout.slot_map import TRAJECTORIES, SlotMap, Source
 from rlhpc.embodied.rollout.step_outcomes import OutcomeShape
-from rlhpc.embodied.rollout.trajectory_receiver import Intake
+from rlhpc.embodied.rollout.trajectory_receiver import TrajectoryReceiver
 from rlhpc.embodied.rollout.work_sharing import PARTS, FullRollout
 from rlhpc.embodied.workers.actor import PolicyTrainer
 from rlhpc.embodied.workers.env import JoiningWorker
@@ -32,21 +32,23 @@ from rlhpc.training.backend import Named
 
 
 class Gathering(Protocol):
-    """A rank among others."""
+    """Rank of a group that can gather objects."""
 
     world_size: int
 
     def all_gather_object(self, obj: object) -> list[object]:
-        """The objects of all ranks, in rank order."""
+        """Returns the objects of all ranks, in rank order."""
 
 
 class Incomplete:
-    """Where each row of the table is a decision in every slot, and some slots brought nothing, transitions change places: in
-    an off-policy buffer nothing depends on which slot one is from. What does not fill a row waits for the next such step.
+    """Regrouping of transitions when some slots brought none, so that each row of the table is again a decision in every slot.
+
+    Transitions change slots: in an off-policy buffer nothing depends on the slot. Transitions that do not fill a row wait for
+    the next such step.
 
     Args:
         num_envs: Slots of the run.
-        share: Those of this rank.
+        share: Slots of this rank.
     """
 
     def __init__(self, num_envs: int, share: range) -> None:
@@ -54,18 +56,18 @@ class Incomplete:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what waits: less than a row."""
+        """Drops the waiting transitions: fewer than a row."""
         self._waiting: dict[str, np.ndarray] = {}
 
-    def table(self, columns: dict[str, np.ndarray], there: np.ndarray, ranks: Gathering) -> dict[str, np.ndarray]:
-        """Rows of this rank's slots, `[n, rows, ...]`, as many on all ranks, which call together.
+    def table(self, columns: dict[str, np.ndarray], present: np.ndarray, ranks: Gathering) -> dict[str, np.ndarray]:
+        """Returns rows of this rank's slots, `[n, rows, ...]`, equally many on all ranks, which call together.
 
         Args:
             columns: A step's transitions `[n, T, ...]`.
-            there: Which of them there are, `[n, T]`.
+            present: Mask of the transitions that exist, `[n, T]`.
             ranks: This rank, which reaches the others.
         """
-        times, slots = np.nonzero(there.T)
+        times, slots = np.nonzero(present.T)
         position = times * self._num_envs + slots + self._share.start
         rows_here = {name: column[slots, times] for name, column in columns.items()}
         parts: Any = [(position, rows_here)]
@@ -97,55 +99,57 @@ def _demos(cfg: SacConfig, observation_space: Any, action_space: Any) -> Any:
 
 
 class OffPolicyEnvWorker(JoiningWorker[SacConfig]):
-    """Simulates; what is decided at once is one transition."""
+    """Env rank of off-policy runs; a decision is one transition."""
 
     acts = "rlhpc.embodied.workers.off_policy:OffPolicyRolloutWorker"
 
     def shape(self) -> OutcomeShape:
-        """Of the outcomes."""
+        """Returns the shape of the outcomes."""
         return OutcomeShape()
 
 
 class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
-    """Acts, at first at random, and hands over transitions: observation, action, reward, true next observation, end."""
+    """Rollout rank that sends transitions: observation, action, reward, true next observation, end. It first acts at
+    random.
+    """
 
     policy: ActorCritic
 
     def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
-        """The network, with fresh weights."""
+        """Builds the network with fresh weights."""
         return build_model(self.cfg.actor.model, observation_space, action_space)
 
     def generate(self, turn: FullRollout, random_steps: int = 0) -> dict[str, float]:
-        """See `ActingWorker.generate`; the actions of the run's first `random_steps` transitions are random."""
+        """Acts for a turn (`ActingWorker.generate`); the actions of the run's first `random_steps` transitions are random."""
         self._random = random_steps - ((turn.step - 1) * self.steps + turn.begin) * self.slots.num_envs
         return super().generate(turn)
 
     def draws(self, random: bool) -> None:
-        """See `ActingWorker.draws`."""
+        """Sets whether the next actions are drawn at random (`ActingWorker.draws`)."""
         self._random = self.steps * self.slots.num_envs if random else 0
 
     def _choose(
-        self, obs: Any, noise: torch.Tensor, asked: Sequence[tuple[slice, int]]
+        self, obs: Any, noise: torch.Tensor, requests: Sequence[tuple[slice, int]]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        seen = self._tensor(obs)
-        at_random = [part for part, t in asked if t * self.slots.num_envs < self._random]
-        if len(at_random) == len(asked):
+        inputs = self._tensor(obs)
+        at_random = [part for part, t in requests if t * self.slots.num_envs < self._random]
+        if len(at_random) == len(requests):
             chosen = self.policy.head.uniform(noise)
         else:
-            inputs, _ = self.policy.features(seen, True, False)
-            assert inputs is not None
-            chosen = self.policy.head.act(inputs, noise)[0]
+            features, _ = self.policy.features(inputs, True, False)
+            assert features is not None
+            chosen = self.policy.head.act(features, noise)[0]
             for part in at_random:
                 chosen[part] = self.policy.head.uniform(noise)[part]
-        return self.policy.executed(seen, chosen), {"actions": chosen}
+        return self.policy.executed(inputs, chosen), {"actions": chosen}
 
     def shape(self) -> OutcomeShape:
-        """Of the outcomes."""
+        """Returns the shape of the outcomes."""
         return OutcomeShape()
 
     def columns(self, outcomes: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
-        """See `ActingWorker.columns`."""
-        made = []
+        """Returns the transitions of each stage (`ActingWorker.columns`)."""
+        columns_by_stage = []
         for outcome, buffer in zip(outcomes, self.buffers, strict=True):
             columns = {name: buffer.batch_first(name) for name in buffer.names}
             last, final = (columns_of("obs", as_arrays(outcome[name])) for name in ("last_obs", "final_obs"))
@@ -158,21 +162,23 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
                 for name in ("rewards", "terminations", "nonfinite", "env_failed", "lost")
                 if name in outcome
             }
-            made.append(columns)
-        return made
+            columns_by_stage.append(columns)
+        return columns_by_stage
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
         return self.policy.acting()
 
 
 class OffPolicyActor(PolicyTrainer[SacConfig]):
-    """Keeps the transitions of its slots, and trains actor and critics: small networks, which every rank holds."""
+    """Actor rank that stores the transitions of its slots and trains actor and critics: small networks, which every rank
+    holds.
+    """
 
     policy: ActorCritic
     counters = ("transitions", "due")
 
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> int:
-        """Builds networks, optimizers and buffers; the initial weights depend on the seed alone.
+        """Builds networks, optimizers and buffers; the initial weights depend only on the seed.
 
         Returns:
             Number of trainable parameters.
@@ -180,7 +186,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         cfg = self.cfg
         self.settle_in()
         self.slots, self.steps = slots, cfg.algorithm.rollout_steps
-        self.intake = Intake(cfg, slots, self.rank)
+        self.intake = TrajectoryReceiver(cfg, slots, self.rank)
         built = build_model(cfg.actor.model, observation_space, action_space, seed=self.seed)
         learns = algorithm_for(cfg.algorithm.name, built, cfg.actor.model.model_type)
         assert isinstance(built, ActorCritic)
@@ -222,36 +228,37 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         self.incomplete.clear()
 
     def start_from(self, folder: str) -> None:
-        """Takes over the weights of a checkpoint or an export, such as those of a behaviour-cloned policy."""
+        """Loads the weights of a checkpoint or an export, such as those of a behaviour-cloned policy."""
         super().start_from(folder)
         self.off_policy.reset_targets()
 
     def sent_weights(self, without: Container[str]) -> Named:
-        """The acting weights."""
+        """Yields the weights that act."""
         yield from ((name, tensor) for name, tensor in self.policy.acting() if name not in without)
 
     def receive(self, step: int, source: Source) -> dict[str, float]:
-        """Takes this step's transitions of the rank's slots into the buffer. Those that are not finite, whose simulator or
-        robot failed, or whose env or rollout rank has gone stay outside: the buffer has that much less of this step, and no
-        transition twice (`Incomplete`).
+        """Adds this step's transitions of the rank's slots to the buffer.
+
+        Transitions that are not finite, whose simulator or robot failed, or whose env or rollout rank has gone are left out:
+        the buffer gets fewer transitions of this step, and none twice (`Incomplete`).
 
         Args:
             step: Global step.
-            source: Where it is taken from.
+            source: Turns and shards that make up the step.
 
         Returns:
-            The oldest version of the policy that acted; how many transitions were left out because they are not finite; how
-            many because their simulator or robot `failed`; how many were `lost` with env ranks; and how many were `taken` in.
+            The oldest version of the policy that acted; the number of transitions left out because they are not finite; the
+            number whose simulator or robot `failed`; the number `lost` with env ranks; and the number `taken` in.
 
         Raises:
             NonFinite: A transition is not finite, and `runner.on_nonfinite` is stop.
         """
         columns, version = self.intake.columns(step, source)
-        lost, failed = self.intake.lost(columns), self.intake.failed(columns)
-        bad = self.intake.spoiled(step, columns)
-        facts = {"version": float(version), "left_out": float(bad.sum()), "lost": float(lost.sum())}
-        facts["failed"] = float((failed & ~bad & ~lost).sum())
-        excluded = lost | failed | bad
+        is_lost, failed = self.intake.pop_lost(columns), self.intake.pop_failed(columns)
+        bad = self.intake.pop_nonfinite(step, columns)
+        facts = {"version": float(version), "left_out": float(bad.sum()), "lost": float(is_lost.sum())}
+        facts["failed"] = float((failed & ~bad & ~is_lost).sum())
+        excluded = is_lost | failed | bad
         count = torch.tensor([float(excluded.sum())])
         if (self.all_reduce(count) if self.world_size > 1 else count).item():  # then all ranks exchange transitions
             columns = self.incomplete.table(columns, ~excluded, self)
@@ -262,11 +269,11 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         return {**facts, "taken": float(len(self.intake.share) * rows)}
 
     def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
-        """Makes the updates that are due: `update_to_data` for each transition since learning started.
+        """Makes the pending updates: `update_to_data` for each transition since learning started.
 
         Args:
             step: Global step.
-            progress: Part of the run that is done, 0 to 1, for the learning rates.
+            progress: Completed fraction of the run, 0 to 1, for the learning rates.
 
         Returns:
             Metrics, the same on all ranks, and `update_s`: the seconds that it took.
@@ -276,17 +283,19 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         return self._learn(count, progress)
 
     def update_offline(self, step: int, progress: float = 0.0) -> dict[str, float]:
-        """Makes `algorithm.offline_updates` updates from the demonstrations alone. Arguments and result as `update`'s."""
+        """Makes `algorithm.offline_updates` updates from the demonstrations alone. Arguments and result are those of
+        `update`.
+        """
         del step
         return self._learn(self.cfg.algorithm.offline_updates, progress, alone=True)
 
     def _learn(self, count: int, progress: float, *, alone: bool = False) -> dict[str, float]:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         if self.cfg.algorithm.anneal_lr:
             self.off_policy.set_lr(1.0 - progress)
         for _ in range(count):
             self.off_policy.step(self._batch(self.mixture.draw(self.off_policy.updates, alone=alone)))
-        seconds = {"update_s": time.perf_counter() - begun}
+        seconds = {"update_s": time.perf_counter() - start}
         return {**self.off_policy.metrics(), "buffer_size": float(len(self.replay)), **seconds}
 
     def _batch(self, draw: MixtureDraw) -> TransitionBatch:
@@ -304,12 +313,12 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
-        """Writes `actor-<rank>.pt` and the rank's part of the replay buffer; rank 0 also model and optimizers."""
+        """Writes `actor-<rank>.pt` and the rank's part of the replay buffer; rank 0 also writes model and optimizers."""
         super().save(folder)
         self.replay.save(Path(folder))
 
     def load(self, folder: str) -> None:
-        """Restores a checkpoint; a rank that it has no file for takes rank 0's.
+        """Restores a checkpoint; a rank without a file in it uses rank 0's.
 
         Raises:
             CheckpointError: The model of the configuration is another one.

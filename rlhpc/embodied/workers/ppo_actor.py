@@ -1,4 +1,4 @@
-"""EmbodiedActor: computes advantages and trains the policy on what the rollout workers hand over."""
+"""Actor of on-policy embodied runs: computes advantages and trains the policy on the rollout ranks' trajectories."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 
 from rlhpc.algorithms import calculate_adv_and_returns
 from rlhpc.algorithms.nonfinite import skips
-from rlhpc.embodied.algorithms.ppo import Arriving, PolicyUpdate
+from rlhpc.embodied.algorithms.ppo import PolicyUpdate, TransitionStream
 from rlhpc.embodied.config import PpoConfig, minibatch_size
 from rlhpc.embodied.envs.observations import cleaned, is_column, rows_of
 from rlhpc.embodied.models.mlp import flat_numbers
 from rlhpc.embodied.rollout.slot_map import TRAJECTORIES, SlotMap, Source
-from rlhpc.embodied.rollout.trajectory_receiver import Intake
+from rlhpc.embodied.rollout.trajectory_receiver import TrajectoryReceiver
 from rlhpc.embodied.rollout.work_sharing import PARTS, cuts
 from rlhpc.embodied.workers.actor import PolicyTrainer
 
-#: What advantages are computed from, of what a step or its part brought.
+#: Columns of a step, or of a part of it, from which advantages are computed.
 _SEQUENCE = ("rewards", "values", "next_values", "terminations", "truncations", "loss_mask")
-#: Columns that the update needs, besides the observation's and the model's own inputs.
+#: Columns that the update needs, in addition to observations and the model's inputs.
 _TRAINS = ("actions", "logprobs", "values", "advantages", "returns", "token_mask")
 
 
@@ -31,22 +31,24 @@ def _trains(column: str) -> bool:
 
 
 def token_mask(executed: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Which log-probabilities train: `executed [n, T, chunk]` in the shape of `logprobs [n, T, chunk(, dim)]`."""
+    """Returns the mask of the log-probabilities that train: `executed [n, T, chunk]` in the shape of `logprobs
+    [n, T, chunk(, dim)]`.
+    """
     missing = logprobs.dim() - executed.dim()
     return executed.reshape(*executed.shape, *[1] * missing).expand(logprobs.shape).float()
 
 
 def left_out(bad: np.ndarray, failed: np.ndarray, adv_type: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the transitions that train nothing, each bool `[n, T]`: nobody else's advantage depends on them.
+    """Returns the transitions that train nothing, each bool `[n, T]`; no other transition's advantage depends on them.
 
     Args:
-        bad: Transitions that are not finite, or are missing: all of their slot's are left out.
-        failed: Transitions whose simulator or robot failed. GAE bootstraps from the observation before, so it leaves out these
-            alone; other estimators take what a slot brought as one, whose outcome is not known.
+        bad: Transitions that are not finite, or are missing: all transitions of their slot are left out.
+        failed: Transitions whose simulator or robot failed. GAE bootstraps from the observation before, so it leaves out
+            these alone; other estimators treat a slot's transitions as one unit, whose outcome is unknown.
         adv_type: Name of the estimator.
 
     Returns:
-        Those that `bad` and those that `failed` leave out.
+        The transitions that are left out because of `bad`, and those because of `failed`.
     """
     if adv_type.lower() != "gae":
         failed = np.broadcast_to(failed.any(1, keepdims=True), failed.shape)
@@ -56,8 +58,8 @@ def left_out(bad: np.ndarray, failed: np.ndarray, adv_type: str) -> tuple[np.nda
 def ends_at(ends: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
     """Returns where episodes end among the positions that train: each end at the last of them up to its decision.
 
-    An end whose decision does not train (none of its actions was executed, or its simulator failed) so cuts the episode
-    after the position before; otherwise what follows would be credited to it.
+    If the decision of an end does not train (none of its actions was executed, or its simulator failed), the episode is cut
+    after the position before; otherwise it would be credited with the rewards that follow.
 
     Args:
         ends: Decisions that ended an episode, bool `[n, T]`.
@@ -76,7 +78,7 @@ def ends_at(ends: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
 
 
 def by_action(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Outcomes of chunks as one sequence of actions, `[n, T · chunk]`: an end belongs to the last action executed."""
+    """Returns outcomes of chunks as one sequence of actions, `[n, T · chunk]`; an end belongs to the last executed action."""
     executed = batch["action_mask"] & batch["loss_mask"][..., None]
     columns = {"rewards": batch["rewards"], "loss_mask": executed}
     columns |= {name: ends_at(batch[name], executed) for name in ("terminations", "truncations")}
@@ -86,16 +88,16 @@ def by_action(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def by_decision(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Outcomes of decisions, `[n, T]`, with ends where decisions train."""
+    """Returns outcomes of decisions, `[n, T]`, with ends at decisions that train."""
     ends = {name: ends_at(batch[name], batch["loss_mask"]) for name in ("terminations", "truncations")}
     return {**batch, **ends}
 
 
 class EmbodiedActor(PolicyTrainer[PpoConfig]):
-    """Trains by PPO and its relatives on what the rollout ranks hand over."""
+    """Actor rank that trains by PPO and related algorithms on the rollout ranks' trajectories."""
 
-    #: The step's transitions, where it is trained on while it is played.
-    arriving: Arriving | None = None
+    #: Stream of the step's transitions, where training overlaps with the rollout.
+    arriving: TransitionStream | None = None
 
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> int:
         """Builds policy and optimizer; the initial weights depend on the seed alone.
@@ -106,7 +108,7 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         cfg = self.cfg
         self.settle_in()
         self.slots, self.steps, self.share = slots, cfg.algorithm.rollout_steps, slots.actor_share(self.rank)
-        self.intake = Intake(cfg, slots, self.rank)
+        self.intake = TrajectoryReceiver(cfg, slots, self.rank)
         self.backend = self.build_backend(
             cfg.actor,
             (observation_space, action_space),
@@ -135,19 +137,19 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         self.intake.connect(self.connect_channel(TRAJECTORIES), self.connect_channel(PARTS))
 
     def receive(self, step: int, source: Source) -> dict[str, float]:
-        """Takes in this step's trajectories of its slots and computes advantages and returns, as if what is left out had never
-        been there (`left_out`).
+        """Receives this step's trajectories of its slots, and computes advantages and returns without the transitions that are
+        left out (`left_out`).
 
-        With `runner.use_training_pipeline` these are the trajectories of the step's first part; `update` takes in the others.
+        With `runner.use_training_pipeline` these are the trajectories of the step's first part; `update` receives the others.
 
         Args:
             step: Global step.
-            source: Where it is taken from.
+            source: Turns and shards that make up the step.
 
         Returns:
-            The oldest version of the policy that acted; how many transitions were left out because something in their slot is
-            not finite; how many because their simulator or robot `failed`; how many were `lost` with env ranks; and how many
-            were `taken` in.
+            The oldest version of the policy that acted; the number of transitions left out because something in their slot is
+            not finite; the number whose simulator or robot `failed`; the number `lost` with env ranks; and the number `taken`
+            in.
 
         Raises:
             NonFinite: Something is not finite, and `runner.on_nonfinite` is stop.
@@ -157,31 +159,33 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
             batch, facts = self._take(step, source)
             self.batch = {name: column.flatten(0, 1) for name, column in batch.items()}
             return facts
-        told: list[dict[str, float]] = []
+        facts_of_parts: list[dict[str, float]] = []
 
         def part(number: int) -> dict[str, torch.Tensor]:
             later = (acted.turn.number for acted in source.acted[number + 1 :])
             one = replace(source, acted=source.acted[number : number + 1], later=source.later.union(later))
             batch, facts = self._take(step, one)
-            told.append(facts)
+            facts_of_parts.append(facts)
             return batch
 
-        self.arriving = Arriving(part, parts, self.steps)
+        self.arriving = TransitionStream(part, parts, self.steps)
         if self.cfg.runner.use_training_pipeline:
-            self.arriving.until(0)  # of those to come nothing may be missing
-            return {**told[0], "taken": told[0]["taken"] * parts}
-        self.arriving.until(parts - 1)
+            self.arriving.wait_until(0)  # of those to come nothing may be missing
+            return {**facts_of_parts[0], "taken": facts_of_parts[0]["taken"] * parts}
+        self.arriving.wait_until(parts - 1)
         self.batch, self.arriving = self.arriving.columns, None
-        sums = {name: sum(facts[name] for facts in told) for name in ("left_out", "failed", "lost", "taken")}
-        return {"version": min(facts["version"] for facts in told), **sums}
+        sums = {name: sum(facts[name] for facts in facts_of_parts) for name in ("left_out", "failed", "lost", "taken")}
+        return {"version": min(facts["version"] for facts in facts_of_parts), **sums}
 
     def _take(self, step: int, source: Source) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """What trains of a step, or of a part of it, `[n, T, ...]`; and what `receive` says of it."""
+        """Returns the columns of a step, or of a part of it, that train, `[n, T, ...]`, and the facts that `receive`
+        returns.
+        """
         columns, version = self.intake.columns(step, source)
-        lost, failed = self.intake.lost(columns), self.intake.failed(columns)
-        spoiled = self.intake.spoiled(step, columns)
+        is_lost, failed = self.intake.pop_lost(columns), self.intake.pop_failed(columns)
+        spoiled = self.intake.pop_nonfinite(step, columns)
         algorithm = self.cfg.algorithm
-        bad, failed = left_out(spoiled | lost, failed, algorithm.adv_type)
+        bad, failed = left_out(spoiled | is_lost, failed, algorithm.adv_type)
         excluded = bad | failed
         if np.any(excluded):
             columns["loss_mask"] = columns.get("loss_mask", np.ones(bad.shape, bool)) & ~excluded
@@ -208,10 +212,10 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         shape = batch["rewards"].shape
         batch["advantages"], batch["returns"] = advantages.reshape(shape), returns.reshape(shape)
         batch["loss_mask"] = sequence["loss_mask"].reshape(shape)
-        found = {name: column for name, column in batch.items() if _trains(name)}
-        return {**found, "mask": batch["loss_mask"].float()}, {
-            "version": float(version), "left_out": float(max(0, bad.sum() - lost.sum())), "lost": float(lost.sum()),
-            "failed": float((failed & ~bad).sum()), "taken": float((~lost).sum()),
+        trained_columns = {name: column for name, column in batch.items() if _trains(name)}
+        return {**trained_columns, "mask": batch["loss_mask"].float()}, {
+            "version": float(version), "left_out": float(max(0, bad.sum() - is_lost.sum())), "lost": float(is_lost.sum()),
+            "failed": float((failed & ~bad).sum()), "taken": float((~is_lost).sum()),
         }  # fmt: skip
 
     def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
@@ -219,12 +223,12 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
 
         Args:
             step: Global step.
-            progress: Part of the run that is done, 0 to 1, for the learning rate.
+            progress: Completed fraction of the run, 0 to 1, for the learning rate.
 
         Returns:
-            Metrics, the same on all ranks, and `update_s`: the seconds that it took, without those in which it took in parts.
+            Metrics, the same on all ranks, and `update_s`: the seconds that it took, without those spent on receiving parts.
         """
-        begun = time.perf_counter()
+        start = time.perf_counter()
         rate = self.backend.base_lr * ((1.0 - progress) if self.cfg.algorithm.anneal_lr else 1.0)
         arriving, self.arriving = self.arriving, None
         flat, self.batch = self.batch if arriving is None else arriving.columns, {}
@@ -238,14 +242,15 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         explained = self._explained_variance(flat["values"], flat["returns"], flat["mask"])
         self._observe(flat)
         self.updates += 1
-        took = time.perf_counter() - begun
+        took = time.perf_counter() - start
         if arriving is not None:
             took -= arriving.waited - waited
         return {**metrics, "explained_variance": explained, "update_s": took}
 
     def _observe(self, flat: dict[str, torch.Tensor]) -> None:
-        """Adds what the policy has seen in this step to its running statistics: those that it acted and was trained with stay
-        until its update is done."""
+        """Adds this step's observations to the policy's running statistics, once its update is done: until then, the
+        statistics with which the policy acted and was trained stay in use.
+        """
         normaliser = self.policy.normaliser
         if normaliser is None:
             return
@@ -258,7 +263,7 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         normaliser.update(moments.to(self.device))
 
     def _explained_variance(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
-        """1 − Var(returns − values) / Var(returns) over all that trains, over all ranks."""
+        """Returns 1 − Var(returns − values) / Var(returns) over all transitions that train, over all ranks."""
         if values.shape != returns.shape:  # returns of single actions, where no value is asked for
             return float("nan")
         error, target = ((returns - values) * mask).double(), (returns * mask).double()

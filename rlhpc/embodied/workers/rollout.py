@@ -1,4 +1,4 @@
-"""MultiStepRolloutWorker: acts for a share of the slots and hands complete trajectories to the actors."""
+"""Rollout workers of embodied runs: they act for a share of the slots and send complete trajectories to the actors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhpc.embodied.envs.observations import as_arrays, blank, columns_of, count
 from rlhpc.embodied.evaluation.episodes import evaluation_metrics
 from rlhpc.embodied.models import Policy, build_model, policy_section
 from rlhpc.embodied.models.noise import noise_of_slots
-from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, get_until_left, open_lanes, until_left
+from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, get_until_left, open_links, until_left
 from rlhpc.embodied.rollout.slot_map import OUTCOMES, TRAJECTORIES, SlotMap, within
 from rlhpc.embodied.rollout.step_outcomes import OutcomeShape, next_values, nothing_of, ppo_shape
 from rlhpc.embodied.rollout.work_sharing import FullRollout
@@ -32,7 +32,7 @@ from rlhpc.weights.receiver import apply
 FILE = "rollout-{rank}.pt"
 #: All slots of a stage.
 EVERY = slice(None)
-#: Columns of a trajectory that are an outcome's as they are.
+#: Columns of a trajectory that are copied from an outcome.
 _OUTCOME_COLUMNS = (
     "rewards", "terminations", "truncations", "action_mask", "loss_mask", "nonfinite", "env_failed", "lost",
 )  # fmt: skip
@@ -40,18 +40,18 @@ Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
 class StageBuffer:
-    """One stage's rollout, time first, so that every step writes one contiguous row.
+    """Buffer of one stage's rollout, time first, so that every step writes one contiguous row.
 
     Args:
         share: Global slots.
         steps: T, decisions of a rollout.
 
     Attributes:
-        made: Decisions of the present one, where it has ended early.
+        num_decisions: Decisions of the present rollout, which may have ended early.
     """
 
     def __init__(self, share: range, steps: int) -> None:
-        self.share, self.steps, self.made = share, steps, steps
+        self.share, self.steps, self.num_decisions = share, steps, steps
         self._rows: dict[str, np.ndarray] = {}
 
     def write(self, t: int, part: slice, **rows: Any) -> None:
@@ -71,12 +71,12 @@ class StageBuffer:
         return list(self._rows)
 
     def batch_first(self, name: str) -> np.ndarray:
-        """A column as `[n, T, ...]`, contiguous."""
-        return np.ascontiguousarray(self._rows[name][: self.made].swapaxes(0, 1))
+        """Returns a column as `[n, T, ...]`, contiguous."""
+        return np.ascontiguousarray(self._rows[name][: self.num_decisions].swapaxes(0, 1))
 
 
 class ActingWorker(SavingWorker, Generic[Cfg]):
-    """What rollout ranks have in common; a kind of run says what the policy is and what is handed over."""
+    """Base of rollout ranks; a subclass defines the policy and the columns that are sent."""
 
     def __init__(self, cfg: Cfg) -> None:
         super().__init__()
@@ -107,22 +107,22 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
 
     @abstractmethod
     def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
-        """The network, with fresh weights."""
+        """Builds the network with fresh weights."""
 
     def draws(self, random: bool) -> None:
-        """Whether the next actions are drawn at random; only off-policy runs have such."""
+        """Sets whether the next actions are drawn at random, which only off-policy runs do."""
 
     @abstractmethod
     def shape(self) -> OutcomeShape:
-        """Of the outcomes."""
+        """Returns the shape of the outcomes."""
 
     def connect(self, slots: SlotMap) -> None:
-        """Connects to the channels, once the driver has created them; again, with a new map, as others come and go."""
+        """Connects to the channels, once the driver has created them; again, with a new map, as ranks join and leave."""
         self._take_shares(slots)
         model, count = self.cfg.actor.model.model_type, sum(map(len, self.shares))
         self.log.info("acts with %s on %s for %d of %d slots", model, self.device, count, slots.num_envs)
         near = agree_on_device(self, slots)
-        self.lanes = open_lanes(self, self.slots, self.policy.observation_space, near)
+        self.links = open_links(self, self.slots, self.policy.observation_space, near)
         watched = {rank for peers in self.peers for rank, _ in peers} - slots.absent
         self._watches = {rank: until_left(slots.env_name, rank) for rank in watched}
         self._outcomes = self.connect_channel(OUTCOMES)
@@ -130,11 +130,11 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         self.stay_until_let_go()  # env ranks wait for its actions, also in steps that it has not begun
 
     def dismiss(self) -> None:
-        """The others do without this rank: if it is to leave, it ends."""
+        """Lets this rank exit, if it is to leave: the others continue without it."""
         self.before_leaving(None)
 
     def sync_weights(self) -> int:
-        """Takes over the actor's next version."""
+        """Receives the actor's next version of the weights."""
         self.version = apply(self.sync, self._named(), adopt=self.policy)
         return self.version
 
@@ -148,14 +148,14 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         """Acts for the decisions of a turn in every slot, then sends the trajectories to the actors.
 
         Noise is drawn from (seed, step, decision, slot), so that an action depends neither on the rank that chose it nor on
-        what else was in its batch.
+        the other slots of its batch.
 
         Returns:
             `busy_s`: seconds in which it did not wait for the simulators.
         """
-        begun, self._waited, self._turn = time.perf_counter(), 0.0, turn
+        start, self._waited, self._turn = time.perf_counter(), 0.0, turn
         for buffer in self.buffers:
-            buffer.made = turn.decisions
+            buffer.num_decisions = turn.decisions
         if self.cfg.runner.enable_decoupled_mode:
             self._answer()
         else:
@@ -163,99 +163,99 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
                 for stage in range(self.slots.stages):
                     self._act(stage, t)
         self._hand_over()
-        return {"busy_s": time.perf_counter() - begun - self._waited}
+        return {"busy_s": time.perf_counter() - start - self._waited}
 
     def _noise(self, t: int, slots: range) -> torch.Tensor:
-        """Noise of the turn's decision `t` in slots (global numbers), on the policy's device."""
+        """Returns the noise of the turn's decision `t` in slots (global numbers), on the policy's device."""
         words = (self.seed, self._turn.step, self._turn.begin + t)
         return noise_of_slots(self.policy.sample_noise, words, slots).to(self.device)
 
     def _act(self, stage: int, t: int) -> None:
         noise = self._noise(t, self.shares[stage])  # while the simulators are busy
-        begun = time.perf_counter()
-        shown = self.lanes.get(stage)
-        self._waited += time.perf_counter() - begun
-        parts = [self._seen(common, part) for common, part in shown]
-        self.decide(stage, [(EVERY, t)], noise, join(parts), partial(self._tell, stage))
+        start = time.perf_counter()
+        observations = self.links.get(stage)
+        self._waited += time.perf_counter() - start
+        parts = [self._observation(common, part) for common, part in observations]
+        self.decide(stage, [(EVERY, t)], noise, join(parts), partial(self._send_actions, stage))
 
     def _answer(self) -> None:
-        """Acts for whoever has asked, in one pass for all that have by then; nobody waits for another to be done.
+        """Acts for env ranks in the order in which their observations arrive; each pass serves all that have arrived by then.
 
-        A pass is always over all slots of a stage, those that nobody asks for included, as they were shown last: so what an
-        action is does not depend on who else asks, to the last bit.
+        A pass always covers all slots of a stage; slots without a request use their last observation. So an action does not
+        depend on which other slots are served, to the last bit.
         """
-        shown = [[self._seen(common, None) for _, common in peers] for peers in self.peers]
-        due = {(stage, index): 0 for stage, peers in enumerate(self.peers) for index in range(len(peers))}
-        while due:
-            begun = time.perf_counter()
-            asking = self.lanes.first(due)
-            self._waited += time.perf_counter() - begun
-            for stage in sorted({stage for stage, _ in asking}):
-                self._answer_stage(stage, {i: due[s, i] for s, i in asking if s == stage}, shown[stage])
-            for at in asking:
-                due[at] += 1
-                if due[at] == self._turn.decisions:
-                    del due[at]
+        latest = [[self._observation(common, None) for _, common in peers] for peers in self.peers]
+        next_decisions = {(stage, index): 0 for stage, peers in enumerate(self.peers) for index in range(len(peers))}
+        while next_decisions:
+            start = time.perf_counter()
+            ready = self.links.first(next_decisions)
+            self._waited += time.perf_counter() - start
+            for stage in sorted({stage for stage, _ in ready}):
+                self._answer_stage(stage, {i: next_decisions[s, i] for s, i in ready if s == stage}, latest[stage])
+            for at in ready:
+                next_decisions[at] += 1
+                if next_decisions[at] == self._turn.decisions:
+                    del next_decisions[at]
 
     def _answer_stage(self, stage: int, asking: dict[int, int], latest: list[Any]) -> None:
-        """Acts for those peers of a stage that ask, each for a decision of its own; takes what they show into `latest`."""
+        """Acts for the env ranks `asking`, by index, each for its own decision; stores their observations in `latest`."""
         parts = {i: within(common, self.shares[stage]) for i, (_, common) in enumerate(self.peers[stage])}
         drawn = {index: self._noise(t, self.peers[stage][index][1]) for index, t in asking.items()}
         like = next(iter(drawn.values()))
-        rows = like.new_zeros(len(self.shares[stage]), *like.shape[1:])  # of those that nobody asks for: anything
+        rows = like.new_zeros(len(self.shares[stage]), *like.shape[1:])  # slots without a request: any value
         for index, noise in drawn.items():
-            latest[index] = self._seen(self.peers[stage][index][1], self.lanes.get_from(stage, index))
+            latest[index] = self._observation(self.peers[stage][index][1], self.links.get_from(stage, index))
             rows[parts[index]] = noise
 
         def tell(chosen: np.ndarray) -> None:
             for index in asking:
-                self.lanes.put_to(stage, index, chosen[parts[index]])
+                self.links.put_to(stage, index, chosen[parts[index]])
 
         self.decide(stage, [(parts[index], t) for index, t in asking.items()], rows, join(latest), tell)
 
-    def _seen(self, common: range, part: Any) -> Any:
-        """What slots show: zeros, where an env rank has gone or has shown nothing yet."""
+    def _observation(self, common: range, part: Any) -> Any:
+        """Returns the observation of slots: zeros, if the env rank has gone or has sent nothing yet."""
         return blank(self.policy.observation_space, len(common)) if part is None else part
 
     def decide(
         self,
         stage: int,
-        asked: Sequence[tuple[slice, int]],
+        requests: Sequence[tuple[slice, int]],
         noise: torch.Tensor,
         obs: Any,
-        tell: Callable[[np.ndarray], None],
+        send: Callable[[np.ndarray], None],
     ) -> None:
-        """Chooses actions, has them told, and writes down what was seen and done.
+        """Chooses actions, sends them, and records observations and actions.
 
         Args:
             stage: The stage.
-            asked: Slots that are asked for, and which of its decisions it is for them.
-            noise: Of all slots of the stage, as are `obs` and the actions.
-            obs: What they show.
-            tell: Takes the actions.
+            requests: Slots that need an action, and the number of their decision.
+            noise: Noise of all slots of the stage, like `obs` and the actions.
+            obs: Observations.
+            send: Sends the actions.
         """
-        actions, extras = self._choose(obs, noise, asked)
+        actions, extras = self._choose(obs, noise, requests)
         chosen = actions.cpu().numpy()
-        tell(chosen)
+        send(chosen)
         # The environments are busy now; what follows costs no time.
         rows = {name: extra.cpu().numpy() for name, extra in extras.items()}
-        for part, t in asked:
+        for part, t in requests:
             self.buffers[stage].write(t, part, **columns_of("obs", obs), **{"actions": chosen, **rows})
 
-    def _tell(self, stage: int, chosen: np.ndarray) -> None:
-        self.lanes.put(stage, lambda common: chosen[within(common, self.shares[stage])])
+    def _send_actions(self, stage: int, chosen: np.ndarray) -> None:
+        self.links.put(stage, lambda common: chosen[within(common, self.shares[stage])])
 
     def _choose(
-        self, obs: Any, noise: torch.Tensor, asked: Sequence[tuple[slice, int]]
+        self, obs: Any, noise: torch.Tensor, requests: Sequence[tuple[slice, int]]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Actions, and what goes into the trajectories beside them."""
-        del asked
+        """Returns actions, and the columns that the trajectories store with them."""
+        del requests
         actions, extras = self.policy.predict_action_batch(self._tensor(obs), mode="train", noise=noise)
         rows = {"logprobs": extras["prev_logprobs"], "values": extras["prev_values"]}
         return actions, rows | {f"inputs.{name}": part for name, part in extras.get("inputs", {}).items()}
 
     def _tensor(self, obs: Any) -> Any:
-        """An observation, or another array, on the policy's device."""
+        """Returns an observation, or another array, on the policy's device."""
         return to_tensors(obs, self.device)
 
     def _hand_over(self) -> None:
@@ -266,16 +266,18 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             self._send(stage, columns)
 
     def cut(self, columns: dict[str, np.ndarray]) -> None:
-        """Ends the episodes of trajectories that are not a step's whole: what follows in these rows are others'."""
+        """Truncates the episodes of trajectories that are shorter than a step: the rows continue with another rank's
+        decisions.
+        """
         if columns["rewards"].shape[1] < self.steps and "truncations" in columns:
             columns["truncations"][:, -1] |= ~columns["terminations"][:, -1]
 
     def columns(self, outcomes: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
-        """Trajectories `[n, T, ...]` of each stage, from its outcomes: with rewards, ends and next values."""
-        found = []
-        # Everything is valued that no action was asked for: what comes next, and what was cut off.
-        unseen = [part for outcome in outcomes for part in (outcome["last_obs"], outcome["final_obs"])]
-        values = np.split(self._value(join(unseen)), np.cumsum([count_rows(part) for part in unseen])[:-1])
+        """Returns trajectories `[n, T, ...]` of each stage, from its outcomes: with rewards, ends and next values."""
+        columns_by_stage = []
+        # Observations without an action need values: the next ones, and the last ones of episodes that ended.
+        unvalued = [part for outcome in outcomes for part in (outcome["last_obs"], outcome["final_obs"])]
+        values = np.split(self._value(join(unvalued)), np.cumsum([count_rows(part) for part in unvalued])[:-1])
         for stage, outcome in enumerate(outcomes):
             last, final = values[2 * stage], values[2 * stage + 1]
             buffer = self.buffers[stage]
@@ -285,55 +287,57 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
                 outcome.get("action_mask"),
             )  # fmt: skip
             columns |= {name: outcome[name] for name in _OUTCOME_COLUMNS if name in outcome}
-            found.append(columns)
-        return found
+            columns_by_stage.append(columns)
+        return columns_by_stage
 
     def _send(self, stage: int, columns: dict[str, np.ndarray]) -> None:
-        """Gives every actor rank its slots of a stage's columns `[n, T, ...]`: all of them, where this rank may end before
-        they are taken in."""
-        give = self._trajectories.put if self.rank < self.slots.rollout_ranks else self._trajectories.entrust
+        """Sends every actor rank its slots of a stage's columns `[n, T, ...]`. If this rank may exit before they are received,
+        it waits until they are stored.
+        """
+        send = self._trajectories.put if self.rank < self.slots.rollout_ranks else self._trajectories.entrust
         for rank, common in self.slots.actors_of(stage, self.rank):
             part = within(common, self.shares[stage])
             message: dict[str, Any] = {name: column[part] for name, column in columns.items()}
             message["version"], message["turn"] = self.version, self._turn.number
-            give(message, key=self.slots.to_actor_key(stage, self.rank, rank))
+            send(message, key=self.slots.to_actor_key(stage, self.rank, rank))
 
     def _merge_outcomes(self, stage: int) -> dict[str, Any]:
-        """The env ranks' outcomes of a stage as one, slots counted from this rank's first. If some have gone, `lost [n, T]`
-        says which slots were theirs."""
-        share, merged, gone = self.shares[stage], [], []
+        """Merges the env ranks' outcomes of a stage, with slots counted from this rank's first. If env ranks have gone, `lost
+        [n, T]` marks their slots.
+        """
+        share, merged, is_gone = self.shares[stage], [], []
         for index, (_, common) in enumerate(self.peers[stage]):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             part = self._outcomes_from(stage, index)
-            self._waited += time.perf_counter() - begun
-            gone.append(part is None)
+            self._waited += time.perf_counter() - start
+            is_gone.append(part is None)
             if part is None:
                 last = blank(self.policy.observation_space, len(common))
                 part = nothing_of(common, self._turn.decisions, self.shape(), last)
             part["final_slot"] = part["final_slot"] + (common.start - share.start)
             merged.append(part)
-        found = {name: join([part[name] for part in merged]) for name in merged[0]}
-        if any(gone):
+        outcome = {name: join([part[name] for part in merged]) for name in merged[0]}
+        if any(is_gone):
             sizes = [len(common) for _, common in self.peers[stage]]
-            found["lost"] = np.repeat(np.repeat(gone, sizes)[:, None], self._turn.decisions, axis=1)
-        return found
+            outcome["lost"] = np.repeat(np.repeat(is_gone, sizes)[:, None], self._turn.decisions, axis=1)
+        return outcome
 
     def _outcomes_from(self, stage: int, index: int) -> dict[str, Any] | None:
-        """What an env rank says of its slots; None if it has gone."""
-        if self.lanes.has_gone(stage, index):
+        """Returns an env rank's outcomes of its slots; None if it has gone."""
+        if self.links.has_gone(stage, index):
             return None
         rank, _ = self.peers[stage][index]
         key = self.slots.to_rollout_key(stage, rank, self.rank)
         try:
             peer = self.slots.env_name, rank
-            found: dict[str, Any] = get_until_left(self._outcomes, key, peer, self._watches[rank])
+            outcomes: dict[str, Any] = get_until_left(self._outcomes, key, peer, self._watches[rank])
         except PeerLeft:
-            self.lanes.lose(stage, index)
+            self.links.lose(stage, index)
             return None
-        return found
+        return outcomes
 
     def _value(self, obs: Any) -> np.ndarray:
-        """Values of any number of observations, in passes of no more rows than acting in a stage takes."""
+        """Returns values of any number of observations, in passes of no more rows than a stage has."""
         size, count = max([1, *map(len, self.shares)]), count_rows(obs)
         parts = (take(obs, slice(at, at + size)) for at in range(0, count, size))
         return np.concatenate([self.policy.value(self._tensor(part)).float().cpu().numpy() for part in parts])
@@ -345,20 +349,20 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         return evaluation_metrics(self.cfg, self.policy, self.seed, self.device)
 
     def save(self, folder: str) -> None:
-        """Writes `rollout-<rank>.pt`. The weights are the actor's; the noise follows from seed and step."""
+        """Writes `rollout-<rank>.pt`. The weights are in the actor's files; the noise follows from seed and step."""
         state = {"version": self.version, "rng": rng_state()}
         save_state(Path(folder) / FILE.format(rank=self.rank), state)
 
     def load(self, folder: str) -> None:
-        """Restores a checkpoint; a rank that it has no file for starts from its seed."""
-        own = Path(folder) / FILE.format(rank=self.rank)
-        if own.is_file():
-            state = load_state(own)
+        """Restores a checkpoint; a rank without a file in it starts from its seed."""
+        rank_file = Path(folder) / FILE.format(rank=self.rank)
+        if rank_file.is_file():
+            state = load_state(rank_file)
             self.version = int(state["version"])
             set_rng_state(state["rng"])
 
     def let_go(self) -> None:
-        """Closes the memory of env ranks that observations came through: these are to give it back."""
+        """Releases the shared memory of env ranks' observations, so that these ranks can free it."""
         current().service.lane.park()
 
     def offload(self) -> None:
@@ -367,19 +371,21 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         empty_cache()
 
     def reload(self) -> None:
-        """Takes back what `offload` moved away."""
+        """Moves the policy back to the device after `offload`."""
         self.policy.to(self.device)
 
 
 class MultiStepRolloutWorker(ActingWorker[PpoConfig]):
-    """Runs the policy's forward passes during a rollout. It never trains; its weights come from the actor."""
+    """Rollout rank of on-policy runs: it runs the policy's forward passes and never trains; its weights come from the
+    actor.
+    """
 
     def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
-        """The network, with fresh weights."""
+        """Builds the network with fresh weights."""
         policy = build_model(policy_section(self.cfg.actor, self.device), observation_space, action_space)
         policy.logprob_type = self.cfg.algorithm.logprob_type.lower()
         return policy
 
     def shape(self) -> OutcomeShape:
-        """Of the outcomes."""
+        """Returns the shape of the outcomes."""
         return ppo_shape(self.cfg)

@@ -67,7 +67,7 @@ def test_a_rank_holds_the_noise_of_one_decision_of_its_slots(decoupled: bool) ->
 
     obs = np.zeros((20, 4), np.float32)
     worker._choose, worker._hand_over = choose, lambda: None
-    worker.lanes = SimpleNamespace(
+    worker.links = SimpleNamespace(
         get=lambda stage: [(share, obs)],
         first=list,
         get_from=lambda *_: obs,

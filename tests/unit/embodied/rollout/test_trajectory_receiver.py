@@ -9,7 +9,7 @@ import numpy as np
 
 from rlhpc.embodied.config import SacConfig
 from rlhpc.embodied.rollout.slot_map import Acted, SlotMap, Source
-from rlhpc.embodied.rollout.trajectory_receiver import Intake
+from rlhpc.embodied.rollout.trajectory_receiver import TrajectoryReceiver
 from rlhpc.embodied.rollout.work_sharing import FullRollout
 from rlhpc.runtime.errors import DeadlineExceeded
 
@@ -38,7 +38,7 @@ def sent(*turns: tuple[int, int], decisions: int = 3) -> tuple[Any, Sent]:
             "obs": np.full((2, decisions, 5), number, np.uint8),
         }
         box[SLOTS.to_actor_key(0, rank, 0)].append({**columns, "version": number - 1, "turn": number})
-    intake: Any = Intake(SacConfig(), SLOTS, 0)
+    intake: Any = TrajectoryReceiver(SacConfig(), SLOTS, 0)
     intake.connect(box, box)
     return intake, box
 

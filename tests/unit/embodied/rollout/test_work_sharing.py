@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlhpc.embodied.rollout.slot_map import SlotMap
-from rlhpc.embodied.rollout.work_sharing import DeliveredShard, PartLedger, RolloutShard, keys_of, shares
+from rlhpc.embodied.rollout.work_sharing import DeliveredShard, RolloutShard, ShardTracker, keys_of, shares
 from rlhpc.embodied.workers.env import unit_map, words_of
 from rlhpc.embodied.workers.off_policy import Incomplete
 
@@ -24,22 +24,22 @@ def said(asked: RolloutShard | None, rank: int, decisions: int) -> DeliveredShar
 
 
 def test_a_step_is_played_in_parts() -> None:
-    ledger = PartLedger(units=2, decisions=8)
+    ledger = ShardTracker(units=2, decisions=8)
     ledger.give(5)
     one, two = ledger.ask(3, 4), ledger.ask(4, 4)
     assert one is not None and two is not None and ledger.ask(3, 4) is None
     assert (one.step, one.unit, one.decisions, one.version, two.unit) == (5, 0, 8, 4, 1)
-    assert ledger.accept(said(two, 4, 8)) and not ledger.whole(5)
+    assert ledger.accept(said(two, 4, 8)) and not ledger.is_complete(5)
     assert ledger.accept(said(one, 3, 3)), "it was told to leave"
     rest = ledger.ask(4, 4)
     assert rest is not None and (rest.unit, rest.decisions) == (0, 5)
-    assert ledger.accept(said(rest, 4, 5)) and ledger.whole(5)
+    assert ledger.accept(said(rest, 4, 5)) and ledger.is_complete(5)
     assert keys_of(ledger.close(5)) == [[one.key, rest.key], [two.key]]
     assert ledger.delivered == {3: 3, 4: 13} and not ledger.steps and not ledger.pop_useless()
 
 
 def test_what_a_lost_rank_says_late_does_not_count() -> None:
-    ledger = PartLedger(units=1, decisions=4)
+    ledger = ShardTracker(units=1, decisions=4)
     ledger.give(1)
     first = ledger.ask(2, 0)
     ledger.lose(2)
@@ -53,7 +53,7 @@ def test_what_a_lost_rank_says_late_does_not_count() -> None:
 
 
 def test_a_step_that_is_given_up_leaves_nothing() -> None:
-    ledger = PartLedger(units=3, decisions=4)
+    ledger = ShardTracker(units=3, decisions=4)
     ledger.give(1)
     ledger.give(2)
     asked = [ledger.ask(2, 0) for _ in range(4)]
@@ -78,7 +78,7 @@ def test_at_random_every_decision_is_there_once(seed: int) -> None:
     """Ranks join, leave early, are lost before and after they have said something, and say it late."""
     draw = random.Random(seed)
     units, decisions = draw.randint(1, 4), draw.randint(1, 9)
-    ledger, ranks, new = PartLedger(units, decisions), [10], 11
+    ledger, ranks, new = ShardTracker(units, decisions), [10], 11
     taken: dict[int, int] = {}
     actors: dict[int, deque[int]] = {}
     step, made, late = 1, 0, list[DeliveredShard]()
@@ -108,7 +108,7 @@ def test_at_random_every_decision_is_there_once(seed: int) -> None:
                 ledger.lose(rank)
         if late and draw.random() < 0.3:
             assert not ledger.accept(late.pop())
-        if ledger.whole(step):
+        if ledger.is_complete(step):
             parts = ledger.close(step)
             assert [sum(part.decisions for part in unit) for unit in parts] == [decisions] * units
             for part in (part for unit in parts for part in unit):
@@ -134,12 +134,12 @@ def test_a_shared_step_takes_as_little_as_it_can(decisions: int) -> None:
 
 
 def test_the_rest_of_a_shared_step_is_cut_into_pieces() -> None:
-    ledger = PartLedger(units=1, decisions=10)
+    ledger = ShardTracker(units=1, decisions=10)
     ledger.give(1, 7, 2)
     one, two = ledger.ask(3, 0), ledger.ask(4, 0)
     assert one is not None and two is not None and (one.decisions, two.decisions) == (3, 4) and not ledger.waiting
-    assert ledger.accept(said(two, 4, 4)) and not ledger.whole(1)
-    assert ledger.accept(said(one, 3, 3)) and ledger.whole(1)
+    assert ledger.accept(said(two, 4, 4)) and not ledger.is_complete(1)
+    assert ledger.accept(said(one, 3, 3)) and ledger.is_complete(1)
 
 
 LAYOUTS = [(12, 1, 2, 3), (12, 3, 2, 2), (24, 2, 4, 1), (24, 2, 1, 4), (8, 1, 8, 2), (8, 1, 3, 2), (12, 2, 5, 3)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhpc.embodied.rollout.slot_map import SlotMap
-from rlhpc.embodied.runners.rollout_sources import Helped
+from rlhpc.embodied.runners.rollout_sources import JoinedEnvRanks
 
 
 class Group:
@@ -30,11 +30,11 @@ class Group:
         self.calls.append(("lend", (version, ranks, gone)))
 
 
-def helped(units: int, ahead: int, ranks: list[int]) -> tuple[Helped, Any, Any]:
+def helped(units: int, ahead: int, ranks: list[int]) -> tuple[JoinedEnvRanks, Any, Any]:
     env, actor = Group(), Group()
     slots: Any = SlotMap(units * 2, env_ranks=units)
     groups: Any = (env, actor)
-    made = Helped(*groups, slots, 8, ahead, lambda step: step == 1, 5.0)  # type: ignore[call-arg]
+    made = JoinedEnvRanks(*groups, slots, 8, ahead, lambda step: step == 1, 5.0)  # type: ignore[call-arg]
     made.ranks = ranks
     return made, env, actor
 

@@ -86,7 +86,7 @@ def test_keys_of_those_who_act_after_others_have_come_and_gone():
     assert homes["observations"] == ("rollout", (1, 4)) and homes["actions"] == ("env", (2, 2, 2))
     assert [int(after.to_rollout_key(0, e, r)) % 2 for e in range(3) for r in (1, 4)] == [0, 1] * 3
     assert before.to_actor_key(0, 1, 0) == after.to_actor_key(0, 1, 0), "what was played is taken in after that"
-    assert not after.rollout_share(0, 0) and after.most_acting == 24
+    assert not after.rollout_share(0, 0) and after.max_ranks == 24
 
 
 def test_within():

@@ -20,7 +20,7 @@ from rlhpc.embodied.evaluation.intervention import Gated, Intervention
 from rlhpc.embodied.evaluation.recorder import EpisodeRecorder, TakenRecorder
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, next_values
-from rlhpc.embodied.rollout.trajectory_receiver import Intake
+from rlhpc.embodied.rollout.trajectory_receiver import TrajectoryReceiver
 from rlhpc.embodied.workers.off_policy import Incomplete, OffPolicyActor, OffPolicyRolloutWorker
 from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
 from rlhpc.runtime.errors import RlhpcError
@@ -71,7 +71,7 @@ def trained(columns: dict[str, np.ndarray], adv_type: str, group_size: int) -> t
     actor.cfg.algorithm.adv_type, actor.cfg.algorithm.gamma, actor.cfg.algorithm.gae_lambda = adv_type, GAMMA, LAMBDA
     actor.share, actor.device, actor.world_size = range(SIZE), torch.device("cpu"), 1
     actor.slots = SlotMap(SIZE, group_size=group_size)
-    actor.intake = Intake(actor.cfg, actor.slots, 0)
+    actor.intake = TrajectoryReceiver(actor.cfg, actor.slots, 0)
     actor.intake.columns = lambda step, source: ({name: column.copy() for name, column in columns.items()}, 0)
     return actor._take(1, None)
 
@@ -153,9 +153,9 @@ def test_off_policy_buffers_get_the_transitions_that_did_not_fail() -> None:
         columns["obs"] = np.arange(SIZE * STEPS).reshape(SIZE, STEPS, 1) + 1000.0 * step
         expected += columns["obs"][~columns["env_failed"]].ravel().tolist()
         intake = SimpleNamespace(share=range(SIZE), columns=lambda *_, c=columns: (c, 0))
-        intake.lost = lambda c: np.zeros((SIZE, STEPS), bool)
-        intake.failed = lambda c: c.pop("env_failed")
-        intake.spoiled = lambda step, c: c.pop("nonfinite")
+        intake.pop_lost = lambda c: np.zeros((SIZE, STEPS), bool)
+        intake.pop_failed = lambda c: c.pop("env_failed")
+        intake.pop_nonfinite = lambda step, c: c.pop("nonfinite")
         actor.intake, actor.replay = intake, SimpleNamespace(add=lambda c: kept.extend(c["obs"].ravel().tolist()))
         facts = actor.receive(step, None)
         assert facts["failed"] + facts["left_out"] > 0 and facts["left_out"] == 0
