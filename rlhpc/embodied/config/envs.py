@@ -1,4 +1,4 @@
-"""The sections that runs with simulators share. The docstring under a field is its entry in the reference."""
+"""Configuration sections that all runs with simulators share. The docstring under a field is its entry in the reference."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlayingRunnerConfig(EmbodiedRunnerConfig):
 
 @dataclass
 class EmbodiedWorkflowConfig(WorkflowConfig):
-    """What the Snakemake rules do with a run."""
+    """Options of the Snakemake rules for a run."""
 
     record_episodes: int = 0
     """Records this many episodes of the last policy, to `demos/global_step_<N>.h5` in the run's folder."""
@@ -44,7 +44,7 @@ class EmbodiedWorkflowConfig(WorkflowConfig):
 
 @dataclass
 class DemonstratedWorkflowConfig(EmbodiedWorkflowConfig):
-    """What the Snakemake rules do with a run that learns from demonstrations."""
+    """Options of the Snakemake rules for a run that learns from demonstrations."""
 
     demos_expert: str | None = None
     """Records demonstrations before training: the expert, as `module:function` or a checkpoint. They are written to
@@ -56,7 +56,7 @@ class DemonstratedWorkflowConfig(EmbodiedWorkflowConfig):
 
 @dataclass
 class TaskConfig:
-    """What is played, or was."""
+    """Task: environment, its arguments and wrappers."""
 
     env_type: str = "gymnasium"
     """`gymnasium`, `maniskill`, `metaworld`, `libero`, `robot`, `distant_robot`, a registered name, or

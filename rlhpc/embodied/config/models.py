@@ -1,4 +1,4 @@
-"""The networks of policies, and the actors that train them. The docstring under a field is its entry in the reference."""
+"""Configuration sections of policy networks and actors. The docstring under a field is its entry in the reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhpc.config.sections import AdapterConfig, DeepspeedConfig, FsdpConfig, Op
 
 @dataclass
 class NetworkConfig:
-    """A network that acts, and what all of them have."""
+    """Options that all policy networks have."""
 
     model_type: str = "mlp"
     """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), `flow` (chunks of continuous actions by flow

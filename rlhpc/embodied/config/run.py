@@ -1,4 +1,6 @@
-"""The configuration of behaviour cloning. The docstring under a field is its entry in the reference."""
+"""Configurations of behaviour cloning, off-policy and on-policy runs. The docstring under a field is its entry in the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -276,7 +278,7 @@ def minibatch_size(cfg: PpoConfig) -> int:
     return next(size // n for n in range(max(1, 4 // parts), 0, -1) if size % n == 0)
 
 
-#: What each number may be, in all these kinds of run.
+#: Range of each number, for all these task types.
 RANGES: dict[str, Range] = {
     **ELASTIC_RANGES,
     "runner.val_check_interval": INTERVAL,

@@ -27,67 +27,67 @@ _KEY = "env.eval.real_time_chunking"
 
 
 class RealTime:
-    """Acts as a policy does, with the delay.
+    """Policy that acts with an inference delay: real-time chunking.
 
     Args:
-        policy: Acts by a flow.
-        delay: d, steps until a chunk is there.
-        executed: s, actions that are played from one chunk to the next.
-        most: The largest weight of the guidance; 0 for none.
+        policy: Policy that acts by a flow.
+        delay: d, steps until a chunk is available.
+        executed: s, actions that are executed from one chunk to the next.
+        max_weight: Largest weight of the guidance; 0 for no guidance.
     """
 
-    def __init__(self, policy: Policy, delay: int, executed: int, most: float) -> None:
-        self._policy, self._delay, self._executed, self._most = policy, delay, executed, most
+    def __init__(self, policy: Policy, delay: int, executed: int, max_weight: float) -> None:
+        self._policy, self._delay, self._executed, self._max_weight = policy, delay, executed, max_weight
         self._weights = overlap_weights(policy.horizon, executed, delay)
         self._plan: Tensor | None = None
-        self._going = np.zeros(0, bool)
+        self._has_previous = np.zeros(0, bool)
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "eval", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Actions `[B, s, dim]`, as a policy's; the first d are of the chunk before, where there is one."""
+        """Returns actions `[B, s, dim]`, like a policy; the first d come from the previous chunk, if there is one."""
         del mode
-        delay, executed, before, policy = self._delay, self._executed, self._plan, self._policy
+        delay, executed, previous, policy = self._delay, self._executed, self._plan, self._policy
         with torch.inference_mode(False), torch.no_grad():  # guidance needs a gradient
             self._plan = plan = policy.plan(_copied(obs), self._guide(), None if noise is None else noise.clone())
             actions = policy.played(plan, slice(0, executed)).clone()
-            if before is not None and delay:
-                going = torch.from_numpy(self._going)
-                actions[going, :delay] = policy.played(before, slice(executed, executed + delay))[going]
-        self._going = np.ones(count_rows(obs), bool)
+            if previous is not None and delay:
+                has_previous = torch.from_numpy(self._has_previous)
+                actions[has_previous, :delay] = policy.played(previous, slice(executed, executed + delay))[has_previous]
+        self._has_previous = np.ones(count_rows(obs), bool)
         return actions, {}
 
-    def ended(self, done: np.ndarray) -> None:
-        """Slots (their numbers) whose episode has ended: the next one's first chunk has none before it."""
-        self._going[done] = False
+    def on_episode_end(self, done: np.ndarray) -> None:
+        """Marks slots (numbers) whose episode has ended: the first chunk of the next episode has no previous chunk."""
+        self._has_previous[done] = False
 
     def _guide(self) -> Guide | None:
-        if self._plan is None or not self._most or not self._going.any():
+        if self._plan is None or not self._max_weight or not self._has_previous.any():
             return None
-        left = torch.zeros_like(self._plan)
-        left[:, : -self._executed] = self._plan[:, self._executed :]
-        weights = torch.zeros(left.shape[1])
+        remainder = torch.zeros_like(self._plan)
+        remainder[:, : -self._executed] = self._plan[:, self._executed :]
+        weights = torch.zeros(remainder.shape[1])
         weights[: len(self._weights)] = self._weights
-        each = torch.from_numpy(self._going).float()[:, None] * weights
-        return Guide(left, each.to(left.device)[..., None], self._most)
+        slot_weights = torch.from_numpy(self._has_previous).float()[:, None] * weights
+        return Guide(remainder, slot_weights.to(remainder.device)[..., None], self._max_weight)
 
 
 def is_late(env_cfg: EvalEnvConfig) -> bool:
-    """Whether there is to be a delay. Off-policy runs and configurations of older checkpoints have no such section."""
+    """Returns whether the evaluation has an inference delay. Off-policy runs and old checkpoints have no such section."""
     section: RealTimeConfig | None = mapping(env_cfg).get("real_time_chunking")
     return section is not None and section.inference_delay is not None
 
 
 def real_time(policy: Any, env_cfg: EvalEnvConfig) -> RealTime | None:
-    """The policy as `env.eval.real_time_chunking` has it; None where the simulator waits for it.
+    """Wraps the policy as `env.eval.real_time_chunking` requires; returns None if the simulator waits for the policy.
 
     Raises:
-        ConfigError: It does not act by a flow, or its chunks are too short.
+        ConfigError: The policy does not act by a flow, or its chunks are too short.
     """
     section: RealTimeConfig | None = mapping(env_cfg).get("real_time_chunking")
     if section is None:
         return None
-    delay, executed, most = section.inference_delay, section.execution_horizon, section.max_guidance_weight
+    delay, executed, max_weight = section.inference_delay, section.execution_horizon, section.max_guidance_weight
     if delay is None:
         return None
     horizon = policy.horizon if isinstance(policy, Policy) else 0
@@ -102,61 +102,63 @@ def real_time(policy: Any, env_cfg: EvalEnvConfig) -> RealTime | None:
             f"{_KEY}: inference_delay is {delay} and execution_horizon {executed}; the former may be no more than the latter, "
             f"and both together no more than the {horizon} actions that the policy predicts at once"
         )
-    return RealTime(policy, delay, executed, most)
+    return RealTime(policy, delay, executed, max_weight)
 
 
 def _copied(obs: Obs) -> Obs:
-    """Tensors that a gradient may be computed through, which those made in inference mode are not."""
+    """Returns copies that a gradient may be computed through, which is impossible for tensors made in inference mode."""
     return {name: part.clone() for name, part in obs.items()} if isinstance(obs, dict) else obs.clone()
 
 
 log = logging.getLogger(__name__)
 
-#: Decisions after which an episode that has not ended is an error: nothing waits for ever.
+#: Decisions after which an episode that has not ended is an error, so that no evaluation runs for ever.
 MAX_DECISIONS = 1_000_000
 #: The same where the environment has no time limit.
 MAX_WITHOUT_LIMIT = 20_000
 #: Episodes of one slot that may be lost with a simulator or robot; each is played again.
 MAX_FAILURES = 20
 
-#: Told after each decision: episodes done, and environment steps so far.
-Told = Callable[[int, int], None]
-#: Gives noise `[N, ...]`, from each slot's number of the episode and decision within it.
+#: Called after each decision with the number of complete episodes and of environment steps so far.
+ProgressCallback = Callable[[int, int], None]
+#: Returns noise `[N, ...]` for each slot's episode number and decision number within it.
 Noise = Callable[[np.ndarray, np.ndarray], torch.Tensor]
 
 
 class Watch:
-    """Looks on while `play` plays."""
+    """Observer of the steps that `play` makes."""
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
-        """Called before a step of all slots. A simulator may reuse the memory of the observation."""
+        """Receives observation and actions before a step of all slots. A simulator may reuse the memory of the observation."""
 
     def after(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Called after the step; `slots` (bool `[N]`) are those whose episodes count."""
+        """Receives the result of the step; `slots` (bool `[N]`) marks the slots whose episodes count."""
 
 
 def quotas(episodes: int, slots: int) -> np.ndarray:
-    """Episodes each slot contributes. Fixed in advance: taking the first to finish would favour short episodes."""
+    """Returns the number of episodes of each slot. It is fixed in advance: the first to finish would be biased to short
+    episodes.
+    """
     counts = np.full(slots, episodes // slots)
     counts[: episodes % slots] += 1
     return counts
 
 
 def eval_seed(env_cfg: EnvSideConfig, seed: int) -> int:
-    """Seed of the evaluation's environments: `env.eval.seed`, or one that training, which uses `seed`, does not."""
+    """Returns the seed of the evaluation's environments: `env.eval.seed`, or one that differs from the training's `seed`."""
     return env_cfg.seed if env_cfg.seed is not None else seed + 1_000_003
 
 
 def eval_noise(policy: Any, env_cfg: EnvSideConfig, seed: int) -> Noise | None:
-    """Returns what a policy acts from in evaluations by `env.eval.noise`, None for one that acts from no noise.
+    """Returns the source of a policy's noise in evaluations by `env.eval.noise`, or None for a policy without noise.
 
     Args:
-        policy: A `Policy`, or anything else that acts.
+        policy: A `Policy`, or another object that acts.
         env_cfg: Section `env.eval`.
-        seed: Of the evaluation (`eval_seed`). The noise follows from it, slot, episode and decision.
+        seed: Seed of the evaluation (`eval_seed`). The noise follows from it, slot, episode and decision.
     """
     # A checkpoint of an older version has no such key in its configuration.
     noise = mapping(env_cfg).get("noise", "seeded").lower()
@@ -178,54 +180,55 @@ def evaluate_policy(
     episodes: int | None = None,
     device: torch.device | str = "cpu",
     watch: Callable[[VectorEnv], Watch] | None = None,
-    told: Told | None = None,
+    told: ProgressCallback | None = None,
 ) -> dict[str, Any]:
     """Runs the first episodes of every slot of a vector environment.
 
     Args:
-        policy: In eval mode, on `device`.
+        policy: Policy in eval mode, on `device`.
         env_cfg: Section `env.eval`.
-        seed: Of the run, see `eval_seed`.
+        seed: Seed of the run, see `eval_seed`.
         episodes: Number of episodes; default `env.eval.num_episodes`.
-        device: Where the policy is.
-        watch: Makes what looks on, given the environment.
-        told: Hears how far it is.
+        device: Device of the policy.
+        watch: Builds the observer for the environment.
+        told: Called with the progress.
 
     Raises:
         NonFinite: A return is not finite.
 
     Returns:
-        return_mean, return_std, return_min, return_max, return_ci95 [low, high], length_mean, episodes, env_id, seed; where
+        return_mean, return_std, return_min, return_max, return_ci95 [low, high], length_mean, episodes, env_id, seed; if
         the environment reports success also success_once, success_at_end and their `…_ci95`.
     """
-    wanted = env_cfg.num_episodes if episodes is None else episodes
-    if wanted < 1:
-        raise ConfigError(f"episodes is {wanted}; an evaluation needs at least 1")
-    slots, seed = min(env_cfg.num_envs, wanted), eval_seed(env_cfg, seed)
-    late = real_time(policy, env_cfg)
+    num_episodes = env_cfg.num_episodes if episodes is None else episodes
+    if num_episodes < 1:
+        raise ConfigError(f"episodes is {num_episodes}; an evaluation needs at least 1")
+    slots, seed = min(env_cfg.num_envs, num_episodes), eval_seed(env_cfg, seed)
+    delayed = real_time(policy, env_cfg)
     # An environment that enumerates its episodes counts in slots over all ranks.
     env = make_env(changed(env_cfg, "num_envs", slots), slots, slot_offset=0, seed=seed, stage="eval")
     try:
-        found = play(
-            late or policy, env, quotas(wanted, slots), torch.device(device), watch=watch(env) if watch else None,
-            told=told, ended=None if late is None else late.ended, noise=eval_noise(policy, env_cfg, seed),
+        rows = play(
+            delayed or policy, env, quotas(num_episodes, slots), torch.device(device), watch=watch(env) if watch else None,
+            told=told, ended=None if delayed is None else delayed.on_episode_end, noise=eval_noise(policy, env_cfg, seed),
         )  # fmt: skip
     finally:
         env.close()
-    if bad := [number for number, row in enumerate(found) if not math.isfinite(row["return"])]:
-        unsound = bad_tensors(policy.state_dict().items()) if isinstance(policy, torch.nn.Module) else []
-        cause = f"so is {listed(unsound)} of the policy" if unsound else "the policy's weights are finite"
+    if bad := [number for number, row in enumerate(rows) if not math.isfinite(row["return"])]:
+        bad_weights = bad_tensors(policy.state_dict().items()) if isinstance(policy, torch.nn.Module) else []
+        cause = f"so is {listed(bad_weights)} of the policy" if bad_weights else "the policy's weights are finite"
         raise NonFinite(
-            f"{len(bad)} of {len(found)} episodes of {env_cfg.env_id} have a return that is not finite (the first is episode "
+            f"{len(bad)} of {len(rows)} episodes of {env_cfg.env_id} have a return that is not finite (the first is episode "
             f"{bad[0]}; {cause}): there is no mean to report. Evaluate another checkpoint, or look at what the environment "
             "gives"
         )
-    return {**summarize(found), "env_id": env_cfg.env_id, "seed": seed}
+    return {**summarize(rows), "env_id": env_cfg.env_id, "seed": seed}
 
 
 def evaluation_metrics(cfg: EmbodiedConfig, policy: Any, seed: int, device: torch.device) -> dict[str, float]:
-    """The numbers of an evaluation of `env.eval` during training; with `runner.on_nonfinite: skip` one whose returns are not
-    finite is only counted (`nonfinite`)."""
+    """Returns the metrics of an evaluation of `env.eval` during training; with `runner.on_nonfinite: skip`, an evaluation
+    whose returns are not finite is only counted (`nonfinite`).
+    """
     try:
         result = evaluate_policy(policy, cfg.env.eval, seed=seed, device=device)
     except NonFinite as error:
@@ -239,57 +242,56 @@ def evaluation_metrics(cfg: EmbodiedConfig, policy: Any, seed: int, device: torc
 def play(
     policy: Any,
     env: VectorEnv,
-    left: np.ndarray,
+    quota: np.ndarray,
     device: torch.device,
     *,
     mode: str = "eval",
     watch: Watch | None = None,
-    told: Told | None = None,
+    told: ProgressCallback | None = None,
     ended: Callable[[np.ndarray], None] | None = None,
     noise: Noise | None = None,
 ) -> list[dict[str, float]]:
-    """Plays the first `left[i]` episodes of each slot i, from a reset on. An episode that is lost with its simulator or robot
-    does not count: another is played.
+    """Plays the first `quota[i]` episodes of each slot i, starting from a reset. An episode that is lost with its simulator or
+    robot does not count: another one is played.
 
     Args:
-        policy: Acts, on `device`.
+        policy: Policy on `device`.
         env: A vector environment.
-        left: Episodes by slot.
-        device: Of the policy.
+        quota: Number of episodes by slot.
+        device: Device of the policy.
         mode: "eval" or "train", as `predict_action_batch` takes it.
-        watch: Looks on.
-        told: Hears how far it is.
-        ended: Hears in which slots an episode has ended.
-        noise: Gives what the policy acts from in an evaluation, of each slot's episode and decision (`eval_noise`).
+        watch: Observer of the steps.
+        told: Called with the progress.
+        ended: Called with the slots in which an episode has ended.
+        noise: Source of the policy's noise in an evaluation, by each slot's episode and decision (`eval_noise`).
 
     Returns:
-        One row per episode, by slot and order: return, length, and success_once and success_at_end where they are
-        known.
+        One row per episode, by slot and order: return, length, and success_once and success_at_end if they are known.
 
     Raises:
         RlhpcError: An episode does not end, or simulators fail again and again.
     """
-    found: list[tuple[int, int, dict[str, float]]] = []  # slot, number of its episode, row
-    seen, since = np.zeros_like(left), np.zeros_like(left)
-    failures, episodes = np.zeros_like(left), np.zeros_like(left)
-    most = MAX_DECISIONS if env.max_episode_steps != 0 else MAX_WITHOUT_LIMIT
+    rows: list[tuple[int, int, dict[str, float]]] = []  # slot, number of its episode, row
+    finished, since = np.zeros_like(quota), np.zeros_like(quota)
+    failures, episodes = np.zeros_like(quota), np.zeros_like(quota)
+    limit = MAX_DECISIONS if env.max_episode_steps != 0 else MAX_WITHOUT_LIMIT
     steps = 0
     obs, _ = env.reset()
-    while since.max() < most:
-        rows = {} if noise is None else {"noise": noise(episodes, since).to(device)}
-        actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode=mode, **rows)
+    while since.max() < limit:
+        noise_kwargs = {} if noise is None else {"noise": noise(episodes, since).to(device)}
+        actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode=mode, **noise_kwargs)
         chosen = actions.cpu().numpy()
         if watch is not None:
             watch.before(obs, chosen)
         obs, rewards, terminations, truncations, infos = env.chunk_step(chosen)
         if watch is not None:
-            watch.after(seen < left, rewards, terminations, truncations, infos)
+            watch.after(finished < quota, rewards, terminations, truncations, infos)
         done = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
-        failed = env_failed(infos, len(left))
+        failed = env_failed(infos, len(quota))
         failures += failed
         if (failures > MAX_FAILURES).any():
             raise RlhpcError(
-                f"simulators failed {int(failures.max())} times in one slot of the evaluation; {len(found)} of {left.sum()} "
+                f"simulators failed {int(failures.max())} times in one slot of the evaluation; {len(rows)} of {quota.sum()} "
                 "episodes ended. Look at what the environment logged, then evaluate again"
             )
         if ended is not None:
@@ -297,20 +299,20 @@ def play(
         since += 1
         since[done] = 0
         episodes[done] += 1
-        since[seen >= left] = 0
-        steps += len(left)
+        since[finished >= quota] = 0
+        steps += len(quota)
         episode: dict[str, Any] = infos.get("episode", {}) if done.size else {}
         for slot in done.tolist() if episode else ():
-            if seen[slot] < left[slot] and episode["mask"][slot] and not failed[slot]:
-                found.append((slot, int(seen[slot]), _episode_row(episode, slot)))
-                seen[slot] += 1
+            if finished[slot] < quota[slot] and episode["mask"][slot] and not failed[slot]:
+                rows.append((slot, int(finished[slot]), _episode_row(episode, slot)))
+                finished[slot] += 1
         if told is not None:
-            told(len(found), steps)
-        if (seen >= left).all():
-            return [row for _, _, row in sorted(found, key=lambda row: row[:2])]
+            told(len(rows), steps)
+        if (finished >= quota).all():
+            return [row for _, _, row in sorted(rows, key=lambda row: row[:2])]
     raise RlhpcError(
-        f"an episode of the evaluation has not ended after {most} decisions"
-        f"{', and its environment has no time limit' if most < MAX_DECISIONS else ''}; {len(found)} of {left.sum()} episodes "
+        f"an episode of the evaluation has not ended after {limit} decisions"
+        f"{', and its environment has no time limit' if limit < MAX_DECISIONS else ''}; {len(rows)} of {quota.sum()} episodes "
         "did; set env.eval.max_episode_steps=N"
     )
 
@@ -326,14 +328,14 @@ def _episode_row(episode: dict[str, Any], slot: int) -> dict[str, float]:
 
 
 def summarize(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """The statistics of an evaluation.
+    """Returns the statistics of an evaluation.
 
     The interval of the mean return is Student's, those of the success rates are Wilson's.
     """
     values = np.asarray([row["return"] for row in rows], np.float64)
     mean, count = float(values.mean()), len(values)
     std = float(values.std(ddof=1)) if count > 1 else 0.0
-    found: dict[str, Any] = {
+    statistics: dict[str, Any] = {
         "return_mean": mean,
         "return_std": std,
         "return_min": float(values.min()),
@@ -345,6 +347,6 @@ def summarize(rows: list[dict[str, float]]) -> dict[str, Any]:
     for name in ("success_once", "success_at_end"):
         reached = [row[name] for row in rows if name in row]
         if len(reached) == count:
-            found[name] = float(np.mean(reached))
-            found[f"{name}_ci95"] = list(wilson(sum(reached), count))
-    return found
+            statistics[name] = float(np.mean(reached))
+            statistics[f"{name}_ci95"] = list(wilson(sum(reached), count))
+    return statistics

@@ -1,4 +1,4 @@
-"""`rlhpc eval`: a checkpoint's policy in its environment, offline and in one process, from the checkpoint alone."""
+"""Offline evaluation of a checkpoint's policy by `rlhpc eval`: in one process, from the checkpoint alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from rlhpc.runtime.trust import Trust, without_variables
 
 
 class ExpertPolicy:
-    """A function `obs [N, ...] -> actions [N, A]` instead of a policy; it has no noise and no values."""
+    """Expert function `obs [N, ...] -> actions [N, A]` with the interface of a policy; it has no noise and no values."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
@@ -45,20 +45,22 @@ class ExpertPolicy:
     def predict_action_batch(
         self, obs: Any, mode: str = "eval", noise: Any = None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Actions `[N, 1, A]`."""
+        """Returns actions `[N, 1, A]`."""
         del mode, noise
-        seen = {name: part.cpu().numpy() for name, part in obs.items()} if isinstance(obs, dict) else obs.cpu().numpy()
-        actions = np.asarray(self._function(seen))
+        arrays = (
+            {name: part.cpu().numpy() for name, part in obs.items()} if isinstance(obs, dict) else obs.cpu().numpy()
+        )
+        actions = np.asarray(self._function(arrays))
         return torch.from_numpy(actions.reshape(len(actions), 1, -1)), {}
 
 
 def load_actor(source: str, key: str, trust: Trust | None = None) -> Any:
-    """What acts: an expert given as `module:function`, or the policy of a checkpoint, export folder or run folder.
+    """Loads an expert from `module:function`, or the policy of a checkpoint, export folder or run folder.
 
     Args:
-        source: As the user gives it.
-        key: What messages call it.
-        trust: What a folder may name of code.
+        source: Source as the user writes it.
+        key: Name of the option in messages.
+        trust: Trust in code that a folder names.
 
     Raises:
         ConfigError, CheckpointError: It cannot be loaded.
@@ -71,54 +73,55 @@ def load_actor(source: str, key: str, trust: Trust | None = None) -> Any:
     return load_exported(folder, trust=trust)
 
 
-#: Pictures of one film at most.
+#: Maximum number of pictures of a film.
 MAX_FRAMES = 1500
 
 
 class Film(Watch):
-    """Takes a picture of each slot before each of its steps; a slot that has ended keeps its last one, framed.
+    """Film with a picture of each slot before each of its steps; a slot whose episode has ended keeps its last picture,
+    framed.
 
     Args:
         env: A vector environment.
-        episodes: How many slots are shown.
+        episodes: Number of slots that are shown.
     """
 
     def __init__(self, env: VectorEnv, episodes: int) -> None:
         self._env, self._slots = env, list(range(min(episodes, env.num_envs)))
-        self._ended: dict[int, np.ndarray] = {}
-        self._now: np.ndarray | None = None
+        self._last_pictures: dict[int, np.ndarray] = {}
+        self._pictures: np.ndarray | None = None
         self.frames: list[np.ndarray] = []
         self.available = True
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
-        """See `Watch`."""
-        if not self.available or len(self._ended) == len(self._slots) or len(self.frames) >= MAX_FRAMES:
+        """Renders the slots (`Watch.before`)."""
+        if not self.available or len(self._last_pictures) == len(self._slots) or len(self.frames) >= MAX_FRAMES:
             return
-        seen = self._env.render(self._slots)
-        self.available = seen is not None
-        if seen is None:
+        rendered = self._env.render(self._slots)
+        self.available = rendered is not None
+        if rendered is None:
             return
-        self._now = shrink(np.asarray(seen))
-        shown = [self._ended.get(slot, self._now[i]) for i, slot in enumerate(self._slots)]
-        self.frames.append(tile(np.stack(shown)))
+        self._pictures = shrink(np.asarray(rendered))
+        tiles = [self._last_pictures.get(slot, self._pictures[i]) for i, slot in enumerate(self._slots)]
+        self.frames.append(tile(np.stack(tiles)))
 
     def after(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """See `Watch`."""
+        """Frames the last pictures of episodes that ended (`Watch.after`)."""
         episode = infos.get("episode", {})
         success = next((episode[name] for name in ("success_once", "success") if name in episode), None)
-        ended = (terminations | truncations) & ~env_failed(infos, len(slots))
+        has_ended = (terminations | truncations) & ~env_failed(infos, len(slots))
         for i, slot in enumerate(self._slots):
-            if self._now is not None and slot not in self._ended and ended[slot]:
-                self._ended[slot] = framed(self._now[i], success is not None and bool(success[slot]))
+            if self._pictures is not None and slot not in self._last_pictures and has_ended[slot]:
+                self._last_pictures[slot] = framed(self._pictures[i], success is not None and bool(success[slot]))
 
     def write(self, path: Path, fps: int) -> None:
         """Writes the film as an mp4 file; its last picture stays for half a second."""
-        if self._now is None:
+        if self._pictures is None:
             return
-        last = tile(np.stack([self._ended.get(slot, self._now[i]) for i, slot in enumerate(self._slots)]))
+        last = tile(np.stack([self._last_pictures.get(slot, self._pictures[i]) for i, slot in enumerate(self._slots)]))
         write_video(path, [*self.frames, *[last] * max(1, fps // 2)], fps)
 
 
@@ -131,18 +134,18 @@ def evaluate_checkpoint(
     output: str | Path | None = None,
     trust_code: bool = False,
 ) -> dict[str, Any]:
-    """Evaluates with deterministic actions, a fixed number of episodes per slot.
+    """Evaluates a checkpoint with deterministic actions, a fixed number of episodes per slot.
 
     Args:
         checkpoint: A `global_step_<N>` folder of any run, on any machine.
-        cfg: Takes the place of the checkpoint's own config.yaml: section `env.eval`, and `runner.seed`.
+        cfg: Replaces the checkpoint's config.yaml: section `env.eval`, and `runner.seed`.
         suite: Name of the evaluation.
         episodes: Default `env.eval.num_episodes`.
         output: JSON file to write, atomically.
-        trust_code: Import what the checkpoint names as `module:Class`, also where `cfg` does not name it.
+        trust_code: Import code that the checkpoint names as `module:Class`, also if `cfg` does not name it.
 
     Returns:
-        See `evaluate_policy`; besides suite, global_step and checkpoint.
+        See `evaluate_policy`; also suite, global_step and checkpoint.
 
     Raises:
         CheckpointError: The checkpoint has faults.
@@ -160,16 +163,16 @@ def evaluate_checkpoint(
         return films[0]
 
     # A checkpoint of an older version has no such key in its configuration.
-    shown = film if output is not None and mapping(side).get("video_episodes", 0) else None
-    wanted = side.num_episodes if episodes is None else episodes
-    begun = time.perf_counter()
+    build_film = film if output is not None and mapping(side).get("video_episodes", 0) else None
+    num_episodes = side.num_episodes if episodes is None else episodes
+    start = time.perf_counter()
     try:
-        with ProgressBar(wanted, name="eval", unit="episode") as bar:
+        with ProgressBar(num_episodes, name="eval", unit="episode") as bar:
 
-            def told(done: int, steps: int) -> None:
-                bar.update(done, {"time/env_steps_per_s": steps / (time.perf_counter() - begun)})
+            def update_bar(done: int, steps: int) -> None:
+                bar.update(done, {"time/env_steps_per_s": steps / (time.perf_counter() - start)})
 
-            result = evaluate_policy(policy, side, seed=seed, episodes=episodes, watch=shown, told=told)
+            result = evaluate_policy(policy, side, seed=seed, episodes=episodes, watch=build_film, told=update_bar)
     except RuntimeError as error:
         raise ConfigError(f"env.eval.env_id={cfg.env.eval.env_id} does not fit {folder}'s policy: {error}") from error
     result |= {"suite": suite, "global_step": int(read_manifest(folder)["global_step"]), "checkpoint": str(folder)}
@@ -185,7 +188,7 @@ def evaluate_checkpoint(
 
 
 def write_result(output: Path, result: dict[str, Any]) -> None:
-    """Writes what an evaluation found as JSON, atomically.
+    """Writes an evaluation's result as JSON, atomically.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -218,10 +221,10 @@ def record_episodes(
         cfg: Configuration.
         output, episodes, only_success, mode: See `record`.
         seed: Used instead of `runner.seed`.
-        teacher: Its actions are written instead of those played; given as `source` is.
-        intervene: Who watches and takes over, see `find_intervention`.
+        teacher: Policy whose actions are written instead of those played; same forms as `source`.
+        intervene: Source of interventions, see `find_intervention`.
         only_taken, options: See `record`.
-        trust_code: Import what a checkpoint or export names as `module:Class`, also where `cfg` does not name it.
+        trust_code: Import code that a checkpoint or export names as `module:Class`, also if `cfg` does not name it.
 
     Returns:
         See `record`.
@@ -234,13 +237,13 @@ def record_episodes(
     origin |= {} if intervene is None else {"intervene": intervene}
     if teacher is not None and intervene is not None:
         raise ConfigError("--teacher and --intervene: either the one labels what is played, or the other acts")
-    watched = None if intervene is None else find_intervention(intervene)
+    intervention = None if intervene is None else find_intervention(intervene)
     kind = "dagger" if teacher is not None else "scripted" if isinstance(actor, ExpertPolicy) else "rl"
-    kind = kind if watched is None else "human"
+    kind = kind if intervention is None else "human"
     try:
         return record(
             actor, cfg.env.eval, output, episodes=episodes, seed=seed, only_success=only_success, mode=mode,
-            teacher=labels, intervention=watched, only_taken=only_taken, source_type=kind,
+            teacher=labels, intervention=intervention, only_taken=only_taken, source_type=kind,
             source_desc=source, extra={"rlhpc": origin}, options=options,
         )  # fmt: skip
     except RuntimeError as error:
@@ -271,7 +274,7 @@ def load_policy(folder: Path, trust: Trust) -> Any:
 
     Args:
         folder: A `global_step_<N>` folder.
-        trust: Which code it may name.
+        trust: Trust in code that the checkpoint names.
 
     Raises:
         CheckpointError: The checkpoint has faults.

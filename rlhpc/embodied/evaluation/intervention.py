@@ -1,4 +1,6 @@
-"""Somebody watches a policy play and takes over where it goes wrong: human-gated DAgger (Kelly et al. 2019)."""
+"""Interventions: a person or a script watches a policy play and takes over when it fails (human-gated DAgger, Kelly et al.
+2019).
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ from rlhpc.runtime.plugins import Registry, load_attribute
 
 
 class Intervention(ABC):
-    """Watches a policy play, and decides at every step who acts.
+    """Observer of a policy that decides at every step who acts.
 
     Attributes:
-        one_slot: Can watch a single slot only.
-        needs_pictures: Wants to see the first slot.
+        one_slot: True if it can watch a single slot only.
+        needs_pictures: True if it needs pictures of the first slot.
     """
 
     one_slot = False
@@ -34,22 +36,22 @@ class Intervention(ABC):
 
     @abstractmethod
     def act(self, obs: Any, actions: np.ndarray, picture: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """What is done in this step.
+        """Chooses the actions of this step.
 
         Args:
             obs: An array `[N, ...]`, or a dict of them.
-            actions: What the policy would do, `[N, dim]`.
-            picture: Of the first slot, uint8 `[H, W, 3]`, if `needs_pictures` and the environment can be drawn.
+            actions: The policy's actions, `[N, dim]`.
+            picture: Picture of the first slot, uint8 `[H, W, 3]`, if `needs_pictures` and the environment can be rendered.
 
         Returns:
-            Actions `[N, dim]`, and in which slots they are not the policy's, bool `[N]`.
+            Actions `[N, dim]`, and the slots in which they are not the policy's, bool `[N]`.
         """
 
     def ended(self, slots: np.ndarray) -> None:  # noqa: B027 (most need not know)
-        """Episodes ended in these slots, bool `[N]`."""
+        """Handles the end of episodes in these slots, bool `[N]`."""
 
     def close(self) -> None:  # noqa: B027 (most have nothing to free)
-        """Nothing more is watched."""
+        """Frees resources at the end."""
 
 
 INTERVENTIONS: Registry[Any] = Registry(
@@ -64,40 +66,40 @@ register_intervention = INTERVENTIONS.register
 
 
 def named_intervention(text: str) -> tuple[str, Any, dict[str, Any]]:
-    """What a name, or a mapping of it to settings, as in `{scripted: {expert: module:function}}`, is about.
+    """Parses a name, or a mapping of a name to settings, as in `{scripted: {expert: module:function}}`.
 
     Returns:
-        The name, what is called with the settings, and these.
+        The name, the factory that is called with the settings, and the settings.
 
     Raises:
-        ConfigError: It is unknown.
+        ConfigError: The name is unknown.
     """
     try:
-        given = read_yaml(text)
+        content = read_yaml(text)
     except Exception as error:  # whatever the YAML parser has against it
         raise ConfigError(
             f"--intervene is {text!r}, which is no name and no mapping of one to settings: {error}"
         ) from None
-    name, settings = entry(given, "--intervene")
+    name, settings = entry(content, "--intervene")
     return name, INTERVENTIONS.find(name), settings
 
 
 def find_intervention(text: str) -> Intervention:
-    """Who takes over, from what `named_intervention` takes; a person gets a window.
+    """Builds the intervention from a text that `named_intervention` parses; a person gets a window.
 
     Raises:
-        ConfigError: It is unknown, or refuses its settings.
+        ConfigError: It is unknown, or rejects its settings.
     """
     name, factory, settings = named_intervention(text)
     try:
-        found: Intervention = factory(**settings)
+        intervention: Intervention = factory(**settings)
     except TypeError as error:
         raise ConfigError(f"--intervene is {name!r}, which refuses {settings}: {error}") from None
-    return found
+    return intervention
 
 
 def require_single(chunk: int) -> None:
-    """Refuses a policy that acts in chunks."""
+    """Raises an error for a policy that acts in chunks."""
     if chunk != 1:
         raise ConfigError(
             f"the policy acts in chunks of {chunk} (actor.model.num_action_chunks); people take over between single actions: "
@@ -106,15 +108,15 @@ def require_single(chunk: int) -> None:
 
 
 class Gated:
-    """A policy whose actions somebody may replace.
+    """Policy whose actions an intervention may replace.
 
     Args:
-        policy: Acts, one action at a time.
-        intervention: Watches.
-        env: What it acts in.
+        policy: Policy of single actions.
+        intervention: Observer that may take over.
+        env: Environment in which the policy acts.
 
     Attributes:
-        taken: In which slots the last actions were not the policy's, bool `[N]`.
+        taken: Slots in which the last actions were not the policy's, bool `[N]`.
     """
 
     def __init__(self, policy: Any, intervention: Intervention, env: VectorEnv) -> None:
@@ -126,13 +128,13 @@ class Gated:
     def predict_action_batch(
         self, obs: Any, mode: str = "eval", noise: Any = None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Actions `[N, 1, dim]`, as a policy's."""
-        actions, rest = self._policy.predict_action_batch(obs, mode=mode, noise=noise)
+        """Returns actions `[N, 1, dim]`, like a policy."""
+        actions, extras = self._policy.predict_action_batch(obs, mode=mode, noise=noise)
         require_single(actions.shape[1])
         pictures = self._env.render([0]) if self.intervention.needs_pictures else None
         picture = None if pictures is None else pictures[0]
         chosen, self.taken = self.intervention.act(as_arrays(obs), actions[:, 0].cpu().numpy(), picture)
-        return torch.from_numpy(np.asarray(chosen))[:, None], rest
+        return torch.from_numpy(np.asarray(chosen))[:, None], extras
 
 
 __all__ = ["INTERVENTIONS", "Gated", "Intervention", "find_intervention", "named_intervention", "register_intervention"]
@@ -140,26 +142,26 @@ __all__ = ["INTERVENTIONS", "Gated", "Intervention", "find_intervention", "named
 
 log = logging.getLogger(__name__)
 
-#: What a key, a button or a stick does: the number of the action that it moves, and by how much.
+#: Effect of a key, a button or a stick: the index of the action component, and its change.
 Move = Sequence[float]
 _KEYS = {"up": (0, 1.0), "down": (0, -1.0), "left": (1, 1.0), "right": (1, -1.0),
          "w": (2, 1.0), "s": (2, -1.0), "c": (3, 1.0), "o": (3, -1.0)}  # fmt: skip
 _STICKS = {1: (0, -1.0), 0: (1, -1.0), 4: (2, -1.0)}
 _BUTTONS = {0: (3, 1.0), 1: (3, -1.0)}
-#: What a stick says that nobody touches.
+#: Largest deflection of a stick at rest.
 _DEAD = 0.1
-#: Those of SDL that show nothing.
+#: SDL drivers without a visible window.
 _BLIND = ("dummy", "offscreen")
-#: Environment variables, one of which says where to open a window, on Linux.
+#: Environment variables, one of which names the display on Linux.
 _SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
 _SCREEN = "a person needs one: log in with it (ssh -X), or take scripted"
 
 
 class Person(Intervention):
-    """A window, the pace of a person, and whether the person has the control.
+    """Window and pace of a person, who may take control.
 
     Args:
-        hz: Steps a second, at most.
+        hz: Maximum number of steps per second.
         size: Pixels of the window's side.
     """
 
@@ -172,7 +174,7 @@ class Person(Intervention):
         if hz <= 0 or size < 1:
             raise ConfigError(f"--intervene: hz is {hz} and size {size}; both must be above 0")
         self._pygame, self._period, self._next = pygame, 1.0 / hz, 0.0
-        # SDL would try every driver that it has, and some of their libraries abort the process where there is no screen.
+        # SDL would try all its drivers, and the libraries of some abort the process if there is no screen.
         if sys.platform == "linux" and not any(os.environ.get(name) for name in _SCREENS):
             raise ConfigError(f"--intervene: there is no screen (DISPLAY is not set); {_SCREEN}")
         try:
@@ -186,14 +188,14 @@ class Person(Intervention):
 
     @abstractmethod
     def hear(self, event: Any) -> None:
-        """Takes in a key, a button or a stick."""
+        """Handles an event of a key, a button or a stick."""
 
     @abstractmethod
     def moves(self) -> list[tuple[int, float]]:
-        """What the person does now: numbers of the action, and by how much."""
+        """Returns the person's present moves: indices of action components, and their changes."""
 
     def act(self, obs: Any, actions: np.ndarray, picture: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """What is done in this step (`Intervention.act`)."""
+        """Chooses the actions of this step (`Intervention.act`)."""
         del obs
         self._show(picture)
         time.sleep(max(0.0, self._next - time.monotonic()))
@@ -224,11 +226,11 @@ class Person(Intervention):
 
 
 class Keyboard(Person):
-    """Keys that move while they are held, and one that takes the control and gives it back.
+    """Keyboard: keys that move while they are pressed, and one key that takes and returns control.
 
     Args:
-        keys: Name of a key, as pygame has them → number of the action, and by how much.
-        take: The one for the control.
+        keys: Name of a key in pygame → index of the action component, and its change.
+        take: Key for the control.
         hz, size: See `Person`.
     """
 
@@ -248,7 +250,7 @@ class Keyboard(Person):
         self._held: set[int] = set()
 
     def hear(self, event: Any) -> None:
-        """See `Person.hear`."""
+        """Handles a key (`Person.hear`)."""
         if event.type == self._pygame.KEYDOWN:
             self._held.add(event.key)
             self.in_control ^= event.key == self._take
@@ -256,17 +258,17 @@ class Keyboard(Person):
             self._held.discard(event.key)
 
     def moves(self) -> list[tuple[int, float]]:
-        """See `Person.moves`."""
+        """Returns the moves of the pressed keys (`Person.moves`)."""
         return [move for key, move in self._keys.items() if key in self._held]
 
 
 class Gamepad(Person):
-    """Sticks and buttons that move, and a button that has the control while it is held.
+    """Gamepad: sticks and buttons that move, and a button that gives control while it is pressed.
 
     Args:
-        sticks: Number of an axis → number of the action, and by how much at its end.
-        buttons: Number of a button → number of the action, and by how much.
-        take: The button for the control.
+        sticks: Number of an axis → index of the action component, and its change at the axis's end.
+        buttons: Number of a button → index of the action component, and its change.
+        take: Button for the control.
         hz, size: See `Person`.
     """
 
@@ -280,14 +282,14 @@ class Gamepad(Person):
             log.warning("no gamepad is attached; the policy leads until one is")
         self._sticks = {int(axis): (int(move[0]), float(move[1])) for axis, move in sticks.items()}
         self._buttons = {int(button): (int(move[0]), float(move[1])) for button, move in buttons.items()}
-        self._take, self._at, self._held = take, dict.fromkeys(self._sticks, 0.0), set[int]()
+        self._take, self._deflections, self._held = take, dict.fromkeys(self._sticks, 0.0), set[int]()
 
     def hear(self, event: Any) -> None:
-        """See `Person.hear`."""
+        """Handles a stick or a button (`Person.hear`)."""
         if event.type == self._pygame.JOYDEVICEADDED:
             self._devices.append(self._pygame.joystick.Joystick(event.device_index))
-        elif event.type == self._pygame.JOYAXISMOTION and event.axis in self._at:
-            self._at[event.axis] = event.value if abs(event.value) > _DEAD else 0.0
+        elif event.type == self._pygame.JOYAXISMOTION and event.axis in self._deflections:
+            self._deflections[event.axis] = event.value if abs(event.value) > _DEAD else 0.0
         elif event.type == self._pygame.JOYBUTTONDOWN:
             self._held.add(event.button)
         elif event.type == self._pygame.JOYBUTTONUP:
@@ -295,19 +297,20 @@ class Gamepad(Person):
         self.in_control = self._take in self._held
 
     def moves(self) -> list[tuple[int, float]]:
-        """See `Person.moves`."""
-        sticks = [(number, by * self._at[axis]) for axis, (number, by) in self._sticks.items()]
+        """Returns the moves of sticks and pressed buttons (`Person.moves`)."""
+        sticks = [(number, by * self._deflections[axis]) for axis, (number, by) in self._sticks.items()]
         return sticks + [move for button, move in self._buttons.items() if button in self._held]
 
 
 class Scripted(Intervention):
-    """Watches as a person does: lets small differences pass, reacts late, and leads for a while.
+    """Scripted intervention that imitates a person: it tolerates small differences, reacts with a delay, and keeps control for
+    a while.
 
     Args:
         expert: `obs [N, ...] -> actions [N, dim]`, as `module:function`.
-        apart: How far, in any number of an action, the policy may be from the expert.
-        patience: Steps in a row for which it must be farther, before the expert takes over.
-        hold: Steps that the expert leads at least; then until the policy is near again.
+        apart: Largest tolerated difference of an action component between policy and expert.
+        patience: Consecutive steps with a larger difference before the expert takes over.
+        hold: Minimum steps of the expert's control; it then continues until the policy is close again.
     """
 
     def __init__(self, expert: str, apart: float = 0.5, patience: int = 3, hold: int = 10) -> None:
@@ -317,21 +320,29 @@ class Scripted(Intervention):
             )
         self._expert = load_attribute(expert, "--intervene scripted.expert")
         self._apart, self._patience, self._hold = apart, patience, hold
-        self._strayed = self._led = np.zeros(0, np.int64)
+        self._steps_apart = self._steps_in_control = np.zeros(0, np.int64)
 
     def act(self, obs: Any, actions: np.ndarray, picture: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """What is done in this step (`Intervention.act`)."""
+        """Chooses the actions of this step (`Intervention.act`)."""
         del picture
-        if len(self._led) != len(actions):
-            self._strayed, self._led = np.zeros(len(actions), np.int64), np.zeros(len(actions), np.int64)
-        wanted = np.asarray(self._expert(obs), actions.dtype).reshape(actions.shape)
-        far = np.abs(wanted - actions).max(1) > self._apart
-        self._strayed = np.where(far, self._strayed + 1, 0)
-        leading = self._led > 0
-        leads = np.where(leading, far | (self._led < self._hold), self._strayed >= self._patience)
-        self._led = np.where(leads, self._led + 1, 0)
-        return np.where(leads[:, None], wanted, actions), leads
+        if len(self._steps_in_control) != len(actions):
+            self._steps_apart, self._steps_in_control = (
+                np.zeros(len(actions), np.int64),
+                np.zeros(len(actions), np.int64),
+            )
+        expert_actions = np.asarray(self._expert(obs), actions.dtype).reshape(actions.shape)
+        far = np.abs(expert_actions - actions).max(1) > self._apart
+        self._steps_apart = np.where(far, self._steps_apart + 1, 0)
+        was_in_control = self._steps_in_control > 0
+        in_control = np.where(
+            was_in_control, far | (self._steps_in_control < self._hold), self._steps_apart >= self._patience
+        )
+        self._steps_in_control = np.where(in_control, self._steps_in_control + 1, 0)
+        return np.where(in_control[:, None], expert_actions, actions), in_control
 
     def ended(self, slots: np.ndarray) -> None:
-        """See `Intervention.ended`."""
-        self._strayed, self._led = np.where(slots, 0, self._strayed), np.where(slots, 0, self._led)
+        """Resets the counters of slots whose episode ended (`Intervention.ended`)."""
+        self._steps_apart, self._steps_in_control = (
+            np.where(slots, 0, self._steps_apart),
+            np.where(slots, 0, self._steps_in_control),
+        )

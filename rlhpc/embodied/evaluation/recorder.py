@@ -1,4 +1,4 @@
-"""Recording of episodes: who acts, and what of each slot is kept until its episode ends."""
+"""Recorder of episodes: collects each slot's steps until its episode ends, and writes trajectories."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from rlhpc.embodied.evaluation.intervention import Gated, Intervention
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
-#: Episodes played for each one that is wanted, before `only_success` gives up.
+#: Episodes played per requested episode before `only_success` gives up.
 MAX_ATTEMPTS = 20
 
 
 class EpisodeRecorder(Watch):
-    """Collects what `play` shows it and writes whole episodes.
+    """Observer of `play` that writes complete episodes.
 
     Args:
-        writer: Takes the episodes.
+        writer: Writer of the episodes.
         env: The environment.
         only_success: Leave out episodes that never succeeded.
-        wanted: How many to write.
-        teacher: Its actions are written instead of those played (DAgger), without rewards, which belong to the actions
-            played.
-        gated: Knows who acted, where somebody may take over.
+        wanted: Number of episodes to write.
+        teacher: Policy whose actions are written instead of those played (DAgger), without rewards, which belong to the
+            actions played.
+        gated: Policy with interventions, which reports who acted.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class EpisodeRecorder(Watch):
         self.success_known = False
 
     def forget(self) -> None:
-        """Drops the episodes under way, which will not be finished."""
+        """Drops the unfinished episodes, which will not continue."""
         self._open = [[] for _ in self._open]
 
     @property
     def missing(self) -> int:
-        """Episodes that are still to be played."""
+        """Number of episodes that must still be played."""
         return self._wanted - len(self._writer)
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
-        """See `Watch`."""
+        """Stores observation and actions of the step (`Watch.before`)."""
         if actions.shape[1] != 1:
             raise ConfigError(
                 f"the policy acts in chunks of {actions.shape[1]} (actor.model.num_action_chunks); episodes of single actions "
@@ -85,7 +85,7 @@ class EpisodeRecorder(Watch):
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """See `Watch`. An episode that is lost with its simulator or robot is not recorded."""
+        """Stores the step's result (`Watch.after`). An episode that is lost with its simulator or robot is not recorded."""
         failed = env_failed(infos, len(slots))
         for slot in np.flatnonzero(slots).tolist():
             if failed[slot]:
@@ -105,8 +105,8 @@ class EpisodeRecorder(Watch):
         steps, self._open[slot] = self._open[slot], []
         self.played += 1
         episode = infos.get("episode", {})
-        said = [step.get("success") for step in steps]  # some say it at the end only
-        success = None if said[-1] is None else np.array([bool(each) for each in said])
+        flags = [step.get("success") for step in steps]  # some say it at the end only
+        success = None if flags[-1] is None else np.array([bool(each) for each in flags])
         at_end = next((episode[name] for name in ("success_at_end", "success") if name in episode), None)
         if success is None and at_end is not None:
             success = np.zeros(len(steps), bool)
@@ -129,13 +129,13 @@ class EpisodeRecorder(Watch):
 
 
 class TakenRecorder(EpisodeRecorder):
-    """Writes what was done by somebody who took over, and nothing else: each time an episode of its own, cut where the policy
-    has the control again.
+    """Observer of `play` that writes only interventions, each as a separate episode that ends when the policy has control
+    again.
 
     Args:
-        writer, env: As `EpisodeRecorder`'s.
-        wanted: Episodes to watch, however often somebody takes over.
-        gated: Knows who acted.
+        writer, env: As in `EpisodeRecorder`.
+        wanted: Number of episodes to watch, regardless of the number of interventions.
+        gated: Policy with interventions, which reports who acted.
     """
 
     def __init__(self, writer: EpisodeWriter, env: VectorEnv, *, wanted: int, gated: Gated) -> None:
@@ -145,14 +145,16 @@ class TakenRecorder(EpisodeRecorder):
 
     @property
     def missing(self) -> int:
-        """See `EpisodeRecorder.missing`."""
+        """Number of episodes that must still be watched."""
         return self._wanted - self.played
 
     def after(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """See `Watch`. A step that is lost with its simulator or robot is not recorded; those before it are."""
+        """Stores the steps of interventions (`Watch.after`). A step that is lost with its simulator or robot is left out; the
+        steps before it are written.
+        """
         done, failed = terminations | truncations, env_failed(infos, len(slots))
         intervened = self._gated.taken & ~failed
         for slot in np.flatnonzero(slots).tolist():
@@ -209,32 +211,34 @@ def record(
         actor: A policy, or an `ExpertPolicy`.
         env_cfg: Section `env.eval`.
         output: The `.h5` file, or the folder of a LeRobot dataset.
-        episodes: How many to write.
-        seed: Of the run, see `eval_seed`.
+        episodes: Number of episodes to write.
+        seed: Seed of the run, see `eval_seed`.
         only_success: Write only episodes that succeeded, and play until there are enough.
         mode: "eval" takes the most likely action, "train" samples.
         teacher: See `EpisodeRecorder`.
-        intervention: Watches, and may act in the actor's place.
-        only_taken: Write what it did, and nothing else; `episodes` are then those that are watched (`TakenRecorder`).
-        source_type, source_desc, extra: See `TrajectoryWriter`; LeRobot's format has no place for them.
-        options: In which format; ManiSkill's HDF5 by default.
+        intervention: Observer that may act instead of the actor.
+        only_taken: Write only interventions; `episodes` then counts the watched episodes (`TakenRecorder`).
+        source_type, source_desc, extra: See `TrajectoryWriter`; LeRobot's format does not store them.
+        options: Format of the output; ManiSkill's HDF5 by default.
 
     Returns:
-        episodes (written), played, steps, return_mean (of all played), and success_once of the played where it is known; with
+        episodes (written), played, steps, return_mean (of all played), and success_once of the played if it is known; with
         `only_taken` also taken_steps.
 
     Raises:
-        ConfigError: Success is asked for and not known, or too rare.
+        ConfigError: Success is required but unknown, or too rare.
     """
     if is_late(env_cfg):
         raise ConfigError(
             "env.eval.real_time_chunking.inference_delay: what is recorded is played by a simulator that waits; take it out"
         )
     slots, seed = min(env_cfg.num_envs, episodes), eval_seed(env_cfg, seed)
-    # States of a simulator are asked for in its own process, where it can be in this one.
-    apart = env_cfg.simulator_python is not None or moves_hardware(ENVS.find(env_cfg.env_type))
+    # Simulator states are read in the simulator's process, so it runs in this process if possible.
+    separate_process = env_cfg.simulator_python is not None or moves_hardware(ENVS.find(env_cfg.env_type))
     side = changed(env_cfg, "num_envs", slots)
-    env = make_env(side if apart else changed(side, "simulators", 0), slots, slot_offset=0, seed=seed, stage="eval")
+    env = make_env(
+        side if separate_process else changed(side, "simulators", 0), slots, slot_offset=0, seed=seed, stage="eval"
+    )
     env.keep_states = True
     kwargs = dict((env_cfg.kwargs or {}) if env.record_kwargs is None else env.record_kwargs)
     limit = (env_cfg.max_episode_steps if env.max_episode_steps is None else env.max_episode_steps) or None

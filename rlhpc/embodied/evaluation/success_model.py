@@ -1,4 +1,6 @@
-"""`rlhpc eval` of a model of success: what it says of recorded episodes, beside what the simulator said."""
+"""Evaluation of a success model by `rlhpc eval`: its predictions for recorded episodes, compared with the simulator's
+labels.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,17 @@ from rlhpc.runtime.trust import Trust
 
 
 def evaluate_judge(cfg: BcConfig, checkpoint: Path, suite: str, episodes: int | None, output: Path | None) -> str:
-    """Judges every step of the episodes that `demos.holdout` held out, or of all where none were.
+    """Evaluates the model on every step of the episodes that `demos.holdout` held out, or of all episodes without a holdout.
 
     Args:
         cfg: Configuration.
-        checkpoint: Of the model.
+        checkpoint: Checkpoint of the model.
         suite: Name of the evaluation.
-        episodes: At most so many.
+        episodes: Maximum number of episodes.
         output: JSON file to write, atomically.
 
     Returns:
-        A line that says how often it was right.
+        A line of text with the model's accuracy.
 
     Raises:
         CheckpointError: The checkpoint has faults.
@@ -39,39 +41,39 @@ def evaluate_judge(cfg: BcConfig, checkpoint: Path, suite: str, episodes: int | 
     """
     require_valid(checkpoint, hint="or evaluate another checkpoint")
     model, trajectories = load_policy(checkpoint, Trust()), list(read_demos(cfg))
-    aside = held_out_of(len(trajectories), cfg)
-    chosen = [each for number, each in enumerate(trajectories) if number in aside or not aside][:episodes]
-    found = judged(model, chosen) | {
-        "suite": suite, "episodes": len(chosen), "held_out": bool(aside), "checkpoint": str(checkpoint),
+    held_out = held_out_of(len(trajectories), cfg)
+    chosen = [each for number, each in enumerate(trajectories) if number in held_out or not held_out][:episodes]
+    result = judged(model, chosen) | {
+        "suite": suite, "episodes": len(chosen), "held_out": bool(held_out), "checkpoint": str(checkpoint),
         "global_step": int(read_manifest(checkpoint)["global_step"]),
     }  # fmt: skip
     if output is not None:
-        write_result(output, found)
-    which = "held-out" if aside else "trained-on"
+        write_result(output, result)
+    which = "held-out" if held_out else "trained-on"
     return (
-        f"{found['accuracy']:.1%} of {found['steps']} steps of {len(chosen)} {which} episodes judged rightly; of "
-        f"{found['successes']} steps with success {found['recall']:.1%}, of the others {found['specificity']:.1%}"
+        f"{result['accuracy']:.1%} of {result['steps']} steps of {len(chosen)} {which} episodes judged rightly; of "
+        f"{result['successes']} steps with success {result['recall']:.1%}, of the others {result['specificity']:.1%}"
     )
 
 
 @torch.no_grad()
 def judged(model: Policy, trajectories: list[Trajectory]) -> dict[str, Any]:
-    """How often a probability above one half agrees with the simulator's word on what a step led to.
+    """Compares predictions (probability above one half) with the simulator's success label of each step.
 
     Returns:
-        steps, successes (steps with success), accuracy, recall (of those), specificity (of the others; each 1 where there are
-        none).
+        steps, successes (steps with success), accuracy, recall (of those), specificity (of the others); each 1 if there are
+        no such steps.
     """
     device = torch.device("cpu")
-    right, true = np.zeros(0, bool), np.zeros(0, bool)
+    correct, labels = np.zeros(0, bool), np.zeros(0, bool)
     for each in trajectories:
-        said = model.value(to_tensors(take(each["obs"], slice(1, None)), device)).numpy() > 0.5
-        right, true = np.append(right, said == each["success"]), np.append(true, each["success"])
+        predicted = model.value(to_tensors(take(each["obs"], slice(1, None)), device)).numpy() > 0.5
+        correct, labels = np.append(correct, predicted == each["success"]), np.append(labels, each["success"])
 
     def part(mask: np.ndarray) -> float:
-        return float(right[mask].mean()) if mask.any() else 1.0
+        return float(correct[mask].mean()) if mask.any() else 1.0
 
     return {
-        "steps": len(true), "successes": int(true.sum()), "accuracy": part(np.ones(len(true), bool)),
-        "recall": part(true), "specificity": part(~true),
+        "steps": len(labels), "successes": int(labels.sum()), "accuracy": part(np.ones(len(labels), bool)),
+        "recall": part(labels), "specificity": part(~labels),
     }  # fmt: skip

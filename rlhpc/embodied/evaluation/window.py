@@ -1,4 +1,4 @@
-"""A trained policy to look at: in a window where there is a display, in a film elsewhere."""
+"""Display of a trained policy: in a window if a display is available, otherwise in a film."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.trust import Trust
 
-#: Episodes where the user does not say how many.
+#: Default number of episodes.
 _EPISODES = 4
 #: Shorter side of a window in pixels, at least.
 _SMALLEST = 480
 
 
 class _Closed(Exception):
-    """Somebody closed the window."""
+    """The user closed the window."""
 
 
 class EnvWindow(Watch):
-    """Shows slot 0 of an environment in a window, at the film's pace. Escape, q or the window's button ends it.
+    """Window that shows slot 0 of an environment, at the film's pace. Escape, q or the window's button ends it.
 
     Args:
         env: A vector environment.
         name: Title of the window.
-        fps: Pictures a second.
+        fps: Pictures per second.
 
     Attributes:
         available: Whether the environment renders pictures.
@@ -53,7 +53,7 @@ class EnvWindow(Watch):
         self.available = True
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
-        """See `Watch`."""
+        """Draws the present state (`Watch.before`)."""
         pictures = self._env.render([0]) if self.available else None
         self.available = pictures is not None
         if pictures is None:
@@ -64,7 +64,7 @@ class EnvWindow(Watch):
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """See `Watch`."""
+        """Updates return and episode number of the title (`Watch.after`)."""
         self._return += float(np.asarray(rewards)[0].sum())
         if bool(np.asarray(terminations)[0] | np.asarray(truncations)[0]):
             self._episode, self._return = self._episode + 1, 0.0
@@ -118,8 +118,8 @@ def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOp
         options: Options.
 
     Returns:
-        See `evaluate_policy`; besides video, the path of the film, where one was made. Empty where somebody closed the window
-        before the first episode ended.
+        See `evaluate_policy`; with a film also video, its path. Empty if the user closed the window before the first episode
+        ended.
 
     Raises:
         CheckpointError: The checkpoint has faults.

@@ -1,4 +1,4 @@
-"""What the report of a run with simulators shows."""
+"""Report of a run with simulators: charts, cards and tables."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ _SUCCESS = "train/success_once"
 
 
 def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
-    """Return (and success, where it is known) against env steps and against wall time, then losses, entropy, KL and what
-    else was logged. Of behaviour cloning: the loss."""
+    """Draws return (and success, if it is known) against env steps and wall time, then losses, entropy, KL and other logged
+    metrics. For behaviour cloning, it draws the loss.
+    """
     if not series(rows, "train/episode_return")[0] and series(rows, "train/demonstrations")[0]:
         return imitation_curves(rows)
     unit, seconds = time_unit(max(series(rows, "time/wall_s")[1], default=0.0))
@@ -66,18 +67,18 @@ def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
 
 
 def imitation_curves(rows: Rows) -> dict[str, str]:
-    """Loss of behaviour cloning against passes over the demonstrations and against wall time, and its evaluations."""
+    """Draws the loss of behaviour cloning against demonstrated steps and wall time, and its gradient norm."""
     unit, seconds = time_unit(max(series(rows, "time/wall_s")[1], default=0.0))
 
     def lines(against: str, scale: float = 1.0) -> list[Line]:
-        found = []
+        lines_with_data = []
         for color, (name, label) in enumerate(
             (("train/loss", "trained on"), ("train/holdout_loss", "held out")), start=1
         ):
             x, y = series(rows, name, against)
             if x:
-                found.append(Line(label, [value / scale for value in x], y, color=color, smooth=True))
-        return found
+                lines_with_data.append(Line(label, [value / scale for value in x], y, color=color, smooth=True))
+        return lines_with_data
 
     return {
         "loss": line_chart("Imitation loss", "demonstrated steps seen", "loss", lines("train/samples")),
@@ -100,7 +101,7 @@ def _steps_axis(rows: Rows) -> tuple[str, str]:
 
 
 def time_curves(rows: Rows) -> dict[str, str]:
-    """Env steps (of behaviour cloning: demonstrated steps) per second, and the stacked phases of a step."""
+    """Draws env steps (behaviour cloning: demonstrated steps) per second, and the stacked phases of a step."""
     cloning = bool(series(rows, "train/demonstrations")[0])
     rate, unit = ("samples", "demonstrated steps") if cloning else ("env_steps", "environment steps")
     phases = phase_columns(rows)
@@ -117,7 +118,7 @@ def time_curves(rows: Rows) -> dict[str, str]:
 
 
 def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
-    """Every readable eval/global_step_<N>/<suite>.json that has a mean return, with `suite`, `low` and `high` (95 %).
+    """Reads every valid eval/global_step_<N>/<suite>.json that has a mean return, with `suite`, `low` and `high` (95 %).
 
     Ordered by suite and step.
     """
@@ -128,13 +129,14 @@ def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
 
 
 def read_judged(paths: RunPaths) -> list[dict[str, Any]]:
-    """The evaluations of a model of success (`rlhpc.embodied.evaluation.success_model`), ordered by suite and step."""
+    """Reads the evaluations of a success model (`rlhpc.embodied.evaluation.success_model`), ordered by suite and step."""
     return typed_results(paths, "accuracy")
 
 
 def evaluation_curves(paths: RunPaths, rows: Rows, size: Size = CHART) -> dict[str, str]:
-    """Draws the success (where it is known) and the mean return of all evaluations, those in training and those of
-    checkpoints, with 95 % intervals; by file name."""
+    """Draws the success (if it is known) and the mean return of all evaluations, during training and of checkpoints, with 95 %
+    intervals; by file name.
+    """
     results = read_evaluations(paths)
     charts = {}
     for file, name, title, label in (
@@ -148,16 +150,16 @@ def evaluation_curves(paths: RunPaths, rows: Rows, size: Size = CHART) -> dict[s
 
 
 def all_curves(paths: RunPaths, rows: Rows, always: Container[str]) -> dict[str, str]:
-    """Every chart of the run by file name."""
+    """Draws every chart of the run; returns them by file name."""
     return {**learning_curves(rows, always), **evaluation_curves(paths, rows), **time_curves(rows)}
 
 
-#: Suites whose film the page shows.
+#: Maximum number of suites whose film the page shows.
 _MAX_VIDEOS = 6
 
 
 def parts(paths: RunPaths, rows: Sequence[Mapping[str, Any]], *, always: Container[str], linked: bool) -> Parts:
-    """See `Kind.parts`; `always` are the curves that are drawn whether something was logged or not."""
+    """Builds the parts of the report (`Kind.parts`); `always` names curves that are drawn even without data."""
     evaluations, judged = read_evaluations(paths), read_judged(paths)
     suite = judging_suite(paths, [*evaluations, *judged])
     evaluated: dict[int, str] = {}
@@ -165,8 +167,8 @@ def parts(paths: RunPaths, rows: Sequence[Mapping[str, Any]], *, always: Contain
         evaluated[result["global_step"]] = f"{result['accuracy']:.1%}"
     for result in of_suite(evaluations, suite):
         rate = result.get("success_once")
-        shown = f"{result['return_mean']:.1f}" if rate is None else f"{rate:.0%}, {result['return_mean']:.1f}"
-        evaluated.setdefault(result["global_step"], shown)
+        text = f"{result['return_mean']:.1f}" if rate is None else f"{rate:.0%}, {result['return_mean']:.1f}"
+        evaluated.setdefault(result["global_step"], text)
     return Parts(
         subject=_env_id(paths),
         cards=_key_figures(
@@ -198,7 +200,7 @@ def _key_figures(
     judged: Sequence[Mapping[str, Any]],
     suite: str,
 ) -> str:
-    """The cards at the head of the page, of the results of one suite."""
+    """Builds the cards at the head of the page, from the results of one suite."""
     best = max(evaluations, key=lambda r: (r.get("success_once") or 0.0, r["return_mean"]), default=None)
     last = max(evaluations, key=lambda result: result["global_step"], default=None)
     env_steps, wall, returned = (_last(rows, k) for k in ("rollout/env_steps", "time/wall_s", "train/episode_return"))
@@ -241,19 +243,21 @@ def _key_figures(
 
 
 def _robot(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How a robot kept its time."""
+    """Builds the card with a robot's timing."""
     latency = _last(rows, "env/robot_latency_ms_p50")
     if latency is None:
         return ""
     counts = {name: sum(series(rows, f"env/robot_{name}")[1]) for name in ("late", "dropped", "lost")}
-    told = ", ".join(f"{count:.0f} {name}" for name, count in counts.items())
-    return card("Robot", f"{latency:.1f} ms", f"to a command, median of the last step; {told} in all")
+    counts_text = ", ".join(f"{count:.0f} {name}" for name, count in counts.items())
+    return card("Robot", f"{latency:.1f} ms", f"to a command, median of the last step; {counts_text} in all")
 
 
 def _evaluation(
     paths: RunPaths, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], *, films: bool
 ) -> str:
-    """Charts of all evaluations, the most important first and wide, and a table of those of checkpoints."""
+    """Builds the charts of all evaluations, the most important one first and wide, and a table of the checkpoints'
+    evaluations.
+    """
     charts = evaluation_curves(paths, rows, TALL)
     first, *further = charts
     html = figures([charts[file] for file in further], lambda size: evaluation_curves(paths, rows, size)[first])
@@ -292,7 +296,7 @@ def _evaluation(
 
 
 def _judged(results: Sequence[Mapping[str, Any]]) -> str:
-    """What a model of success said rightly, of all steps, of those with success, and of the others."""
+    """Builds the table of a success model's accuracy on all steps, on those with success, and on the others."""
     figures_of = ("accuracy", "recall", "specificity")
     rows: list[list[Cell]] = [
         [
@@ -306,14 +310,14 @@ def _judged(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _rate(result: Mapping[str, Any], name: str) -> str:
-    """A share of the episodes, with its interval."""
+    """Formats a share of the episodes with its interval."""
     if not isinstance(result.get(name), (int, float)):
         return "–"
     return f"{result[name]:.1%}" + in_parentheses(result.get(f"{name}_ci95"), ".1%", to=" … ")
 
 
 def _videos(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """The newest film of each suite; the files lie beside the evaluations' results."""
+    """Builds the newest film of each suite; the files are in the folders of the evaluations' results."""
     newest = {str(result["suite"]): result for result in evaluations if result.get("video")}
     films = [
         f'<figure><video controls muted loop preload="metadata" width="100%" '

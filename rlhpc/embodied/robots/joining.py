@@ -1,4 +1,6 @@
-"""How a robot and a run meet: the run listens, takes one that shows a key, and takes it again when its line was lost."""
+"""Joining of robots: the run listens, accepts a robot that proves it has a key, and accepts it again after a lost
+connection.
+"""
 
 from __future__ import annotations
 
@@ -31,26 +33,26 @@ _KEY_POLL_S = 0.2
 
 
 class RobotRefused(ConfigError):
-    """A run does not take a robot, and says why."""
+    """The run rejects the robot; the message says why."""
 
 
-def proof(secret: str, role: str, *said: str) -> str:
-    """That this side knows the secret."""
-    return hmac.new(bytes.fromhex(secret), "\n".join([role, *said]).encode(), hashlib.sha256).hexdigest()
+def proof(secret: str, role: str, *parts: str) -> str:
+    """Returns the HMAC that proves that this side knows the secret."""
+    return hmac.new(bytes.fromhex(secret), "\n".join([role, *parts]).encode(), hashlib.sha256).hexdigest()
 
 
 @dataclass(frozen=True)
 class RobotMeetingPoint:
-    """Where an env rank waits for a robot, as it publishes it.
+    """Published address at which an env rank waits for a robot.
 
     Attributes:
         robot: The robot's name.
         slot: Global number of its slot.
-        address, port: Where it listens.
-        node: The node it is on.
+        address, port: Address of the listener.
+        node: Node of the env rank.
         run: Name of the run.
-        there: Whether the robot is there.
-        since: When that began, in seconds since the epoch.
+        there: Whether the robot is connected.
+        since: Start of that state, in seconds since the epoch.
     """
 
     robot: str
@@ -66,7 +68,7 @@ class RobotMeetingPoint:
         replace_durably(_place(folder, self.slot), json.dumps(asdict(self)).encode(), mode=0o600, sync=False)
 
     def withdraw(self, folder: Path) -> None:
-        """Nobody waits there any more, and no key opens anything."""
+        """Removes the published address and all its keys."""
         for key in folder.glob(f"slot_{self.slot}.*.key"):
             key.unlink(missing_ok=True)
         _place(folder, self.slot).unlink(missing_ok=True)
@@ -74,13 +76,13 @@ class RobotMeetingPoint:
 
 @dataclass(frozen=True)
 class Key:
-    """What is taken to the robot.
+    """Key file that is taken to the robot.
 
     Attributes:
-        id: Names the key, and is no secret.
+        id: Identifier of the key, which is not secret.
         secret: Hexadecimal.
-        until: When it ends, in seconds since the epoch by the cluster's clocks.
-        place: Where the run waits.
+        until: Expiry, in seconds since the epoch by the cluster's clocks.
+        place: Address of the run.
     """
 
     id: str
@@ -90,19 +92,19 @@ class Key:
 
     @classmethod
     def read(cls, path: Path) -> Key:
-        """The key in a file.
+        """Reads a key from a file.
 
         Raises:
-            ConfigError: There is none, or others may read it.
+            ConfigError: The file has no key, or others may read it.
         """
         try:
             mode = path.stat().st_mode
             if stat.S_IMODE(mode) & 0o077:
                 raise ConfigError(f"{path} can be read by others (mode {stat.S_IMODE(mode):04o}): chmod 600 {path}")
-            found = read_json(path.read_bytes())
-            if found.pop("form") != _FORM:
+            content = read_json(path.read_bytes())
+            if content.pop("form") != _FORM:
                 raise ValueError
-            key = cls(**{**found, "place": RobotMeetingPoint(**found["place"])})
+            key = cls(**{**content, "place": RobotMeetingPoint(**content["place"])})
             if not _ID.fullmatch(key.id) or len(bytes.fromhex(key.secret)) != 32:
                 raise ValueError
         except OSError as error:
@@ -117,7 +119,7 @@ def _place(folder: Path, slot: int) -> Path:
 
 
 def places(folder: Path) -> list[RobotMeetingPoint]:
-    """Where robots are waited for."""
+    """Returns the addresses at which robots are awaited."""
     return [RobotMeetingPoint(**read_json(path.read_bytes())) for path in sorted(folder.glob("slot_*.json"))]
 
 
@@ -125,20 +127,20 @@ def invite(folder: Path, output: Path, *, slot: int | None, minutes: float, wait
     """Makes a key for a robot that a run waits for.
 
     Args:
-        folder: Where they meet.
-        output: The file to be taken to the robot.
-        slot: The robot's; None where the run has one.
-        minutes: How long the key is good for.
-        wait_s: How long to wait until the run waits for a robot.
-        run: What the user calls the run.
+        folder: Folder of published addresses and keys.
+        output: File to be taken to the robot.
+        slot: Slot of the robot; None if the run has one robot.
+        minutes: Validity of the key.
+        wait_s: Time to wait until the run waits for a robot.
+        run: Name of the run as the user writes it.
 
     Raises:
-        ConfigError: The run waits for none, or for several.
+        ConfigError: The run waits for no robot, or for several.
     """
     if output.exists():
         raise ConfigError(f"--output is {output}, which exists: a key is written once; name another file")
     deadline = time.monotonic() + wait_s
-    while not (found := [place for place in places(folder) if slot in (None, place.slot)]):
+    while not (matches := [place for place in places(folder) if slot in (None, place.slot)]):
         if time.monotonic() >= deadline:
             which = "no robot" if slot is None else f"no robot of slot {slot}"
             raise ConfigError(
@@ -146,10 +148,10 @@ def invite(folder: Path, output: Path, *, slot: int | None, minutes: float, wait
                 f"env.train.env_type is distant_robot; see rlhpc status {run}"
             )
         time.sleep(_KEY_POLL_S)
-    if len(found) > 1:
-        there = ", ".join(f"{place.slot} ({place.robot})" for place in found)
-        raise ConfigError(f"{run} waits for several robots: say which with --slot; there are {there}")
-    [place] = found
+    if len(matches) > 1:
+        slots_text = ", ".join(f"{place.slot} ({place.robot})" for place in matches)
+        raise ConfigError(f"{run} waits for several robots: say which with --slot; there are {slots_text}")
+    [place] = matches
     key = Key(secrets.token_hex(8), secrets.token_hex(32), time.time() + 60 * minutes, place)
     entry = {"secret": key.secret, "until": key.until, "used": False}
     replace_durably(_entry(folder, place.slot, key.id), json.dumps(entry).encode(), mode=0o600)
@@ -163,7 +165,7 @@ def _entry(folder: Path, slot: int, name: str) -> Path:
 
 
 def secret_of(folder: Path, slot: int, name: str) -> str | None:
-    """The secret of a key of this slot; None if there is no such key."""
+    """Returns the secret of a key of this slot; None if there is no such key."""
     try:
         return str(read_json(_entry(folder, slot, name).read_bytes())["secret"]) if _ID.fullmatch(name) else None
     except FileNotFoundError:
@@ -171,14 +173,14 @@ def secret_of(folder: Path, slot: int, name: str) -> str | None:
 
 
 def use(folder: Path, slot: int, name: str, fits: Callable[[], None]) -> None:
-    """Uses a key up.
+    """Marks a key as used.
 
     Args:
         folder, slot, name: The key.
-        fits: Raises where the robot cannot be taken; the key is then as good as before.
+        fits: Raises if the robot cannot be accepted; the key then stays unused.
 
     Raises:
-        Refused: It has been used, or is over; says when.
+        RobotRefused: The key has been used, or has expired; says when.
     """
     path = _entry(folder, slot, name)
     entry = read_json(path.read_bytes())
@@ -196,38 +198,38 @@ def _ago(when: float) -> str:
 
 log = logging.getLogger(__name__)
 
-#: Seconds in which one that connects must show its key, and how many may be about it at a time: a further one takes the
-#: place of the oldest, of those addresses that have most.
-GREETING_S, _MOST = 10.0, 32
+#: Seconds in which a connection must prove its key, and the maximum number of unproven connections: a further one replaces
+#: the oldest of the address with most of them.
+GREETING_S, _MAX_UNPROVEN = 10.0, 32
 _POLL_S = 0.2
-#: Seconds in which the end of the robot before is noticed, where its connection was closed.
+#: Seconds in which the closed connection of an earlier robot process is detected.
 _NOTICED_S = 2.0
 VERSION = 2
 
 
 def line_key(secret: str, *nonces: str) -> bytes:
-    """Of one connection."""
+    """Returns the HMAC key of one connection."""
     return bytes.fromhex(proof(secret, "line", *nonces))
 
 
 def session_of(secret: str, *nonces: str) -> tuple[str, str]:
-    """Name and secret with which a robot that has joined by a key comes again."""
+    """Returns name and secret with which a robot that has joined by a key reconnects."""
     return proof(secret, "session name", *nonces)[:16], proof(secret, "session", *nonces)
 
 
 class Meeting:
-    """Where one robot is waited for.
+    """Listener for one robot.
 
     Args:
-        folder: For its keys, private to the user.
-        robot: Its name.
+        folder: Folder for its keys, private to the user.
+        robot: Name of the robot.
         slot: Global number of its slot.
-        address: To listen on.
+        address: Address to listen on.
         run: Name of the run.
-        misfit: Why a robot that shows and takes such things cannot be this one; empty if it can.
+        misfit: Returns why a robot with such spaces cannot be accepted; empty if it can.
 
     Attributes:
-        place: Where it is.
+        place: Published address.
     """
 
     def __init__(
@@ -240,8 +242,8 @@ class Meeting:
         port = listener.address[1]
         self.place = RobotMeetingPoint(robot, slot, address, port, node_name(), run, there=False, since=time.time())
         self._changed = threading.Condition()
-        self._strangers = ConnectionTable[socket.socket](_MOST)
-        self._coming = threading.Lock()
+        self._strangers = ConnectionTable[socket.socket](_MAX_UNPROVEN)
+        self._unproven_lock = threading.Lock()
         self._line: RobotConnection | None = None
         self._fresh = False
         self._session: tuple[str, str] = ("", "")
@@ -250,36 +252,36 @@ class Meeting:
         self._acceptor = listener.serve(self._come, "robot-meeting")
 
     def wait(self, timeout_s: float, check: Callable[[], None]) -> tuple[RobotConnection, bool] | None:
-        """The robot's line, and whether another process than before is at its other end; None if there is none in time."""
+        """Returns the robot's connection, and whether it comes from a new process; None if there is no connection in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._changed:
                 if self._line is not None and not self._line.lost:
                     fresh, self._fresh = self._fresh, False
                     return self._line, fresh
-                self._tell(there=False)
+                self._publish_presence(there=False)
                 self._changed.wait(_POLL_S)
             check()
             if time.monotonic() > deadline:
                 return None
 
     def close(self) -> None:
-        """Waits for nobody any more."""
+        """Closes the listener and the connection, and withdraws the address."""
         self._acceptor.close()
         if self._line is not None:
             self._line.close()
         with contextlib.suppress(OSError):
             self.place.withdraw(self._folder)
 
-    def _tell(self, *, there: bool) -> None:
-        """Whoever asks how the run is doing."""
-        if there != self.place.there:
-            self.place = replace(self.place, there=there, since=time.time())
+    def _publish_presence(self, *, connected: bool) -> None:
+        """Publishes whether the robot is connected, if that has changed."""
+        if connected != self.place.there:
+            self.place = replace(self.place, there=connected, since=time.time())
             self.place.publish(self._folder)
 
     def _come(self, sock: socket.socket) -> None:
         sock.setblocking(True)
-        with self._coming:
+        with self._unproven_lock:
             oldest = self._strangers.add(sock, host_of(sock))
         if oldest is not None:
             with contextlib.suppress(OSError):
@@ -287,8 +289,8 @@ class Meeting:
         threading.Thread(target=self._met, args=(sock,), name="robot-greeting", daemon=True).start()
 
     def _forget(self, sock: socket.socket) -> None:
-        """Takes one that has shown a key, or has gone, out of those that may be sent away."""
-        with self._coming:
+        """Removes a connection that has proven a key, or has gone, from the unproven connections."""
+        with self._unproven_lock:
             self._strangers.remove(sock)
 
     def _met(self, sock: socket.socket) -> None:
@@ -302,16 +304,16 @@ class Meeting:
             sock.close()
 
     def _greet(self, sock: socket.socket) -> bool:
-        """Whether a robot has come; one without a key is told nothing but that."""
-        own = secrets.token_hex(32)
-        greet(sock, {"rlhpc robot": VERSION, "nonce": own})
-        said = hear_greeting(sock, GREETING_S)
-        name, theirs, about = str(said["name"]), str(said["nonce"]), str(said["about"])
+        """Runs the greeting; returns whether a robot has joined. A peer without a key learns only that it is rejected."""
+        nonce = secrets.token_hex(32)
+        greet(sock, {"rlhpc robot": VERSION, "nonce": nonce})
+        greeting = hear_greeting(sock, GREETING_S)
+        name, peer_nonce, about = str(greeting["name"]), str(greeting["nonce"]), str(greeting["about"])
         with self._changed:
             again = bool(self._session[0]) and hmac.compare_digest(name, self._session[0])
             secret = self._session[1] if again else secret_of(self._folder, self._slot, name)
             if secret is None or not hmac.compare_digest(
-                str(said["proof"]), proof(secret, "robot", own, theirs, name, about)
+                str(greeting["proof"]), proof(secret, "robot", nonce, peer_nonce, name, about)
             ):
                 log.warning("somebody who connected has no key of this run")
                 greet(sock, {"refused": "the run knows no such key"})
@@ -320,21 +322,21 @@ class Meeting:
             try:
                 self._admit(name, again, about)
             except RobotRefused as error:
-                greet(sock, {"refused": str(error), "proof": proof(secret, "no", own, theirs, str(error))})
+                greet(sock, {"refused": str(error), "proof": proof(secret, "no", nonce, peer_nonce, str(error))})
                 return False
-            greet(sock, {"proof": proof(secret, "run", own, theirs)})
+            greet(sock, {"proof": proof(secret, "run", nonce, peer_nonce)})
             if not again:
-                self._session = session_of(secret, own, theirs)
+                self._session = session_of(secret, nonce, peer_nonce)
                 self._fresh = True
-            self._line = RobotConnection(sock, line_key(secret, own, theirs), b"run", b"robot")
-            self._tell(there=True)
+            self._line = RobotConnection(sock, line_key(secret, nonce, peer_nonce), b"run", b"robot")
+            self._publish_presence(there=True)
             self._changed.notify_all()
         log.info("%s %s", self.place.robot, "is back" if again else "has joined")
         return True
 
     def _admit(self, name: str, again: bool, about: str) -> None:
         if again:
-            if self._line is not None:  # it has lost it, or it would not come
+            if self._line is not None:  # the robot has lost this connection, or it would not reconnect
                 self._line.close()
             return
 
@@ -365,24 +367,26 @@ def _refuse_two(folder: Path, slot: int) -> None:
 
 
 def join(sock: socket.socket, name: str, secret: str, about: str) -> tuple[RobotConnection, tuple[str, str]]:
-    """The robot's side: shows a key, or that it has been here before.
+    """Joins a run from the robot's side: proves a key, or that it has joined before.
 
     Returns:
-        The line, and the session's name and secret, should it have joined by a key.
+        The connection, and the session's name and secret for reconnecting after joining by a key.
 
     Raises:
-        Refused: The run does not take it.
-        LineLost: Nobody answers, or not as a run does that knows the secret.
+        RobotRefused: The run rejects the robot.
+        LineLost: No answer came, or the answer does not prove knowledge of the secret.
     """
-    said = hear_greeting(sock, GREETING_S)
-    if said.get("rlhpc robot") != VERSION:
-        raise RobotRefused(f"the run speaks another version ({said.get('rlhpc robot')!r}): install the run's rlhpc")
-    theirs, own = str(said["nonce"]), secrets.token_hex(32)
-    shown = proof(secret, "robot", theirs, own, name, about)
-    greet(sock, {"name": name, "nonce": own, "about": about, "proof": shown})
-    said = hear_greeting(sock, GREETING_S)
-    if "refused" in said:
-        raise RobotRefused(f"the run refuses this robot: {str(said['refused'])[:300]}")
-    if not hmac.compare_digest(str(said.get("proof")), proof(secret, "run", theirs, own)):
+    greeting = hear_greeting(sock, GREETING_S)
+    if greeting.get("rlhpc robot") != VERSION:
+        raise RobotRefused(f"the run speaks another version ({greeting.get('rlhpc robot')!r}): install the run's rlhpc")
+    peer_nonce, nonce = str(greeting["nonce"]), secrets.token_hex(32)
+    key_proof = proof(secret, "robot", peer_nonce, nonce, name, about)
+    greet(sock, {"name": name, "nonce": nonce, "about": about, "proof": key_proof})
+    greeting = hear_greeting(sock, GREETING_S)
+    if "refused" in greeting:
+        raise RobotRefused(f"the run refuses this robot: {str(greeting['refused'])[:300]}")
+    if not hmac.compare_digest(str(greeting.get("proof")), proof(secret, "run", peer_nonce, nonce)):
         raise LineLost("what answers there does not know the key")
-    return RobotConnection(sock, line_key(secret, theirs, own), b"robot", b"run"), session_of(secret, theirs, own)
+    return RobotConnection(sock, line_key(secret, peer_nonce, nonce), b"robot", b"run"), session_of(
+        secret, peer_nonce, nonce
+    )

@@ -1,4 +1,4 @@
-"""A robot on a machine outside the cluster as an environment: it comes to the run over SSH, with a key."""
+"""Environment of a remote robot, outside the cluster: the robot joins the run over SSH, with a key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ import numpy as np
 
 from rlhpc.embodied.envs.base import TIMED, Step, Timing
 from rlhpc.embodied.robots.joining import Meeting
-from rlhpc.embodied.robots.protocol import LineLost, Message, RobotConnection, give, misfit, observed, taken, told
+from rlhpc.embodied.robots.protocol import (
+    LineLost,
+    Message,
+    RobotConnection,
+    action_space_of,
+    describe_spaces,
+    give,
+    misfit,
+    observation_space_of,
+)
 from rlhpc.embodied.robots.robot_env import OneRobotEnv, Pace, above_0
 from rlhpc.runtime.context import check_run
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
@@ -23,29 +32,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Settings of the section that the robot's own side goes by.
+#: Settings of the section that apply on the robot's side.
 SETTINGS = ("use_fixed_reset_state_ids", "use_rel_reward", "ignore_terminations", "reward_scale", "group_size")
 _EPISODE = ("return", "length", "success_once", "success_at_end")
 _LOOK_S = 0.2
 
 
 class DistantRobotVectorEnv(OneRobotEnv):
-    """One robot that comes from outside (`rlhpc robot serve`); `env_id` is its name in messages. Its episodes cannot be
+    """Vector environment of one remote robot (`rlhpc robot serve`); `env_id` is its name in messages. Its episodes cannot be
     resumed.
 
-    Rate, limits and safety are kept on the robot's machine, by its safety core; here its steps are asked for and waited
-    for, without a deadline while the robot waits for a person. When the line to it is lost, its episode ends as truncated,
-    without an entry in the statistics (`infos["lost"]`), and the run waits.
+    The safety core on the robot's machine enforces rate, limits and safety. This class requests the steps and waits for them,
+    without a deadline while the robot waits for a person. When the connection to the robot is lost, its episode ends as
+    truncated, without an entry in the statistics (`infos["lost"]`), and the run waits.
 
-    `kwargs`: `observes` and `acts`, what it shows and takes (see `shapes`); `hz`, `stale_s`, `max_change`, `late`, see
-    `RobotVectorEnv`; `wait_s` (600), how long the robot is waited for; `interface` (null), the network interface on which
-    it is; `folder` (null), where they meet, which is the run's registry unless it is given.
+    `kwargs`: `observes` and `acts`, descriptions of its spaces (see `protocol`); `hz`, `stale_s`, `max_change`, `late`, see
+    `RobotVectorEnv`; `wait_s` (600), time to wait for the robot; `interface` (null), the network interface to listen on;
+    `folder` (null), the folder of addresses and keys, by default in the run's registry.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
         num_envs: 1.
         slot_offset: Global number of the slot.
-        seed: Of the run.
+        seed: Seed of the run.
     """
 
     timing: Timing
@@ -63,26 +72,26 @@ class DistantRobotVectorEnv(OneRobotEnv):
         self._wait_s = above_0("wait_s", kwargs.pop("wait_s", 600.0))
         self._folder, self._interface = kwargs.pop("folder", None), kwargs.pop("interface", None)
         self.observation_space, self.action_space = (
-            observed(kwargs.pop("observes", None)),
-            taken(kwargs.pop("acts", None)),
+            observation_space_of(kwargs.pop("observes", None)),
+            action_space_of(kwargs.pop("acts", None)),
         )
         if kwargs:
-            known = "observes, acts, hz, stale_s, max_change, late, wait_s, interface, folder"
-            raise ConfigError(f"env.train.kwargs of a distant_robot has {', '.join(kwargs)}; there are {known}")
+            allowed = "observes, acts, hz, stale_s, max_change, late, wait_s, interface, folder"
+            raise ConfigError(f"env.train.kwargs of a distant_robot has {', '.join(kwargs)}; there are {allowed}")
         self.max_episode_steps = cfg.max_episode_steps or 0
         settings = {name: getattr(cfg, name) for name in SETTINGS}
         self._settings = settings | {"max_episode_steps": self.max_episode_steps, "slot": slot_offset, **pace._asdict()}
         self.timing = Timing()
         self._meeting: Meeting | None = None
         self._line: RobotConnection | None = None
-        self._asked = self._came = self._trips = 0
-        self._why, self._owes_begin = "", False
+        self._num_requests = self._num_begins = self._trips = 0
+        self._lost_reason, self._owes_begin = "", False
         self._waits_because = ""
 
-    # -- who is there ---------------------------------------------------------------------------------------------
+    # -- connection -----------------------------------------------------------------------------------------------
 
-    def _met(self) -> Meeting:
-        """Where the robot is waited for; a check of the configuration opens nothing."""
+    def _open_meeting(self) -> Meeting:
+        """Returns the listener, which is opened at the first call: a check of the configuration opens nothing."""
         if self._meeting is None:
             from rlhpc.runtime.context import installed
 
@@ -108,7 +117,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
 
     def _misfit(self, about: Any) -> str:
         """Returns why a robot cannot be this one; empty if it can."""
-        spaces = told(self.observation_space, self.action_space)
+        spaces = describe_spaces(self.observation_space, self.action_space)
         if why := misfit(spaces, about):
             return why
         no_max_change = str(about.get("no_max_change", ""))
@@ -117,7 +126,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
         )
 
     def _until_there(self, deadline: float) -> tuple[RobotConnection, bool]:
-        meeting, place = self._met(), self._met().place
+        meeting, place = self._open_meeting(), self._open_meeting().place
         if (arrival := meeting.wait(0.0, check_run)) is None:
             log.warning(
                 "%s waits for %s, at %s port %d of %s: rlhpc robot invite makes a key for it", place.run, self._name,
@@ -125,7 +134,9 @@ class DistantRobotVectorEnv(OneRobotEnv):
             )  # fmt: skip
             arrival = meeting.wait(max(0.0, deadline - time.monotonic()), check_run)
         if arrival is None:
-            since = f"it was lost ({self._why}) and has not come back" if self._why else "it has not come"
+            since = (
+                f"it was lost ({self._lost_reason}) and has not come back" if self._lost_reason else "it has not come"
+            )
             raise DeadlineExceeded(
                 f"waited {self._wait_s:g} s (kwargs.wait_s) for the robot {self._name} of slot {self._slot}: {since}; "
                 f"rlhpc robot invite {place.run} --output FILE makes its key, rlhpc robot serve FILE brings it"
@@ -149,80 +160,84 @@ class DistantRobotVectorEnv(OneRobotEnv):
             try:
                 self._owes_begin |= fresh
                 if self._owes_begin:
-                    # another one would play the same episodes again
-                    words = [self._seed, self._came] if self._came else [self._seed]
-                    self._came += 1
-                    own = int(np.random.SeedSequence(words).generate_state(1)[0]) if len(words) > 1 else self._seed
-                    line.say({"begin": self._settings, "seed": own})
-                found = self._ask({"do": "reset", "seed": seed}, {}, deadline)
-                self._owes_begin, self._obs = False, self._seen(found, "obs")
+                    # with the same seed, another process would play the same episodes again
+                    words = [self._seed, self._num_begins] if self._num_begins else [self._seed]
+                    self._num_begins += 1
+                    begin_seed = (
+                        int(np.random.SeedSequence(words).generate_state(1)[0]) if len(words) > 1 else self._seed
+                    )
+                    line.say({"begin": self._settings, "seed": begin_seed})
+                answer = self._request({"do": "reset", "seed": seed}, {}, deadline)
+                self._owes_begin, self._obs = False, self._observation_from(answer, "obs")
                 return self._obs
-            except LineLost as lost:
-                self._lose(lost)
+            except LineLost as error:
+                self._lose(error)
 
     def refresh(self) -> Any:
-        """Returns an observation as of now (`VectorEnv.refresh`); a robot that is lost says so in the next step."""
+        """Returns a present observation (`VectorEnv.refresh`); a lost robot is reported by the next step."""
         try:
-            self._obs = self._seen(self._ask({"do": "refresh"}, {}, time.monotonic() + self._wait_s), "obs")
-        except LineLost as lost:
-            self._lose(lost)
+            self._obs = self._observation_from(
+                self._request({"do": "refresh"}, {}, time.monotonic() + self._wait_s), "obs"
+            )
+        except LineLost as error:
+            self._lose(error)
         return self._obs
 
     def step(self, actions: np.ndarray) -> Step:
-        """One step of the robot in its own time (`VectorEnv.step`)."""
+        """Makes one step of the robot in real time (`VectorEnv.step`)."""
         space = self.action_space
         action = np.asarray(actions, space.dtype).reshape(space.shape)
         try:
-            found = self._ask({"do": "step"}, {"action": action}, time.monotonic() + self._wait_s)
-            return self._stepped(found)
-        except LineLost as lost:
-            self._lose(lost)
+            answer = self._request({"do": "step"}, {"action": action}, time.monotonic() + self._wait_s)
+            return self._stepped(answer)
+        except LineLost as error:
+            self._lose(error)
         final, obs = self._obs, self._begin(None)
         mask = np.array([False])
         episode = {"return": np.zeros(1), "length": np.zeros(1, np.int64), "mask": mask}
         infos = {"final_obs": final, "episode": episode, "lost": np.array([True])}
         return obs, np.zeros(1, np.float32), np.array([False]), np.array([True]), infos
 
-    def _stepped(self, found: Message) -> Step:
-        words, arrays = found
+    def _stepped(self, answer: Message) -> Step:
+        words, arrays = answer
         self.timing.add({name: np.asarray(arrays[name], float).reshape(-1) for name in TIMED})
-        self._obs = self._seen(found, "obs")
+        self._obs = self._observation_from(answer, "obs")
         rewards = np.array([words["reward"]], np.float32)
-        ends, cut = np.array([words["ended"] is True]), np.array([words["cut"] is True])
+        terminations, truncations = np.array([words["ended"] is True]), np.array([words["cut"] is True])
         infos: dict[str, Any] = {}
-        if ends[0] or cut[0]:
-            counted = words["episode"]
-            episode = {name: np.array([float(counted[name])]) for name in _EPISODE if name in counted}
-            infos = {"final_obs": self._seen(found, "final_obs"), "episode": episode}
+        if terminations[0] or truncations[0]:
+            statistics = words["episode"]
+            episode = {name: np.array([float(statistics[name])]) for name in _EPISODE if name in statistics}
+            infos = {"final_obs": self._observation_from(answer, "final_obs"), "episode": episode}
             infos["episode"]["mask"] = np.array([words["lost"] is not True])
             infos |= {"lost": np.array([True])} if words["lost"] is True else {}
-        return self._obs, rewards, ends, cut, infos
+        return self._obs, rewards, terminations, truncations, infos
 
-    def _ask(self, words: dict[str, Any], arrays: dict[str, np.ndarray], deadline: float) -> Message:
-        """Has the robot do something; its answer.
+    def _request(self, words: dict[str, Any], arrays: dict[str, np.ndarray], deadline: float) -> Message:
+        """Sends a request to the robot and returns its answer.
 
         Raises:
-            LineLost: It is gone, or does not come to an end.
+            LineLost: The robot is gone, or does not finish.
         """
         line = self._line
         assert line is not None
-        self._asked += 1
-        line.say({**words, "number": self._asked}, arrays)
+        self._num_requests += 1
+        line.say({**words, "number": self._num_requests}, arrays)
         while True:
-            found = line.hear(_LOOK_S)
+            answer = line.hear(_LOOK_S)
             trips = line.trips_s[self._trips :]
             self._trips += len(trips)
             self.timing.link_s += trips
-            if found is not None and found.words.get("number") == self._asked:
-                if "waits" in found.words:  # for a person, who may take as long as it takes
+            if answer is not None and answer.words.get("number") == self._num_requests:
+                if "waits" in answer.words:  # for a person, without a deadline
                     deadline = time.monotonic() + self._wait_s
-                    self._note_wait(str(found.words["waits"]))
+                    self._note_wait(str(answer.words["waits"]))
                     continue
                 self._waits_because = ""
-                if why := found.words.get("broken"):
+                if why := answer.words.get("broken"):
                     raise LineLost(f"it said: {why}")
-                return found
-            if found is not None:  # an answer of before
+                return answer
+            if answer is not None:  # an answer to an earlier request
                 continue
             check_run()
             if time.monotonic() > deadline:
@@ -236,31 +251,31 @@ class DistantRobotVectorEnv(OneRobotEnv):
                 self._name, self._slot, reason,
             )  # fmt: skip
 
-    def _lose(self, lost: LineLost) -> None:
-        self._why = str(lost)
+    def _lose(self, error: LineLost) -> None:
+        self._lost_reason = str(error)
         self.timing.num_lost += 1
-        log.warning("%s of slot %d was lost: %s", self._name, self._slot, lost)
+        log.warning("%s of slot %d was lost: %s", self._name, self._slot, error)
         if self._line is not None:
             self._line.close()
 
-    def _seen(self, found: Message, name: str) -> Any:
-        obs, space = give(found.arrays, name), self.observation_space
+    def _observation_from(self, answer: Message, name: str) -> Any:
+        obs, space = give(answer.arrays, name), self.observation_space
         parts = space.spaces if hasattr(space, "spaces") else {"": space}
-        given = obs if isinstance(obs, dict) else {"": obs}
+        obs_parts = obs if isinstance(obs, dict) else {"": obs}
         for key, part in parts.items():
-            if key not in given or given[key].shape != part.shape:
+            if key not in obs_parts or obs_parts[key].shape != part.shape:
                 raise LineLost(
-                    f"it showed { ({key: each.shape for key, each in given.items()})!r}, which is not what it said"
+                    f"it showed { ({key: each.shape for key, each in obs_parts.items()})!r}, which is not what it said"
                 )
-        rows = {key: given[key].astype(part.dtype)[None] for key, part in parts.items()}
+        rows = {key: obs_parts[key].astype(part.dtype)[None] for key, part in parts.items()}
         return rows if isinstance(obs, dict) else rows[""]
 
     def close(self) -> None:
-        """Lets the robot go."""
+        """Releases the robot and closes the listener."""
         if self._line is not None and not self._line.lost:
             try:
                 self._line.say({"do": "leave", "number": 0})
-                self._line.hear(_LOOK_S * 10)  # it says that it has stopped
+                self._line.hear(_LOOK_S * 10)  # the robot confirms that it has stopped
             except LineLost:
                 pass
         if self._meeting is not None:

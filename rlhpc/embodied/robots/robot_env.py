@@ -1,4 +1,4 @@
-"""A robot as an environment: one slot, in real time. `env_id` is the `module:Class` of a `Robot`."""
+"""Environment of a robot: one slot, in real time. `env_id` is the `module:Class` of a `Robot`."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ __all__ = ["Observation", "OneRobotEnv", "Pace", "Robot", "RobotVectorEnv", "See
 
 log = logging.getLogger(__name__)
 
-#: Commands in a row that may be refused because the policy takes too long.
+#: Consecutive commands that may be refused because the policy takes too long.
 _REFUSALS = 20
-#: Stops in a row, each at a reset, after which a robot that needs no person's word is given up.
+#: Consecutive stops during resets after which a robot with `resume: auto` is given up.
 _STOPS = 3
 
 
 class OneRobotEnv(VectorEnv):
-    """Vector environment of one robot, whose chunks end with its episode, and where a command was refused."""
+    """Vector environment of one robot. A chunk ends with its episode, and at a refused command."""
 
     num_envs = 1
 
     def chunk_step(self, actions: np.ndarray) -> Step:
-        """Executes an action chunk until its end, or that of the episode (`VectorEnv.chunk_step`). The rest is dropped:
-        it was chosen for a scene that is no more."""
+        """Executes an action chunk until its end, or that of the episode (`VectorEnv.chunk_step`). The remainder is dropped:
+        it was chosen for a scene that no longer exists.
+        """
         length = actions.shape[1]
         if length == 1:
             return self.step(actions[:, 0])
@@ -54,19 +55,19 @@ class OneRobotEnv(VectorEnv):
 
 
 class RobotVectorEnv(OneRobotEnv):
-    """One robot. Its episodes cannot be resumed.
+    """Vector environment of one local robot. Its episodes cannot be resumed.
 
-    `kwargs`: `hz` (10), steps a second; `max_change`, `stale_s` and `resume`, see `CommandLimits`; `late` (keep), whether it
-    keeps to the last command or must `stop` when the step for the next one is over; the others are the robot's own. A stop for
-    safety ends the episode as truncated, without an entry in the statistics (`infos["lost"]`), and the next one begins when a
-    person has said so. So does a command that is refused, but that the next one begins at once.
+    `kwargs`: `hz` (10), steps per second; `max_change`, `stale_s` and `resume`, see `CommandLimits`; `late` (keep): the robot
+    repeats the last command, or must `stop`, when the next command is late; the others are the robot's arguments. A safety
+    stop ends the episode as truncated, without an entry in the statistics (`infos["lost"]`), and the next one begins when a
+    person allows it. A refused command does the same, except that the next episode begins at once.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
         num_envs: 1.
         slot_offset: Global number of the slot.
-        seed: Of the run.
-        robot: The robot, if there is one already; its safety core, if something else closes it.
+        seed: Seed of the run.
+        robot: Existing robot, if any; its safety core, if other code closes it.
     """
 
     holds_hardware = True
@@ -115,7 +116,7 @@ class RobotVectorEnv(OneRobotEnv):
         return _row(observation.obs)
 
     def refresh(self) -> Any:
-        """Returns an observation as of now (`VectorEnv.refresh`). A robot that must be stopped says so in the next step."""
+        """Returns a present observation (`VectorEnv.refresh`). A robot that must be stopped is reported by the next step."""
         self._tick = time.monotonic()
         try:
             return _row(self._core.observe().obs)
@@ -127,7 +128,7 @@ class RobotVectorEnv(OneRobotEnv):
         try:
             verdict = self._move(actions)
         except (RobotStopped, StaleObservation) as refusal:
-            return self._lost(refusal)
+            return self._end_lost_episode(refusal)
         except BaseException:
             self._core.end()
             raise
@@ -140,7 +141,7 @@ class RobotVectorEnv(OneRobotEnv):
             obs = self._begin()
         return obs, rewards, terminations, truncations, infos
 
-    def _lost(self, refusal: RlhpcError) -> Step:
+    def _end_lost_episode(self, refusal: RlhpcError) -> Step:
         """Ends the episode at a stop, or at a command that was refused."""
         self._refusals = self._refusals + 1 if isinstance(refusal, StaleObservation) else 0
         if self._refusals >= _REFUSALS:
@@ -179,12 +180,12 @@ class RobotVectorEnv(OneRobotEnv):
         return _row(observation.obs)
 
     def close(self) -> None:
-        """Stops it, and lets go of it."""
+        """Stops the robot and releases it."""
         self._core.close()
 
 
 class Pace(NamedTuple):
-    """Rate and limits of a robot: see `RobotVectorEnv`."""
+    """Rate and limits of a robot; see `RobotVectorEnv`."""
 
     hz: float
     stale_s: float
@@ -194,15 +195,15 @@ class Pace(NamedTuple):
 
     @property
     def limits(self) -> CommandLimits:
-        """Limits of its commands."""
+        """Limits of the robot's commands."""
         return CommandLimits(self.stale_s, self.max_change, self.resume)
 
     @classmethod
     def of(cls, num_envs: int, kwargs: dict[str, Any]) -> Pace:
-        """Takes what concerns it out of `kwargs`.
+        """Takes rate and limits out of `kwargs`.
 
         Raises:
-            ConfigError: A number is not above 0, another value is none, or a rank has several robots.
+            ConfigError: A number is not above 0, another value is invalid, or a rank has several robots.
         """
         if num_envs != 1:
             raise ConfigError(
@@ -221,7 +222,7 @@ class Pace(NamedTuple):
 
 
 def above_0(name: str, value: Any) -> float:
-    """Returns a number of `kwargs`.
+    """Returns a number of `kwargs`, checked.
 
     Raises:
         ConfigError: It is not a finite number above 0.

@@ -1,4 +1,4 @@
-"""The robot's side: brings a robot to a run, moves it as the run says, and stops it when nobody says anything."""
+"""Robot server: joins a robot to a run, executes the run's requests, and stops the robot when the run is silent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.robots.driver import Robot
 from rlhpc.embodied.robots.joining import GREETING_S, Key, RobotRefused, join
 from rlhpc.embodied.robots.limits import CommandLimits
-from rlhpc.embodied.robots.protocol import LineLost, Message, RobotConnection, give, take, told
+from rlhpc.embodied.robots.protocol import LineLost, Message, RobotConnection, describe_spaces, give, take
 from rlhpc.embodied.robots.remote_env import SETTINGS
 from rlhpc.embodied.robots.robot_env import RobotVectorEnv
 from rlhpc.embodied.robots.safety import SafetyCore
@@ -30,23 +30,23 @@ from rlhpc.runtime.os_resources import start_bound_to_parent
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
-#: In which ssh must have logged in; somebody may have to type a password.
+#: Seconds for the ssh login, in which a user may have to type a password.
 _LOGIN_S = 60.0
-#: Between two tries to reach the run: the first pause, and the longest.
+#: Pauses between attempts to reach the run: the first, and the longest.
 _AGAIN_S = (0.5, 4.0)
-#: Seconds between messages to the run that a person is waited for.
+#: Seconds between messages to the run that the robot waits for a person.
 _REMIND_S = 1.0
-#: Of `RobotVectorEnv`'s numbers, those that a robot's own machine may bound, and whether it bounds them from above.
+#: Settings of `RobotVectorEnv` for which the robot's machine may set upper bounds.
 BOUNDS = ("hz", "stale_s", "max_change")
 
 
 class Way:
-    """How the run's place is reached: directly, or through a child that is `ssh -L`.
+    """Route to the run's address: a direct connection, or a child process `ssh -L`.
 
     Args:
-        key: Says where the run waits.
-        ssh: Words for ssh: options and a host that reaches the place; empty to connect directly.
-        address: Where to connect directly in the place's stead, as the end of somebody else's tunnel.
+        key: Key with the run's address.
+        ssh: Arguments for ssh: options and a host that reaches the address; empty to connect directly.
+        address: Direct address instead of the run's, such as the end of an existing tunnel.
     """
 
     def __init__(self, key: Key, ssh: str = "", address: str = "") -> None:
@@ -63,10 +63,10 @@ class Way:
         return f"{self._to[0]} port {self._to[1]}" + (f" by ssh {shlex.join(self._ssh)}" if self._ssh else "")
 
     def open(self) -> socket.socket:
-        """A new connection.
+        """Opens a new connection.
 
         Raises:
-            OSError: There is none.
+            OSError: The connection fails.
         """
         self.close()
         if not self._ssh:
@@ -78,8 +78,8 @@ class Way:
 
     def _tunnel(self, end: Path) -> socket.socket:
         to = f"{self._to[0]}:{self._to[1]}"
-        # With a session, however idle, ssh and sshd send what they have at once; without one (-W, -N) the end of a message
-        # may wait 40 ms for a receipt of its beginning. The session ends with this process, and ssh with the session.
+        # With a session, even an idle one, ssh and sshd send data at once; without one (-W, -N) the end of a message may
+        # wait 40 ms for an acknowledgement of its beginning. The session ends with this process, and ssh with the session.
         options = ("-T", "-o", "ExitOnForwardFailure=yes", "-o", "ControlPath=none", "-L", f"{end}:{to}")
         self._child = start_bound_to_parent(
             ["ssh", *options, *self._ssh, "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
@@ -96,7 +96,7 @@ class Way:
         return sock
 
     def close(self) -> None:
-        """Ends the child."""
+        """Ends the child process."""
         if self._child is not None:
             assert self._child.stdin is not None
             self._child.stdin.close()
@@ -110,21 +110,21 @@ class Way:
 
 
 class _LetGo(Exception):
-    """The run let the robot go while a person was waited for; has the number of its message."""
+    """The run released the robot while it waited for a person; holds the number of the run's message."""
 
 
 def own_limits(bounds: Mapping[str, float], resume: str = "person") -> CommandLimits:
-    """Returns the limits of a robot before a run asks for narrower ones."""
+    """Returns the limits of a robot before a run requests narrower ones."""
     return CommandLimits(bounds.get("stale_s", CommandLimits().stale_s), bounds.get("max_change"), resume)
 
 
 class Served:
-    """A robot in a run's hands. Its safety core is this machine's: no run can change who ends a stop for safety.
+    """Robot that serves a run. Its safety core belongs to this machine: no run can change who ends a safety stop.
 
     Args:
         robot: The robot, or its safety core.
-        bounds: Bounds of `BOUNDS` that this machine sets, whatever a run asks for.
-        tell: Says something to the person at the robot.
+        bounds: Bounds of `BOUNDS` that this machine sets for all runs.
+        tell: Shows a message to the person at the robot.
     """
 
     def __init__(self, robot: Robot | SafetyCore, bounds: Mapping[str, float], tell: Callable[[str], None]) -> None:
@@ -134,39 +134,39 @@ class Served:
         self.steps = 0
 
     def serve(self, key: Key, way: Way, patience_s: float) -> None:
-        """Serves a run until it lets the robot go.
+        """Serves a run until it releases the robot.
 
         Raises:
-            Refused: The run does not take it.
+            RobotRefused: The run rejects the robot.
             RlhpcError: The run is gone, or cannot be reached.
         """
-        spaces = told(self._core.observation_space, self._core.action_space)
+        spaces = describe_spaces(self._core.observation_space, self._core.action_space)
         about = json.dumps({**spaces, "no_max_change": self._core.why_no_max_change()})
-        name, secret, again = key.id, key.secret, False
+        name, secret, has_joined = key.id, key.secret, False
         deadline, why, pause = time.monotonic() + patience_s, "", _AGAIN_S[0]
         try:
             while True:
                 line, session, why = self._join(way, name, secret, about)
                 if line is None:
                     if time.monotonic() > deadline:
-                        what = "has not come back" if again else "could not be reached"
+                        state = "has not come back" if has_joined else "could not be reached"
                         raise RlhpcError(
-                            f"{key.place.run} {what} in {patience_s:g} s (--patience), at {way}: {why}; the robot is stopped"
+                            f"{key.place.run} {state} in {patience_s:g} s (--patience), at {way}: {why}; the robot is stopped"
                         )
                     time.sleep(pause)
                     pause = min(2 * pause, _AGAIN_S[1])
                     continue
-                if not again:
-                    name, secret, again = *session, True
+                if not has_joined:
+                    name, secret, has_joined = *session, True
                     self._tell(f"{key.place.robot} has joined {key.place.run} ({way})")
                 try:
-                    if self._obey(line):
+                    if self._serve_requests(line):
                         self._tell(f"{key.place.run} has let {key.place.robot} go after {self.steps} steps")
                         return
-                except LineLost as lost:
+                except LineLost as error:
                     self._core.end()
                     self._tell(
-                        f"the line to {key.place.run} is lost ({lost}): the robot is stopped, and tries to come back"
+                        f"the line to {key.place.run} is lost ({error}): the robot is stopped, and tries to come back"
                     )
                 finally:
                     line.close()
@@ -178,7 +178,7 @@ class Served:
     def _join(
         self, way: Way, name: str, secret: str, about: str
     ) -> tuple[RobotConnection | None, tuple[str, str], str]:
-        """A line to the run and the session, or why there is none."""
+        """Returns a connection to the run with the session, or the reason why the connection failed."""
         try:
             sock = way.open()
         except OSError as error:
@@ -192,8 +192,8 @@ class Served:
             sock.close()
             raise
 
-    def _obey(self, line: RobotConnection) -> bool:
-        """Does what the run says; returns once it lets go.
+    def _serve_requests(self, line: RobotConnection) -> bool:
+        """Executes the run's requests; returns once the run releases the robot.
 
         Raises:
             LineLost: The run is gone.
@@ -216,11 +216,11 @@ class Served:
                     return self._leave(line, let_go.args[0])
                 except Exception as error:
                     self._core.end()
-                    said = f"{type(error).__name__}: {error}"[:500]
+                    error_text = f"{type(error).__name__}: {error}"[:500]
                     with contextlib.suppress(LineLost):
-                        line.say({"number": words["number"], "broken": said})
+                        line.say({"number": words["number"], "broken": error_text})
                     raise RlhpcError(
-                        f"the robot's own code failed in {words['do']}, and it is stopped: {said}"
+                        f"the robot's own code failed in {words['do']}, and it is stopped: {error_text}"
                     ) from error
 
     def _leave(self, line: RobotConnection, number: int) -> bool:
@@ -230,7 +230,7 @@ class Served:
         return True
 
     def _remind(self, line: RobotConnection, number: int) -> Callable[[str], None]:
-        """Returns a function that tells the run that a person is waited for, and ends the wait when the run is gone."""
+        """Returns a function that tells the run that the robot waits for a person, and ends the wait when the run is gone."""
         reminded = 0.0
 
         def remind(reason: str) -> None:
@@ -247,11 +247,11 @@ class Served:
     def _begin(self, settings: Mapping[str, Any], seed: int) -> None:
         pace: dict[str, Any] = {"late": settings["late"], "resume": self._core.limits.resume}
         for name in BOUNDS:
-            said = [value for value in (settings[name], self._bounds.get(name)) if value is not None]
-            pace[name] = float(min(said)) if said else None
-        own = {name: settings[name] for name in SETTINGS}
+            bounds = [value for value in (settings[name], self._bounds.get(name)) if value is not None]
+            pace[name] = float(min(bounds)) if bounds else None
+        run_settings = {name: settings[name] for name in SETTINGS}
         limit = int(settings["max_episode_steps"]) or None
-        section = EnvSideConfig(env_type="robot", max_episode_steps=limit, kwargs=pace, **own)
+        section = EnvSideConfig(env_type="robot", max_episode_steps=limit, kwargs=pace, **run_settings)
         self._core.end()
         self._core.set_limits(CommandLimits(pace["stale_s"], pace["max_change"], self._core.limits.resume))
         self._env = RobotVectorEnv(section, 1, int(settings["slot"]), seed, self._core)
@@ -268,19 +268,22 @@ class Served:
                 obs, _ = env.reset(None if words["seed"] is None else int(words["seed"]))
             line.say({"number": words["number"]}, take(_first(obs), "obs"))
             return
-        obs, rewards, ends, cut, infos = env.step(give(message.arrays, "action")[None])
+        obs, rewards, terminations, truncations, infos = env.step(give(message.arrays, "action")[None])
         self.steps += 1
-        said: dict[str, Any] = {
-            "number": words["number"], "reward": float(rewards[0]), "ended": bool(ends[0]), "cut": bool(cut[0]),
+        answer: dict[str, Any] = {
+            "number": words["number"],
+            "reward": float(rewards[0]),
+            "ended": bool(terminations[0]),
+            "cut": bool(truncations[0]),
             "lost": "lost" in infos,
-        }  # fmt: skip
+        }
         arrays = take(_first(obs), "obs") | env.timing.news()
         if "episode" in infos:
-            said["episode"] = {name: float(value[0]) for name, value in infos["episode"].items() if name != "mask"}
+            answer["episode"] = {name: float(value[0]) for name, value in infos["episode"].items() if name != "mask"}
             arrays |= take(_first(infos["final_obs"]), "final_obs")
-        line.say(said, arrays)
+        line.say(answer, arrays)
 
 
 def _first(obs: Any) -> Any:
-    """The observation of the one slot."""
+    """Returns the observation of the one slot."""
     return {key: part[0] for key, part in obs.items()} if isinstance(obs, dict) else np.asarray(obs)[0]

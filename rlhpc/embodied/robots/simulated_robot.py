@@ -1,4 +1,4 @@
-"""A gymnasium environment in the place of a robot: it goes on in real time, whether commands come or not."""
+"""Simulated robot: a gymnasium environment that runs in real time, with or without commands."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
 
 
 class SimulatedRobot(Robot):
-    """What a robot does between commands, it goes on doing: the last one, or nothing after a stop.
+    """Robot simulated by a gymnasium environment. Between commands it repeats the last one, or does nothing after a stop.
 
     Args:
         simulates: Id of a gymnasium environment with a `Box` of actions, of which 0 is to do nothing.
-        moves_hz: Its own steps a second.
+        moves_hz: Steps of the environment per second.
         drop: Share of its observations that get lost.
         simulator: Arguments of the environment.
     """
@@ -36,50 +36,50 @@ class SimulatedRobot(Robot):
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._reward, self._ended = 0.0, False
+        self._reward, self._terminated = 0.0, False
         self.stop()
 
     def _live(self) -> None:
         while not self._closed.wait(self._period):
             with self._lock:
-                if not self._ended:
-                    obs, reward, ended, _, _ = step_env(self._env, self._simulates, self._command)
-                    self._ended = ended
+                if not self._terminated:
+                    obs, reward, terminated, _, _ = step_env(self._env, self._simulates, self._command)
+                    self._terminated = terminated
                     self._reward += reward
                     if self._rng.random() >= self._drop:
-                        self._seen = Observation(obs, time.monotonic())
+                        self._observation = Observation(obs, time.monotonic())
 
     def reset(self, seed: int) -> None:
-        """See `Robot.reset`."""
+        """Resets the environment (`Robot.reset`)."""
         with self._lock:
-            self._seen = Observation(reset_env(self._env, self._simulates, seed=seed)[0], time.monotonic())
-            self._reward, self._ended = 0.0, False
+            self._observation = Observation(reset_env(self._env, self._simulates, seed=seed)[0], time.monotonic())
+            self._reward, self._terminated = 0.0, False
         if self._thread is None:
             self._thread = threading.Thread(target=self._live, name="simulated-robot", daemon=True)
             self._thread.start()
 
     def act(self, action: np.ndarray) -> None:
-        """See `Robot.act`."""
+        """Sets the command (`Robot.act`)."""
         self._command = np.array(action)
 
     def observe(self) -> Observation:
-        """See `Robot.observe`."""
+        """Returns the newest observation (`Robot.observe`)."""
         with self._lock:
-            return self._seen
+            return self._observation
 
     def judge(self, obs: Any, action: np.ndarray) -> Verdict:
-        """What it was rewarded with since it was last asked."""
+        """Returns the sum of rewards since the last call."""
         del obs, action
         with self._lock:
             reward, self._reward = self._reward, 0.0
-            return Verdict(reward, failed=self._ended)
+            return Verdict(reward, failed=self._terminated)
 
     def stop(self) -> None:
-        """See `Robot.stop`."""
+        """Sets the command to 0 (`Robot.stop`)."""
         self._command = np.zeros(self.action_space.shape, self.action_space.dtype)
 
     def close(self) -> None:
-        """See `Robot.close`."""
+        """Ends the thread and closes the environment (`Robot.close`)."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()

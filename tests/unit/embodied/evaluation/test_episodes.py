@@ -46,11 +46,11 @@ def test_until_a_chunk_is_there_that_before_is_played() -> None:
     whole = [acting.predict_action_batch(obs, mode="eval")[0] for obs in shown]
     first, _ = late.predict_action_batch(shown[0])
     torch.testing.assert_close(first, whole[0][:, :3])
-    late.ended(np.array([1]))
+    late.on_episode_end(np.array([1]))
     second, _ = late.predict_action_batch(shown[1])
     torch.testing.assert_close(second[0], torch.cat([whole[0][0, 3:5], whole[1][0, 2:3]]))
     torch.testing.assert_close(second[1], whole[1][1, :3])  # a new episode, which begins with its chunk
-    late.ended(np.array([], int))
+    late.on_episode_end(np.array([], int))
     third, _ = late.predict_action_batch(shown[2])
     torch.testing.assert_close(third, torch.cat([whole[1][:, 3:5], whole[2][:, 2:3]], 1))
 
