@@ -181,10 +181,10 @@ def _record(args: argparse.Namespace) -> int:
     if not plays(cfg):
         raise ConfigError(f"{config}: a run of kind {cfg.runner.task_type} has no environment (section env) to record")
     from rlhpc.embodied.evaluation.evaluate import record_episodes
-    from rlhpc.embodied.python_env import where_it_can
+    from rlhpc.embodied.python_env import call_where_importable
 
     source = str(checkpoint or args.expert)
-    result = where_it_can(
+    result = call_where_importable(
         source,
         record_episodes,
         source,

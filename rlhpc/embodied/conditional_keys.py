@@ -1,4 +1,6 @@
-"""Keys that a run with simulators reads under a condition alone (`Kind.conditions`). Nothing here imports torch."""
+"""Conditional keys of runs with simulators: keys that are read only under a condition (`Kind.conditions`). This module does
+not import torch.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def _chunks(cfg: Any) -> bool:
     return int(cfg.actor.model.num_action_chunks) > 1
 
 
-#: Of every run with simulators.
+#: Conditions of every run with simulators.
 _SIMULATED = (
     *COMMON,
     Condition(("env.eval.video_fps",), lambda cfg: cfg.env.eval.video_episodes > 0, "with env.eval.video_episodes"),
@@ -42,7 +44,7 @@ _SIMULATED = (
         "by learners: evaluations report the simulator's own rewards",
     ),
 )  # fmt: skip
-#: Of runs that record, before or after training.
+#: Conditions of runs that record episodes, before or after training.
 _RECORDED = Condition(
     ("workflow.record_only_success",), lambda cfg: cfg.workflow.record_episodes > 0, "with workflow.record_episodes"
 )

@@ -1,5 +1,5 @@
-"""A checkpoint as a folder for others: model.safetensors + config.json + README.md, the Hugging Face layout; and
-policy.pt2 + policy.py, which act without rlhpc.
+"""Export of a checkpoint: model.safetensors, config.json and README.md in the Hugging Face layout, and policy.pt2 with
+policy.py, which act without rlhpc.
 
 export/global_step_<N>/config.json   {"architectures", "model_type", "policy": {...}, "env_id", "global_step", ...}
 """
@@ -53,7 +53,7 @@ def policy_card(
     standalone: bool = False,
     released: bool = False,
 ) -> str:
-    """The card of an embodied policy.
+    """Returns the model card of an embodied policy.
 
     Args:
         config: Content of the export's config.json.
@@ -61,7 +61,7 @@ def policy_card(
         results: From `results_beside`.
         licence: An SPDX identifier.
         standalone: Whether `policy.pt2` and `policy.py` are in the folder.
-        released: The folder is as the policy's family is released.
+        released: Whether the folder has the format in which the policy's family is released.
     """
     env = config["env_id"] or "the run's environment"
     name, version, step = config["run"] or checkpoint, config["rlhpc_version"], config["global_step"]
@@ -97,7 +97,7 @@ def policy_card(
 
 
 def _forward(spec: Mapping[str, Any]) -> str:
-    """What the network computes, in enough detail to rebuild it."""
+    """Returns a description of the network that suffices to rebuild it."""
     model, action = spec.get("model") or {}, spec.get("action_space") or {}
     kind = model.get("model_type", spec.get("model_type", "a model of its own"))
     if kind != "mlp":
@@ -120,11 +120,11 @@ EXPORT_FORMAT = 1
 
 
 def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: str | None = None) -> Path:
-    """Write the export folder of a checkpoint, atomically; an existing one is replaced.
+    """Writes the export folder of a checkpoint, atomically; an existing one is replaced.
 
     Args:
         checkpoint: A `global_step_<N>` folder of any run, on any machine.
-        output: Target folder; by default `export/global_step_<N>` of the run the checkpoint lies in.
+        output: Target folder; by default `export/global_step_<N>` of the checkpoint's run.
         licence: SPDX identifier for the model card.
 
     Returns:
@@ -157,17 +157,17 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
 def release_checkpoint(
     checkpoint: Path, output: Path | None = None, *, licence: str | None = None, trust_code: bool = False
 ) -> Path:
-    """Write a checkpoint's policy as its family is released, atomically; an existing folder is replaced.
+    """Writes a checkpoint's policy in the format of its family's releases, atomically; an existing folder is replaced.
 
     Args:
-        checkpoint, output, licence: As `export_checkpoint` has them.
-        trust_code: As `load_exported` has it.
+        checkpoint, output, licence: As in `export_checkpoint`.
+        trust_code: As in `load_exported`.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: The policy's family has no such form.
+        ConfigError: The policy's family has no such format.
         CheckpointError: The checkpoint has faults, or the target cannot be written.
     """
     checkpoint, target, step = _from_and_to(checkpoint, output)
@@ -187,7 +187,7 @@ def release_checkpoint(
 
 
 def _from_and_to(checkpoint: Path, output: Path | None) -> tuple[Path, Path, int]:
-    """A valid checkpoint, a free target, and the step."""
+    """Returns the checked checkpoint, a free target, and the step."""
     checkpoint = expand_home(checkpoint).absolute()
     require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert <checkpoint>")
     step = int(read_manifest(checkpoint)["global_step"])
@@ -204,17 +204,17 @@ def _not_written(checkpoint: Path, target: Path, error: OSError) -> CheckpointEr
 
 
 def load_exported(folder: str | Path, *, trust_code: bool = False, trust: Trust | None = None) -> Policy:
-    """The policy of an export folder (or of a checkpoint folder), in eval mode, on the CPU.
+    """Loads the policy of an export folder (or of a checkpoint folder), in eval mode, on the CPU.
 
     Args:
         folder: The folder.
-        trust_code: Import what the folder names as `module:Class`. Without it only models are built that are built in,
-            registered or an installed package's: a folder from elsewhere cannot run code.
-        trust: The same in detail, instead of `trust_code`.
+        trust_code: Import code that the folder names as `module:Class`. Without it, only models are built that are built
+            in, registered or part of an installed package: a foreign folder cannot run code.
+        trust: Detailed trust settings instead of `trust_code`.
 
     Raises:
         CheckpointError: Files are missing, or the weights do not fit the policy that config.json describes.
-        ConfigError: It names code, and nobody said that it is trusted.
+        ConfigError: The folder names code that is not trusted.
     """
     from rlhpc.embodied.models.registry import load_policy  # with torch, which an export does without
 
@@ -246,7 +246,7 @@ def _config(checkpoint: Path, step: int) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """The value with words in place of infinities, which JSON lacks and checkpoints of earlier versions contain."""
+    """Replaces infinities by words; JSON lacks them, and checkpoints of earlier versions contain them."""
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -267,8 +267,9 @@ def _write_folder(target: Path, files: dict[str, bytes]) -> None:
 
 
 def _acting(checkpoint: Path, config: dict[str, Any]) -> dict[str, bytes]:
-    """The files by which the policy acts without rlhpc; none if torch.export cannot follow it, or if it is code that is
-    not trusted."""
+    """Returns the files by which the policy acts without rlhpc; empty if torch.export cannot trace it, or if its code is not
+    trusted.
+    """
 
     try:
         program = program_of(load_exported(checkpoint))
@@ -285,7 +286,7 @@ def _acting(checkpoint: Path, config: dict[str, Any]) -> dict[str, bytes]:
 
 log = logging.getLogger(__name__)
 
-#: rlhpc's own wrappers, whose source an export carries: file in its folder, and class.
+#: Wrappers of rlhpc, whose source an export contains: file in its folder, module, and class.
 _OWN_WRAPPERS = {
     name: (f"wrapper_{module.rpartition('.')[2]}.py", module, wrapper)
     for name, (module, wrapper) in {
@@ -299,11 +300,11 @@ _WRAPPERS = {
 
 
 def _listed(wrappers: dict[str, list[str]]) -> str:
-    """A dict as Python source, a line an entry."""
+    """Formats a dict as Python source, one line per entry."""
     return "{\n" + "".join(f"    {name!r}: {path!r},\n" for name, path in wrappers.items()) + "}"
 
 
-#: The checks of `rlhpc eval`, as source.
+#: Checks of `rlhpc eval`, as source.
 _INTERFACE = "".join(
     f"{inspect.getsource(function)}\n\n"
     for function in (
@@ -525,7 +526,7 @@ if __name__ == "__main__":
 
 
 def wrapper_files(env: Any) -> dict[str, bytes]:
-    """The sources of rlhpc's own wrappers that a section `env.eval` names, by their names in an export's folder."""
+    """Returns the sources of rlhpc's wrappers that a section `env.eval` names, by file name in an export's folder."""
     files: dict[str, bytes] = {}
     for entry in (env or {}).get("wrappers") or []:
         name = next(iter(entry), "") if isinstance(entry, dict) else entry
@@ -543,16 +544,18 @@ class _Acts(nn.Module):
         self.policy = policy
 
     def forward(self, obs: Any, noise: Tensor | None = None) -> Tensor:
-        """The most likely actions `[B, chunk, dim]`; those that rows of `Policy.sample_start` lead to, where it has such."""
+        """Returns the most likely actions `[B, chunk, dim]`, for noise from `Policy.sample_start` if the policy acts from
+        noise.
+        """
         return self.policy.predict_action_batch(obs, mode="eval", noise=noise)[0]
 
 
 def program_of(policy: Policy) -> bytes | None:
-    """The content of `policy.pt2`; None for a policy that torch.export cannot follow.
+    """Returns the content of `policy.pt2`; None for a policy that torch.export cannot trace.
 
     Args:
-        policy: In eval mode, on the CPU. Its program takes observations `[B, ...]` with any B, as the environment gives
-            them, or a dict of such; and noise `[B, *start_shape]`, if the policy acts from noise.
+        policy: Policy in eval mode, on the CPU. Its program takes observations `[B, ...]` with any B, in the environment's
+            form, or a dict of them; and noise `[B, *start_shape]`, if the policy acts from noise.
     """
     batch = torch.export.Dim("batch", min=1)
     try:
@@ -575,7 +578,7 @@ def program_of(policy: Policy) -> bytes | None:
 
 
 def _rows(space: Any, count: int) -> Any:
-    """`count` zero observations of a space, as tensors."""
+    """Returns `count` zero observations of a space, as tensors."""
     if hasattr(space, "spaces"):
         return {key: _rows(part, count) for key, part in space.spaces.items()}
     return torch.from_numpy(np.zeros((count, *space.shape), space.dtype))

@@ -1,7 +1,7 @@
-"""Evaluation, recording and conversion of policies that only another Python can build: LeRobot's.
+"""Calls in another Python environment: evaluation, recording and conversion of LeRobot's policies.
 
-`python -m rlhpc.embodied.python_env ANSWER` in that Python takes a pickled call on its input and writes the pickled answer to
-a file. Both sides are this same program; what is pickled never comes from a checkpoint.
+`python -m rlhpc.embodied.python_env ANSWER` in that Python reads a pickled call from its input and writes the pickled answer
+to a file. Both sides are this same program; pickled data never come from a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import ParamSpec, TypeVar
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import read_json
 
-#: The variable that names the Python.
+#: Environment variable that names the Python.
 PYTHON = "RLHPC_LEROBOT_PYTHON"
-Given = ParamSpec("Given")
-Found = TypeVar("Found")
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 
 
 def importable() -> bool:
-    """Whether this Python has LeRobot."""
+    """Returns whether this Python has LeRobot."""
     return importlib.util.find_spec("lerobot") is not None
 
 
 def needs_lerobot(why: str) -> ConfigError:
-    """What to do where it is missing."""
+    """Returns the error that explains how to install LeRobot."""
     return ConfigError(
         f"{why} needs lerobot, which has a Python of its own: make setup-lerobot, export "
         "RLHPC_LEROBOT_PYTHON=$PWD/.venv-lerobot/bin/python, and name it as cluster.node_groups[].python_interpreter of "
@@ -39,17 +39,19 @@ def needs_lerobot(why: str) -> ConfigError:
     )
 
 
-def where_it_can(of: str | Path, function: Callable[Given, Found], *args: Given.args, **kwargs: Given.kwargs) -> Found:
-    """Calls a function of this package here, or in LeRobot's Python if it is about one of LeRobot's policies.
+def call_where_importable(
+    of: str | Path, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
+) -> Result:
+    """Calls a function of this package here, or in LeRobot's Python if it concerns one of LeRobot's policies.
 
     Args:
-        of: The checkpoint or export that it is about, or anything else.
-        function: At the top of a module.
-        *args, **kwargs: Its arguments, and its answer, can be pickled.
+        of: Checkpoint or export that the call concerns, or another name.
+        function: Function at the top level of a module.
+        *args, **kwargs: Its arguments, which must be picklable, like its result.
 
     Raises:
-        ConfigError: It is needed, and no Python is named; or the named one cannot be started.
-        RlhpcError: What the function raised there.
+        ConfigError: LeRobot's Python is needed, but is not named or cannot be started.
+        RlhpcError: The error that the function raised there.
     """
     if importable() or not _is_lerobot(Path(of)):
         return function(*args, **kwargs)
@@ -67,34 +69,34 @@ def where_it_can(of: str | Path, function: Callable[Given, Found], *args: Given.
             raise needs_lerobot(f"{PYTHON} is {python!r}, which cannot be started ({error.strerror}); {of}") from error
         if not answer.is_file():
             raise RlhpcError(f"{python} ended with {done.returncode} and no answer; what it said is above")
-        found, raised = pickle.loads(answer.read_bytes())
+        answer_value, raised = pickle.loads(answer.read_bytes())
     if raised is not None:
         raise raised
-    result: Found = found
+    result: Result = answer_value
     return result
 
 
 def _is_lerobot(folder: Path) -> bool:
-    """Whether a checkpoint or an export has one of LeRobot's policies."""
+    """Returns whether a checkpoint or an export has one of LeRobot's policies."""
     for name in ("model.json", "config.json"):
         try:
             spec = read_json((folder / name).read_bytes())
-            found = spec.get("policy", spec)["model"]["model_type"]
+            model_type = spec.get("policy", spec)["model"]["model_type"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
-        return str(found).lower() == "lerobot"
+        return str(model_type).lower() == "lerobot"
     return False
 
 
 def main() -> None:
-    """The other side."""
+    """Runs a pickled call and writes its answer."""
     module, name, args, kwargs = pickle.loads(sys.stdin.buffer.read())
-    found, raised = None, None
+    result, raised = None, None
     try:
-        found = getattr(importlib.import_module(module), name)(*args, **kwargs)
+        result = getattr(importlib.import_module(module), name)(*args, **kwargs)
     except RlhpcError as error:
         raised = error
-    Path(sys.argv[1]).write_bytes(pickle.dumps((found, raised)))
+    Path(sys.argv[1]).write_bytes(pickle.dumps((result, raised)))
 
 
 if __name__ == "__main__":

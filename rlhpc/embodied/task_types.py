@@ -1,4 +1,4 @@
-"""The kinds of run with simulators: PPO and its like, SAC, behaviour cloning."""
+"""Task types of runs with simulators: PPO and related algorithms, off-policy learning, behaviour cloning."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _COMPARED = (
     ("eval/success_once", "Success (once) in evaluation", "share of episodes"),
     ("eval/return_mean", "Return in evaluation", "mean return"),
 )
-#: The metric of `demos.holdout`.
+#: Metric of `demos.holdout`.
 HOLDOUT_LOSS = "train/holdout_loss"
 #: Metrics of evaluations during training; those of success only where the environment reports it.
 EVALUATED = ("eval/return_mean", "eval/success_once", "eval/success_at_end")
@@ -65,7 +65,7 @@ _PLAYED = (
     ("train/episode_return", "Return in training", "episode return"),
 )
 _EPISODES = (Headline("eval/success_once", "success once", "share"), Headline("eval/return_mean", "evaluated return"))
-_LOST = frozenset({"rollout", "env"})
+_EXPENDABLE = frozenset({"rollout", "env"})
 _TIMES = {"throughput": "Environment steps per second", "time_per_phase": "Time per phase"}
 _RETURNS = {
     "return_vs_env_steps": "Return over experience",
@@ -74,13 +74,13 @@ _RETURNS = {
 }
 
 
-#: The configuration of a run with simulators.
+#: Configuration of a run with simulators.
 Cfg = TypeVar("Cfg", bound=EmbodiedConfig)
 
 
 @dataclass(frozen=True)
 class EmbodiedKind(Kind[Cfg]):
-    """A kind of run with simulators and a policy network of its own."""
+    """Task type of runs with simulators and a policy network."""
 
     ranges: Mapping[str, Range] = field(default_factory=lambda: RANGES)
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _CHOICES)
@@ -90,28 +90,30 @@ class EmbodiedKind(Kind[Cfg]):
     other_start = " To start a new run from its weights: runner.init_from=… and another runner.name."
 
     def missing(self, cfg: Cfg) -> list[str]:
-        """The id of the environment, if it is missing."""
+        """Returns the key of the environment's id, if it is missing."""
         return [] if cfg.env.train.env_id else ["env.train.env_id"]
 
     def prepare(self, cfg: Cfg, *, resumes: bool) -> Cfg:
-        """The configuration, without `runner.init_from` if the run resumes: what it started from may be gone by now."""
+        """Returns the configuration, without `runner.init_from` if the run resumes, because those weights may no longer
+        exist.
+        """
         if not resumes or cfg.runner.init_from is None:
             return cfg
         return changed(cfg, "runner.init_from", None)
 
     def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
-        """Where the checkpoint differs: another environment, or a network of other shapes."""
+        """Returns the differences of a checkpoint: another environment, or a network of other shapes."""
         model = saved_values(checkpoint / "model.json").get("model") or {}
-        mine = {f"actor.model.{name}": model[name] for name in _SHAPES if name in model}
-        there = {**saved_values(checkpoint / CONFIG, _ENVIRONMENT), **mine}
-        return differing(cfg, there, [key for key in there if key in self.schema])
+        saved_shapes = {f"actor.model.{name}": model[name] for name in _SHAPES if name in model}
+        saved = {**saved_values(checkpoint / CONFIG, _ENVIRONMENT), **saved_shapes}
+        return differing(cfg, saved, [key for key in saved if key in self.schema])
 
     def evaluation_metrics(self, cfg: Cfg) -> Sequence[str]:
-        """Returns those of the episodes of `runner.val_check_interval` (`Kind.evaluation_metrics`)."""
+        """Returns the metrics of the evaluations at `runner.val_check_interval` (`Kind.evaluation_metrics`)."""
         return EVALUATED if cfg.runner.val_check_interval > 0 else ()
 
     def recording(self, cfg: Cfg) -> tuple[int, bool]:
-        """How many episodes of the last policy are recorded, and whether only successful ones."""
+        """Returns the number of episodes of the last policy to record, and whether only successful ones are recorded."""
         return cfg.workflow.record_episodes, cfg.workflow.record_only_success
 
     def evaluate(
@@ -123,9 +125,9 @@ class EmbodiedKind(Kind[Cfg]):
         # Before torch is imported.
         require_valid(checkpoint, hint="or evaluate another checkpoint", checksums=False)
         from rlhpc.embodied.evaluation.evaluate import evaluate_checkpoint
-        from rlhpc.embodied.python_env import where_it_can
+        from rlhpc.embodied.python_env import call_where_importable
 
-        result = where_it_can(
+        result = call_where_importable(
             checkpoint, evaluate_checkpoint, checkpoint, cfg=cfg, suite=suite, episodes=episodes, output=output,
             trust_code=trust_code,
         )  # fmt: skip
@@ -139,19 +141,19 @@ class EmbodiedKind(Kind[Cfg]):
             raise ConfigError(f"--system and --max-tokens are for language models; {checkpoint} is none")
         require_valid(checkpoint, hint="or play another checkpoint", checksums=False)
         from rlhpc.embodied.evaluation.window import play_checkpoint
-        from rlhpc.embodied.python_env import where_it_can
+        from rlhpc.embodied.python_env import call_where_importable
 
-        result = where_it_can(checkpoint, play_checkpoint, checkpoint, cfg, options)
+        result = call_where_importable(checkpoint, play_checkpoint, checkpoint, cfg, options)
         return describe_result(result) + (f" → {result['video']}" if "video" in result else "")
 
     def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
-        """Every chart of a run as SVG, by file name."""
+        """Returns every chart of a run as SVG, by file name."""
         from rlhpc.embodied.reporting.report import all_curves
 
         return all_curves(paths, rows, self.curves)
 
     def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
-        """The parts of the report for runs with simulators."""
+        """Returns the parts of the report for runs with simulators."""
         from rlhpc.embodied.reporting.report import parts
 
         return parts(paths, rows, always=self.curves, linked=linked)
@@ -163,17 +165,17 @@ class EmbodiedKind(Kind[Cfg]):
                 f"--adapter-only, --base, --dtype and --critic are for language models; {checkpoint} is none"
             )
         from rlhpc.embodied.export import export_checkpoint, release_checkpoint
-        from rlhpc.embodied.python_env import where_it_can
+        from rlhpc.embodied.python_env import call_where_importable
 
         if wanted.released:
-            return where_it_can(
+            return call_where_importable(
                 checkpoint, release_checkpoint, checkpoint, output, licence=wanted.licence, trust_code=wanted.trust_code
             )
         return export_checkpoint(checkpoint, output, licence=wanted.licence)
 
 
 def _python_of(cfg: RunConfig, component: str) -> str | None:
-    """The Python of a group's nodes, if they have one of their own."""
+    """Returns the Python of a group's nodes, if `cluster.node_groups` sets one."""
     placements = cfg.cluster.component_placement.items()
     placed = next((at for names, at in placements if component in re.split(r"\s*,\s*", names)), None)
     label = placed.get("node_group") if isinstance(placed, Mapping) else None
@@ -186,48 +188,51 @@ def _recorded(workflow: DemonstratedWorkflowConfig, path: Any) -> Preparation:
     return Preparation(demos=(str(path), workflow.demos_expert, workflow.demos_episodes))
 
 
-#: The configuration of a run in which a policy plays while it learns.
+#: Configuration of a run in which a policy plays while it learns.
 Playing = TypeVar("Playing", PpoConfig, SacConfig)
 
 
 @dataclass(frozen=True)
 class PlayingKind(EmbodiedKind[Playing]):
-    """A kind of run in which a policy plays while it learns."""
+    """Task type of runs in which a policy plays while it learns."""
 
     compared: tuple[tuple[str, str, str], ...] = _PLAYED
     headlines: tuple[Headline, ...] = (
         *_EPISODES, Headline("train/episode_return", "training return"), Headline("rollout/env_steps", "env steps", "count"),
     )  # fmt: skip
-    expendable: frozenset[str] = _LOST
-    independent: frozenset[str] = _LOST
+    expendable: frozenset[str] = _EXPENDABLE
+    independent: frozenset[str] = _EXPENDABLE
 
     def goal(self, cfg: Playing) -> Any:
-        """Also the return at which the run stops, if there is one."""
+        """Returns the conditions of an early end, including the return at which the run stops."""
         early: Any = early_end(cfg)
         if early is None:
             return cfg.runner.stop_return
         return [cfg.runner.stop_return, *early]
 
     def elastic_of(self, cfg: Playing) -> dict[str, int]:
-        """Those who play, where they are ahead of the actors."""
+        """Returns the elastic groups: env and rollout ranks, if they play ahead of the actors."""
         return {"env": 1, "rollout": 1} if cfg.algorithm.max_staleness > 0 else {}
 
     def most_useful(self, cfg: Playing, started: Mapping[str, int]) -> dict[str, int]:
-        """As many env ranks as share a step, or play all steps that may be under way, and a group of slots for each rollout
-        rank."""
+        """Returns the largest useful number of ranks by group.
+
+        More env ranks are useful up to the shares of a step, or up to all steps that may be in progress; more rollout ranks up
+        to the number of groups of slots in a stage.
+        """
         train, stages, units = cfg.env.train, cfg.rollout.pipeline_stage_num, started["env"]
         shared = most_sharing(cfg.algorithm.rollout_steps, units) if divisible(cfg) else 0
-        most = {
+        max_ranks = {
             "env": max((1 + cfg.algorithm.max_staleness) * units, shared),
             "rollout": train.num_envs // (stages * train.group_size),
         }
-        return {name: most[name] for name in self.elastic_of(cfg)}
+        return {name: max_ranks[name] for name in self.elastic_of(cfg)}
 
-    #: What a synchronous run learns from, and what is fixed of it.
+    #: Part of a synchronous run's training data that is fixed.
     fixed = ""
 
     def why_fixed(self, cfg: Playing) -> str:
-        """Synchronous runs are the same, bit for bit, whenever they are started."""
+        """Returns why ranks cannot join or leave: synchronous runs are reproducible bit for bit."""
         if cfg.algorithm.max_staleness > 0:
             return ""
         return (
@@ -238,12 +243,12 @@ class PlayingKind(EmbodiedKind[Playing]):
 
 @dataclass(frozen=True)
 class PpoKind(PlayingKind[PpoConfig]):
-    """Policy and simulators play, and the policy learns from what they played."""
+    """Task type of on-policy runs: the policy learns from its own rollouts."""
 
     fixed = "each step's batch is fixed"
 
     def check(self, cfg: PpoConfig, fail: Fail, *, training: bool) -> None:
-        """Refuses wrong names, levels and batches."""
+        """Checks names, levels and batches."""
         check_estimators(cfg)
         checks.check_common(cfg, fail)
         checks.check_ppo(cfg, fail)
@@ -251,7 +256,7 @@ class PpoKind(PlayingKind[PpoConfig]):
             checks.check_divisibility(cfg, fail)
 
     def check_placement(self, cfg: PpoConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Refuses processes without a whole number of slots, and actors that cannot be divided as asked."""
+        """Checks that each process has a whole number of slots, and that the actors can be divided as configured."""
         checks.check_processes(cfg, processes)
         check_parallel(cfg.actor, processes["actor"], "actor", layers=False)
 
@@ -264,19 +269,19 @@ class PpoKind(PlayingKind[PpoConfig]):
 
 @dataclass(frozen=True)
 class SacKind(PlayingKind[SacConfig]):
-    """Policy and simulators fill a buffer, and the policy learns from draws of it."""
+    """Task type of off-policy runs: rollouts fill a buffer, and the policy learns from samples of it."""
 
     fixed = "what each step adds to the buffer before its updates is fixed"
 
     def check(self, cfg: SacConfig, fail: Fail, *, training: bool) -> None:
-        """Refuses wrong names and buffers."""
+        """Checks names and buffers."""
         checks.check_common(cfg, fail)
         checks.check_off_policy(cfg, fail)
         if training:
             checks.check_slots(cfg, fail)
 
     def check_placement(self, cfg: SacConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Refuses processes without a whole number of slots."""
+        """Checks that each process has a whole number of slots."""
         checks.check_processes(cfg, processes)
 
     def checks(self, cfg: SacConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
@@ -286,21 +291,21 @@ class SacKind(PlayingKind[SacConfig]):
         return off_policy_checks(cfg, ranks, _python_of(cfg, "env"))
 
     def preparation(self, cfg: SacConfig) -> Preparation:
-        """The expert's episodes to record first for the second buffer, if any."""
+        """Returns the expert's episodes to record first for the second buffer, if any."""
         return _recorded(cfg.workflow, cfg.algorithm.demo_buffer.load_path)
 
 
 @dataclass(frozen=True)
 class BcKind(EmbodiedKind[BcConfig]):
-    """The policy learns from demonstrations."""
+    """Task type of behaviour cloning: the policy learns from demonstrations."""
 
     def check(self, cfg: BcConfig, fail: Fail, *, training: bool) -> None:
-        """Refuses wrong names, and demonstrations that are not named."""
+        """Checks names and the path of the demonstrations."""
         checks.check_common(cfg, fail)
         checks.check_bc(cfg, fail)
 
     def check_placement(self, cfg: BcConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Refuses actors that cannot be divided as asked."""
+        """Checks that the actors can be divided as configured."""
         check_parallel(cfg.actor, processes["actor"], "actor", layers=False)
 
     def checks(self, cfg: BcConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
@@ -311,7 +316,7 @@ class BcKind(EmbodiedKind[BcConfig]):
         return bc_checks(cfg, _python_of(cfg, "actor"))
 
     def evaluation_metrics(self, cfg: BcConfig) -> Sequence[str]:
-        """Also the loss of the episodes that are held out, which is measured at each step."""
+        """Returns the metrics of evaluations, and the loss of the held-out episodes, which is measured at each step."""
         return [*super().evaluation_metrics(cfg), *([HOLDOUT_LOSS] if cfg.demos.holdout > 0 else [])]
 
     def evaluate(
@@ -324,7 +329,7 @@ class BcKind(EmbodiedKind[BcConfig]):
         output: Path | None,
         trust_code: bool,
     ) -> str:
-        """Plays episodes; of a model of success, judges the recorded ones that it was not trained on."""
+        """Plays episodes; evaluates a success model on recorded episodes that were held out."""
         if cfg.actor.model.model_type.lower() == "success":
             from rlhpc.embodied.evaluation.success_model import evaluate_judge
 
@@ -332,13 +337,13 @@ class BcKind(EmbodiedKind[BcConfig]):
         return super().evaluate(cfg, checkpoint, suite=suite, episodes=episodes, output=output, trust_code=trust_code)
 
     def play(self, cfg: BcConfig, checkpoint: Path, options: PlayOptions) -> str:
-        """Plays episodes; a model of success acts on nothing."""
+        """Plays episodes; raises an error for a success model, which has no actions."""
         if cfg.actor.model.model_type.lower() == "success":
             raise ConfigError(f"{checkpoint} is of a model of success, which judges and does not act; see rlhpc eval")
         return super().play(cfg, checkpoint, options)
 
     def preparation(self, cfg: BcConfig) -> Preparation:
-        """The expert's episodes to record first, if any."""
+        """Returns the expert's episodes to record first, if any."""
         return _recorded(cfg.workflow, cfg.demos.path)
 
 

@@ -21,7 +21,7 @@ from rlhpc.embodied.data.datasets import WriteOptions
 from rlhpc.embodied.data.lerobot_writer import NothingToWrite
 from rlhpc.embodied.evaluation.evaluate import record_episodes
 from rlhpc.embodied.evaluation.intervention import named_intervention, require_single
-from rlhpc.embodied.python_env import where_it_can
+from rlhpc.embodied.python_env import call_where_importable
 from rlhpc.embodied.task_types import BC
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.configuration import load_config
@@ -128,7 +128,7 @@ def _labelled(
         seed = cfg.runner.seed + 7919 * (number + 1)
         actor = str(student or expert)
         try:
-            summary = where_it_can(
+            summary = call_where_importable(
                 actor,
                 record_episodes,
                 actor,

@@ -150,9 +150,9 @@ def test_without_lerobot_the_make_target_is_named(tmp_path: Path, monkeypatch: p
     assert check_policy(actor, (SPACE, ACTION), ["/its/python", "/its/python"]) is None
     (tmp_path / "model.json").write_text(json.dumps({"model": {"model_type": "lerobot"}}))
     with pytest.raises(ConfigError, match="make setup-lerobot"):
-        python_env.where_it_can(tmp_path, str.upper, "here")
+        python_env.call_where_importable(tmp_path, str.upper, "here")
     (tmp_path / "model.json").write_text(json.dumps({"model": {"model_type": "mlp"}}))
-    assert python_env.where_it_can(tmp_path, str.upper, "here") == "HERE"
+    assert python_env.call_where_importable(tmp_path, str.upper, "here") == "HERE"
 
 
 def test_actions_beyond_the_end_are_marked() -> None:
