@@ -180,7 +180,7 @@ def evaluate_policy(
     episodes: int | None = None,
     device: torch.device | str = "cpu",
     watch: Callable[[VectorEnv], Watch] | None = None,
-    told: ProgressCallback | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
     """Runs the first episodes of every slot of a vector environment.
 
@@ -191,7 +191,7 @@ def evaluate_policy(
         episodes: Number of episodes; default `env.eval.num_episodes`.
         device: Device of the policy.
         watch: Builds the observer for the environment.
-        told: Called with the progress.
+        on_progress: Called with the progress.
 
     Raises:
         NonFinite: A return is not finite.
@@ -209,9 +209,15 @@ def evaluate_policy(
     env = make_env(changed(env_cfg, "num_envs", slots), slots, slot_offset=0, seed=seed, stage="eval")
     try:
         rows = play(
-            delayed or policy, env, quotas(num_episodes, slots), torch.device(device), watch=watch(env) if watch else None,
-            told=told, ended=None if delayed is None else delayed.on_episode_end, noise=eval_noise(policy, env_cfg, seed),
-        )  # fmt: skip
+            delayed or policy,
+            env,
+            quotas(num_episodes, slots),
+            torch.device(device),
+            watch=watch(env) if watch else None,
+            on_progress=on_progress,
+            on_episode_end=None if delayed is None else delayed.on_episode_end,
+            noise=eval_noise(policy, env_cfg, seed),
+        )
     finally:
         env.close()
     if bad := [number for number, row in enumerate(rows) if not math.isfinite(row["return"])]:
@@ -247,8 +253,8 @@ def play(
     *,
     mode: str = "eval",
     watch: Watch | None = None,
-    told: ProgressCallback | None = None,
-    ended: Callable[[np.ndarray], None] | None = None,
+    on_progress: ProgressCallback | None = None,
+    on_episode_end: Callable[[np.ndarray], None] | None = None,
     noise: Noise | None = None,
 ) -> list[dict[str, float]]:
     """Plays the first `quota[i]` episodes of each slot i, starting from a reset. An episode that is lost with its simulator or
@@ -261,8 +267,8 @@ def play(
         device: Device of the policy.
         mode: "eval" or "train", as `predict_action_batch` takes it.
         watch: Observer of the steps.
-        told: Called with the progress.
-        ended: Called with the slots in which an episode has ended.
+        on_progress: Called with the progress.
+        on_episode_end: Called with the slots in which an episode has ended.
         noise: Source of the policy's noise in an evaluation, by each slot's episode and decision (`eval_noise`).
 
     Returns:
@@ -294,8 +300,8 @@ def play(
                 f"simulators failed {int(failures.max())} times in one slot of the evaluation; {len(rows)} of {quota.sum()} "
                 "episodes ended. Look at what the environment logged, then evaluate again"
             )
-        if ended is not None:
-            ended(done)
+        if on_episode_end is not None:
+            on_episode_end(done)
         since += 1
         since[done] = 0
         episodes[done] += 1
@@ -306,8 +312,8 @@ def play(
             if finished[slot] < quota[slot] and episode["mask"][slot] and not failed[slot]:
                 rows.append((slot, int(finished[slot]), _episode_row(episode, slot)))
                 finished[slot] += 1
-        if told is not None:
-            told(len(rows), steps)
+        if on_progress is not None:
+            on_progress(len(rows), steps)
         if (finished >= quota).all():
             return [row for _, _, row in sorted(rows, key=lambda row: row[:2])]
     raise RlhpcError(

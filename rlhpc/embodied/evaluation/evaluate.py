@@ -172,7 +172,9 @@ def evaluate_checkpoint(
             def update_bar(done: int, steps: int) -> None:
                 bar.update(done, {"time/env_steps_per_s": steps / (time.perf_counter() - start)})
 
-            result = evaluate_policy(policy, side, seed=seed, episodes=episodes, watch=build_film, told=update_bar)
+            result = evaluate_policy(
+                policy, side, seed=seed, episodes=episodes, watch=build_film, on_progress=update_bar
+            )
     except RuntimeError as error:
         raise ConfigError(f"env.eval.env_id={cfg.env.eval.env_id} does not fit {folder}'s policy: {error}") from error
     result |= {"suite": suite, "global_step": int(read_manifest(folder)["global_step"]), "checkpoint": str(folder)}

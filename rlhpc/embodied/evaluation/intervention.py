@@ -116,14 +116,14 @@ class Gated:
         env: Environment in which the policy acts.
 
     Attributes:
-        taken: Slots in which the last actions were not the policy's, bool `[N]`.
+        intervened: Slots in which the last actions were not the policy's, bool `[N]`.
     """
 
     def __init__(self, policy: Any, intervention: Intervention, env: VectorEnv) -> None:
         if intervention.one_slot and env.num_envs > 1:
             raise ConfigError(f"a person watches one slot at a time: set env.eval.num_envs=1 (it is {env.num_envs})")
         self._policy, self.intervention, self._env = policy, intervention, env
-        self.taken = np.zeros(env.num_envs, bool)
+        self.intervened = np.zeros(env.num_envs, bool)
 
     def predict_action_batch(
         self, obs: Any, mode: str = "eval", noise: Any = None
@@ -133,7 +133,7 @@ class Gated:
         require_single(actions.shape[1])
         pictures = self._env.render([0]) if self.intervention.needs_pictures else None
         picture = None if pictures is None else pictures[0]
-        chosen, self.taken = self.intervention.act(as_arrays(obs), actions[:, 0].cpu().numpy(), picture)
+        chosen, self.intervened = self.intervention.act(as_arrays(obs), actions[:, 0].cpu().numpy(), picture)
         return torch.from_numpy(np.asarray(chosen))[:, None], extras
 
 

@@ -36,7 +36,7 @@ class EpisodeRecorder(Watch):
         writer: Writer of the episodes.
         env: The environment.
         only_success: Leave out episodes that never succeeded.
-        wanted: Number of episodes to write.
+        num_episodes: Number of episodes to write.
         teacher: Policy whose actions are written instead of those played (DAgger), without rewards, which belong to the
             actions played.
         gated: Policy with interventions, which reports who acted.
@@ -48,12 +48,12 @@ class EpisodeRecorder(Watch):
         env: VectorEnv,
         *,
         only_success: bool,
-        wanted: int,
+        num_episodes: int,
         teacher: Any = None,
         gated: Gated | None = None,
     ) -> None:
         self._teacher, self._gated = teacher, gated
-        self._writer, self._env, self._only_success, self._wanted = writer, env, only_success, wanted
+        self._writer, self._env, self._only_success, self._num_episodes = writer, env, only_success, num_episodes
         self._before: dict[str, Any] = {}
         self._open: list[list[dict[str, Any]]] = [[] for _ in range(env.num_envs)]
         self.played = 0
@@ -66,7 +66,7 @@ class EpisodeRecorder(Watch):
     @property
     def missing(self) -> int:
         """Number of episodes that must still be played."""
-        return self._wanted - len(self._writer)
+        return self._num_episodes - len(self._writer)
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
         """Stores observation and actions of the step (`Watch.before`)."""
@@ -94,7 +94,7 @@ class EpisodeRecorder(Watch):
             step = {name: _row(value, slot) for name, value in self._before.items()}
             step |= {"rewards": rewards[slot], "terminations": terminations[slot], "truncations": truncations[slot]}
             if self._gated is not None:
-                step["taken"] = bool(self._gated.taken[slot])
+                step["taken"] = bool(self._gated.intervened[slot])
             if "success" in infos:
                 step["success"] = bool(infos["success"][slot])
             self._open[slot].append(step)
@@ -113,7 +113,7 @@ class EpisodeRecorder(Watch):
             success[-1] = bool(at_end[slot])
         self.success_known |= success is not None
         once = success is not None and bool(success.any() or _flag(episode, "success_once", slot))
-        if len(self._writer) >= self._wanted or (self._only_success and not once):
+        if len(self._writer) >= self._num_episodes or (self._only_success and not once):
             return
         final = infos.get("final_env_states")
         self._writer.add({
@@ -134,19 +134,19 @@ class TakenRecorder(EpisodeRecorder):
 
     Args:
         writer, env: As in `EpisodeRecorder`.
-        wanted: Number of episodes to watch, regardless of the number of interventions.
+        num_episodes: Number of episodes to watch, regardless of the number of interventions.
         gated: Policy with interventions, which reports who acted.
     """
 
-    def __init__(self, writer: EpisodeWriter, env: VectorEnv, *, wanted: int, gated: Gated) -> None:
-        super().__init__(writer, env, only_success=False, wanted=wanted, gated=gated)
+    def __init__(self, writer: EpisodeWriter, env: VectorEnv, *, num_episodes: int, gated: Gated) -> None:
+        super().__init__(writer, env, only_success=False, num_episodes=num_episodes, gated=gated)
         self._gated: Gated = gated
         self.taken_steps = 0
 
     @property
     def missing(self) -> int:
         """Number of episodes that must still be watched."""
-        return self._wanted - self.played
+        return self._num_episodes - self.played
 
     def after(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
@@ -156,7 +156,7 @@ class TakenRecorder(EpisodeRecorder):
         steps before it are written.
         """
         done, failed = terminations | truncations, env_failed(infos, len(slots))
-        intervened = self._gated.taken & ~failed
+        intervened = self._gated.intervened & ~failed
         for slot in np.flatnonzero(slots).tolist():
             steps = self._open[slot]
             if intervened[slot]:
@@ -260,10 +260,10 @@ def record(
             if intervention is not None:
                 gated = actor = Gated(actor, intervention, env)
             recorder = EpisodeRecorder(
-                writer, env, only_success=only_success, wanted=episodes, teacher=teacher, gated=gated
+                writer, env, only_success=only_success, num_episodes=episodes, teacher=teacher, gated=gated
             )
             if only_taken and gated is not None:
-                recorder = TakenRecorder(writer, env, wanted=episodes, gated=gated)
+                recorder = TakenRecorder(writer, env, num_episodes=episodes, gated=gated)
             while (missing := recorder.missing) > 0:
                 if recorder.played and only_success and not recorder.success_known:
                     raise ConfigError(f"--only-success: {env_cfg.env_id} does not say whether an episode succeeded")

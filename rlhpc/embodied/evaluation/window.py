@@ -148,7 +148,7 @@ def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOp
     result: dict[str, Any] = {}
     try:
         result = evaluate_policy(
-            policy, side, seed=cfg.runner.seed, episodes=episodes, watch=watch, told=check_pictures
+            policy, side, seed=cfg.runner.seed, episodes=episodes, watch=watch, on_progress=check_pictures
         )
     except _Closed:
         return {}

@@ -246,12 +246,12 @@ class Acted:
     Attributes:
         turn: The turn.
         slots: Slot map of the turn.
-        gone: Rollout ranks that have gone since the turn was assigned to them.
+        lost_ranks: Rollout ranks that have gone since the turn was assigned to them.
     """
 
     turn: FullRollout
     slots: SlotMap
-    gone: frozenset[int] = frozenset()
+    lost_ranks: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

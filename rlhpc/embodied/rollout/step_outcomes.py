@@ -22,14 +22,14 @@ class OutcomeShape:
 
     chunk: int = 1
     reward_per_action: bool = False
-    whole: bool = False
+    single_episode: bool = False
 
 
-def shape_of(cfg: PlayingConfig, rewards: str, logprobs: str, whole: bool) -> OutcomeShape:
+def shape_of(cfg: PlayingConfig, rewards: str, logprobs: str, single_episode: bool) -> OutcomeShape:
     """Returns the shape for the levels (action or chunk) of rewards and log-probabilities."""
     per_action = rewards == "action_level"
     by_action = per_action or logprobs != "chunk_level"
-    return OutcomeShape(cfg.actor.model.num_action_chunks if by_action else 1, per_action, whole)
+    return OutcomeShape(cfg.actor.model.num_action_chunks if by_action else 1, per_action, single_episode)
 
 
 def ppo_shape(cfg: PpoConfig) -> OutcomeShape:
@@ -48,7 +48,7 @@ class Outcomes:
         steps: T, decisions of a rollout.
         chunk: Actions of a decision, if they are distinguished: `action_mask [n, T, chunk]` marks the executed ones.
         reward_per_action: Rewards are `[n, T, chunk]`.
-        whole: Each slot plays one episode; `loss_mask [n, T]` excludes the decisions after its end.
+        single_episode: Each slot plays one episode; `loss_mask [n, T]` excludes the decisions after its end.
         spoiled: Called for non-finite values with "reward", "observation" or "last observation of an episode", the step, and
             the slots (bool `[n]`); it may raise. If it does not, `nonfinite [n, T]` marks the transitions in which 0 has
             replaced the simulator's numbers.
@@ -61,7 +61,7 @@ class Outcomes:
         *,
         chunk: int = 1,
         reward_per_action: bool = False,
-        whole: bool = False,
+        single_episode: bool = False,
         spoiled: Callable[[str, int, np.ndarray], None] | None = None,
     ) -> None:
         size = len(share)
@@ -73,12 +73,12 @@ class Outcomes:
         self._optional: dict[str, np.ndarray] = {}
         if chunk > 1:
             self._optional["action_mask"] = np.ones((size, steps, chunk), bool)
-        if whole:
+        if single_episode:
             self._optional["loss_mask"] = np.ones((size, steps), bool)
         self._optional["env_failed"] = np.zeros((size, steps), bool)
         if spoiled is not None:
             self._optional["nonfinite"] = np.zeros((size, steps), bool)
-        self._alive = np.ones(size, bool) if whole else None
+        self._alive = np.ones(size, bool) if single_episode else None
         self._finals: list[tuple[int, np.ndarray, Any]] = []
 
     def add(
@@ -182,7 +182,7 @@ class Outcomes:
 def nothing_of(share: range, steps: int, shape: OutcomeShape, last_obs: Any) -> dict[str, Any]:
     """Returns a message like `Outcomes.part` for slots whose outcomes are unknown; the receiver must know this."""
     outcomes = Outcomes(
-        share, steps, chunk=shape.chunk, reward_per_action=shape.reward_per_action, whole=shape.whole,
+        share, steps, chunk=shape.chunk, reward_per_action=shape.reward_per_action, single_episode=shape.single_episode,
         spoiled=lambda *_: None,
     )  # fmt: skip
     return outcomes.part(slice(0, len(share)), last_obs)

@@ -92,7 +92,7 @@ class TrajectoryReceiver:
                 # such a message is from the rank that replaced one that has gone
                 if any(number > turn_number for number in early):
                     return None
-                received = self._next(key, peer, gone=rank in acted.gone)
+                received = self._next(key, peer, has_left=rank in acted.lost_ranks)
                 if (number := received.pop("turn")) == turn_number:
                     message = received
                 elif number in later:
@@ -103,8 +103,8 @@ class TrajectoryReceiver:
         self._like = {name: (column.shape[2:], column.dtype) for name, column in message.items() if name != "version"}
         return message
 
-    def _next(self, key: str, peer: Peer, *, gone: bool) -> dict[str, Any]:
-        if not gone:
+    def _next(self, key: str, peer: Peer, *, has_left: bool) -> dict[str, Any]:
+        if not has_left:
             message: dict[str, Any] = get_until_left(self._trajectories, key, peer, until_left(*peer))
             return message
         try:

@@ -240,9 +240,9 @@ class PlayingRunner(Runner[Cfg]):
 
     def _count_gone(self, transitions: int) -> None:
         """Counts the ranks that the run continues without, and the transitions of a step that were lost with them."""
-        if self.players.lost:
-            self.lost["ranks"] += self.players.lost
-            self.players.lost = 0
+        if self.players.num_lost:
+            self.lost["ranks"] += self.players.num_lost
+            self.players.num_lost = 0
         if transitions:
             self.lost["steps"] += transitions
 

@@ -154,7 +154,7 @@ class JoinedEnvRanks:
         deadline = time.monotonic() + self._timeout
         while True:
             self.poll()
-            if self.ledger.whole(step):
+            if self.ledger.is_complete(step):
                 return self.ledger.close(step)
             if not self.ranks:
                 self.ledger.give_up(step)
@@ -197,14 +197,14 @@ class _PendingTurn:
         turn: The turn.
         slots: Slot map of the turn.
         acting, simulating: Handles of the calls.
-        gone: Rollout ranks that have gone since.
+        lost_ranks: Rollout ranks that have gone since.
     """
 
     turn: FullRollout
     slots: SlotMap
     acting: Any
     simulating: Any
-    gone: set[int] = dataclasses.field(default_factory=set)
+    lost_ranks: set[int] = dataclasses.field(default_factory=set)
 
 
 class RolloutSources:
@@ -231,7 +231,7 @@ class RolloutSources:
     Attributes:
         slots: Present slot map, which changes when ranks join or leave.
         env, rollout: Ranks that the run started with.
-        lost: Number of ranks lost since it was last reset.
+        num_lost: Number of ranks lost since it was last reset.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class RolloutSources:
         self._rollout_ranks = Replicas(rollout, self._open_rollout, self._join_rollout, restarts, cost)
         self._spaces: tuple[Any, Any] = (None, None)
         self._done, self._stale = 0, False
-        self.lost = 0
+        self.num_lost = 0
         self.forget(0)
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -285,12 +285,12 @@ class RolloutSources:
         for handle in (self.env.connect(slots), self._actor.connect(), self.rollout.connect(slots)):
             handle.wait(self._timeout)
 
-    def rebuild(self, gone: dict[str, list[int]]) -> None:
+    def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
         """Recovers from a failure: restarts environment and rollout ranks that have ended, and connects all."""
         self.slots = dataclasses.replace(self.slots, token=secrets.token_hex(4), absent=frozenset(), acting=())
         took_part = ((self._rollouts, self._acting), (self._envs, self._present_envs))
         ranks_to_build = {
-            group: self._to_build(group, present, gone.get(group.name, [])) for group, present in took_part
+            group: self._to_build(group, present, lost_ranks.get(group.name, [])) for group, present in took_part
         }
         ranks_to_build = {group: ranks for group, ranks in ranks_to_build.items() if ranks}
         for group in ranks_to_build:
@@ -306,11 +306,11 @@ class RolloutSources:
         self.connect()
 
     @staticmethod
-    def _to_build(group: WorkerGroup, present: list[int], gone: list[int]) -> list[int]:
+    def _to_build(group: WorkerGroup, present: list[int], lost_ranks: list[int]) -> list[int]:
         """Returns the original ranks that must be built: also those that were lost, or were about to take part again, before
         the failure.
         """
-        return [rank for rank in range(group.world_size) if rank in gone or rank not in present]
+        return [rank for rank in range(group.world_size) if rank in lost_ranks or rank not in present]
 
     def begin(self, step: int) -> None:
         """Begins after a step, with no turns in progress. Ranks that have joined begin anew."""
@@ -351,14 +351,14 @@ class RolloutSources:
         before = len(self._present_envs) + len(self._acting)
         envs, rollouts = self._envs.present, self._rollouts.present
         self._present_envs = [rank for rank in self._present_envs if rank in envs]
-        gone = [rank for rank in self._acting if rank not in rollouts]
-        if gone:
+        lost_ranks = [rank for rank in self._acting if rank not in rollouts]
+        if lost_ranks:
             self._acting = [rank for rank in self._acting if rank in rollouts]
             self._stale = True
             for playing in self._played:
-                playing.gone.update(gone)
+                playing.lost_ranks.update(lost_ranks)
         num_lost = before - len(self._present_envs) - len(self._acting)
-        self.lost += num_lost
+        self.num_lost += num_lost
         return num_lost > 0
 
     def _release_leaving(self) -> None:
@@ -526,8 +526,8 @@ class RolloutSources:
         present = self._rollouts.present
 
         def acted(playing: _PendingTurn) -> Acted:
-            gone = playing.gone.union(rank for rank in playing.slots.acting_ranks if rank not in present)
-            return Acted(playing.turn, playing.slots, frozenset(gone))
+            lost_ranks = playing.lost_ranks.union(rank for rank in playing.slots.acting_ranks if rank not in present)
+            return Acted(playing.turn, playing.slots, frozenset(lost_ranks))
 
         turns = tuple(acted(playing) for playing in self._turns_of(step))
         later = frozenset(playing.turn.number for playing in self._played if playing.turn.step != step)

@@ -98,10 +98,10 @@ class Replica:
     def _roll(self, shard: RolloutShard) -> tuple[int, dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Returns the number of decisions made, trajectories `[n, T, ...]` and episodes."""
         rank, acting, start = self._simulating, self._acting, time.perf_counter()
-        env, share, whole_episodes = rank.envs[0], rank.shares[0], rank.shape().whole
+        env, share, single_episode = rank.envs[0], rank.shares[0], rank.shape().single_episode
         num_slots = len(self._slots.unit_share(shard.unit))  # the actors do not use further slots
         outcomes, episodes = rank.outcomes_of(shard.step, share), EpisodeLog()
-        if whole_episodes:
+        if single_episode:
             rank.new_episodes(shard.step)
         t, chosen = 0, list[np.ndarray]()
         while t < shard.decisions and not rank.told_to_leave:
@@ -115,7 +115,7 @@ class Replica:
             if ended_slots is not None:
                 episodes.add(t, share.start, infos, ended_slots[ended_slots < num_slots])
             t += 1
-        if whole_episodes and t < shard.decisions:
+        if single_episode and t < shard.decisions:
             t = 0
             episodes.skipped = 0
         columns: dict[str, np.ndarray] = {}

@@ -117,7 +117,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         """
         stages, start, self._waited = range(self.slots.stages), time.perf_counter(), 0.0
         outcomes = [self.outcomes_of(turn.step, share) for share in self.shares]
-        if self.shape().whole:
+        if self.shape().single_episode:
             self.new_episodes(turn.step, turn.begin)
         episodes, before = EpisodeLog(), current().service.lane.crossed
         for stage in stages:
@@ -170,9 +170,13 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
                 )
 
         return Outcomes(
-            share, self.steps, chunk=shape.chunk, reward_per_action=shape.reward_per_action, whole=shape.whole,
+            share,
+            self.steps,
+            chunk=shape.chunk,
+            reward_per_action=shape.reward_per_action,
+            single_episode=shape.single_episode,
             spoiled=spoiled,
-        )  # fmt: skip
+        )
 
     def new_episodes(self, step: int, begin: int = 0) -> None:
         """Begins new episodes, whose starts depend only on seed, step, and the number of the step's earlier decisions."""

@@ -69,7 +69,7 @@ def test_advantages_of_actions_are_those_of_a_run_without_chunks():
 
 
 def test_what_comes_after_an_episode_does_not_count():
-    outcomes = Outcomes(range(2), 4, whole=True)
+    outcomes = Outcomes(range(2), 4, single_episode=True)
     ends = [[False, False], [True, False], [False, True], [True, True]]
     reported = []
     for t, done in enumerate(np.array(ends)):

@@ -55,7 +55,7 @@ def section(*words: str) -> Any:
 def test_progress_is_told() -> None:
     told: list[tuple[int, int]] = []
     result = evaluate_policy(
-        Still(), section("env.train.kwargs={length: 5}"), seed=1, episodes=4, told=lambda *at: told.append(at)
+        Still(), section("env.train.kwargs={length: 5}"), seed=1, episodes=4, on_progress=lambda *at: told.append(at)
     )
     assert result["return_mean"] == 5.0 and result["episodes"] == 4
     assert told[0] == (0, 2) and told[4] == (2, 10) and told[-1] == (4, 20)

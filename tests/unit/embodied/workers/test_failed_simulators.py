@@ -32,7 +32,7 @@ def rollout(rng: np.random.Generator, *, whole: bool, chunk: int, per_action: bo
     """Columns `[n, T, ...]` of slots whose episodes end and whose simulators fail at random; the outcome of a failed step is
     noise, as far as the interface allows it."""
     outcomes = Outcomes(
-        range(SIZE), STEPS, chunk=chunk, reward_per_action=per_action, whole=whole, spoiled=lambda *_: None
+        range(SIZE), STEPS, chunk=chunk, reward_per_action=per_action, single_episode=whole, spoiled=lambda *_: None
     )
     obs = rng.normal(size=(STEPS + 1, SIZE, 1)).astype(np.float32)
     for t in range(STEPS):
@@ -247,7 +247,7 @@ class Person(Intervention):
 def test_recordings_leave_out_episodes_that_failed(tmp_path: Path) -> None:
     env = Failing({3})
     with TrajectoryWriter(tmp_path / "a.h5", env_id="x", env_kwargs={}, max_episode_steps=4) as writer:
-        recorder = EpisodeRecorder(writer, env, only_success=False, wanted=3)
+        recorder = EpisodeRecorder(writer, env, only_success=False, num_episodes=3)
         play(Still(), env, np.array([2, 1]), torch.device("cpu"), watch=recorder)
         assert len(writer) == recorder.played == 3
     assert [len(rewards) for rewards in recorded(tmp_path / "a.h5")] == [4, 4, 4]
@@ -257,7 +257,7 @@ def test_of_an_intervention_the_steps_before_a_failure_are_recorded(tmp_path: Pa
     env = Failing({3})
     with TrajectoryWriter(tmp_path / "a.h5", env_id="x", env_kwargs={}, max_episode_steps=4) as writer:
         gated = Gated(Still(), Person(), env)
-        recorder = TakenRecorder(writer, env, wanted=2, gated=gated)
+        recorder = TakenRecorder(writer, env, num_episodes=2, gated=gated)
         play(gated, env, np.array([1, 1]), torch.device("cpu"), watch=recorder)
         assert recorder.played == 2 and recorder.taken_steps == 6
     assert [len(rewards) for rewards in recorded(tmp_path / "a.h5")] == [2, 4]
