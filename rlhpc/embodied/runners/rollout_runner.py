@@ -34,7 +34,7 @@ from rlhpc.runtime.active_time import active_s
 from rlhpc.runtime.worker_group import WorkerGroup
 
 
-def kept(episodes: dict[str, np.ndarray]) -> dict[str, float]:
+def device_and_timing_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
     """Returns the share of observation messages that stayed on the accelerator, if simulators make them there, and the timing
     of robots.
     """
@@ -43,7 +43,7 @@ def kept(episodes: dict[str, np.ndarray]) -> dict[str, float]:
     return on_device | timing_row(episodes)
 
 
-def ended(episodes: dict[str, np.ndarray]) -> dict[str, float]:
+def episode_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
     """Returns metrics of the episodes that ended in a step; unlike those of the window they have no lag."""
     count = len(episodes["return"])
     metrics: dict[str, float] = {"rollout/episodes": count}
@@ -115,7 +115,7 @@ class PlayingRunner(Runner[Cfg]):
         self.actor = actor
         self.check()
         self.env_steps, self.episodes, self._nonfinite_steps = 0, 0, 0
-        self.lost: collections.Counter[str] = collections.Counter()
+        self.lost_counts: collections.Counter[str] = collections.Counter()
         self.window: collections.deque[tuple[float, float, float]] = collections.deque(maxlen=WINDOW)
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_STEPS)
         self._sent, self._syncs = -1, list[Any]()
@@ -137,7 +137,7 @@ class PlayingRunner(Runner[Cfg]):
         """True if actor and rollout ranks are colocated and alternate on the accelerators."""
         return False
 
-    def rest(self) -> None:
+    def release_accelerators(self) -> None:
         """Makes rollout and env ranks leave the accelerators, if they are colocated."""
 
     def change_over(self, *, playing: bool) -> None:
@@ -150,7 +150,7 @@ class PlayingRunner(Runner[Cfg]):
         spaces = self.players.build()
         if self.turns:  # one after the other; rollout ranks are offloaded between steps
             self.rollout.init_worker(self.slots, *spaces).wait(self.timeout)
-            self.rest()
+            self.release_accelerators()
             self.actor.init_worker(self.slots, *spaces).wait(self.timeout)
         else:
             handles = [self.actor.init_worker(self.slots, *spaces), self.rollout.init_worker(self.slots, *spaces)]
@@ -173,9 +173,9 @@ class PlayingRunner(Runner[Cfg]):
 
     def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
         """Counts the lost ranks, transitions (including those of the step in progress) and episodes."""
-        self.lost["ranks"] += ranks
-        self.lost["steps"] += before["env_steps"] - self.env_steps + self._transitions()
-        self.lost["episodes"] += before["episodes"] - self.episodes
+        self.lost_counts["ranks"] += ranks
+        self.lost_counts["steps"] += before["env_steps"] - self.env_steps + self._transitions()
+        self.lost_counts["episodes"] += before["episodes"] - self.episodes
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -241,10 +241,10 @@ class PlayingRunner(Runner[Cfg]):
     def _count_gone(self, transitions: int) -> None:
         """Counts the ranks that the run continues without, and the transitions of a step that were lost with them."""
         if self.players.num_lost:
-            self.lost["ranks"] += self.players.num_lost
+            self.lost_counts["ranks"] += self.players.num_lost
             self.players.num_lost = 0
         if transitions:
-            self.lost["steps"] += transitions
+            self.lost_counts["steps"] += transitions
 
     def _count_left_out(self, step: int, row: dict[str, float], count: int) -> None:
         """Counts transitions that were not trained on because something in them was not finite.
@@ -304,14 +304,14 @@ class PlayingRunner(Runner[Cfg]):
         if "update_s" in trained:  # some updates have nothing to train on
             row["time/train_s"] = trained["update_s"]
         row.update(self._episode_metrics())
-        row.update(ended(episodes))
+        row.update(episode_metrics(episodes))
         row["rollout/version"], row["rollout/env_steps"] = acted, self.env_steps
         if restarts := int(episodes["restarts"].sum()):
             row["env/restarts"] = restarts
         if spoiled := int(episodes["spoiled"].sum()):
             row["env/nonfinite_episodes"] = spoiled
-        row.update(kept(episodes))
-        row.update({f"env/lost_{name}": count for name, count in self.lost.items()})
+        row.update(device_and_timing_metrics(episodes))
+        row.update({f"env/lost_{name}": count for name, count in self.lost_counts.items()})
         self._validate(step, row, timers)
         row.update(timers.pop())
         row["time/step_s"] = seconds
@@ -412,14 +412,14 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
         Actors also save and send weights, so they have the accelerators between steps.
         """
         if not playing:
-            self.rest()
+            self.release_accelerators()
         if self.cfg.actor.enable_offload:
             (self.actor.offload() if playing else self.actor.reload()).wait(self.timeout)
         if playing and self.cfg.rollout.enable_offload:
             self.rollout.reload().wait(self.timeout)
 
-    def rest(self) -> None:
-        """Makes rollout and env ranks leave the accelerators (`PlayingRunner.rest`)."""
+    def release_accelerators(self) -> None:
+        """Makes rollout and env ranks leave the accelerators (`PlayingRunner.release_accelerators`)."""
         if self.cfg.rollout.enable_offload:
             self.rollout.offload().wait(self.timeout)
         if self.turns:
