@@ -259,7 +259,7 @@ class Meeting:
                 if self._line is not None and not self._line.lost:
                     fresh, self._fresh = self._fresh, False
                     return self._line, fresh
-                self._publish_presence(there=False)
+                self._publish_presence(connected=False)
                 self._changed.wait(_POLL_S)
             check()
             if time.monotonic() > deadline:
@@ -329,7 +329,7 @@ class Meeting:
                 self._session = session_of(secret, nonce, peer_nonce)
                 self._fresh = True
             self._line = RobotConnection(sock, line_key(secret, nonce, peer_nonce), b"run", b"robot")
-            self._publish_presence(there=True)
+            self._publish_presence(connected=True)
             self._changed.notify_all()
         log.info("%s %s", self.place.robot, "is back" if again else "has joined")
         return True
