@@ -24,7 +24,7 @@ from bench.machine import write
 from bench.robot import rlhpc
 
 CONFIG = "configs/embodied/panda_pick_hil.yaml"
-EXPERT = "rlhpc.embodied.envs.wrappers:pick"
+EXPERT = "rlhpc.embodied.envs.gym_hil:pick"
 PERSON = json.dumps({"scripted": {"expert": EXPERT}})
 STEPS = 60
 

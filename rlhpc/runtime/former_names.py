@@ -16,7 +16,6 @@ FORMER_MODULES: dict[str, str] = {
     "rlhpc.config.ranges": "rlhpc.config.constraints",
     "rlhpc.config.yaml_loader": "rlhpc.config.yaml_files",
     "rlhpc.embodied.data.replay": "rlhpc.embodied.data.replay_buffer",
-    "rlhpc.embodied.envs.gym_hil": "rlhpc.embodied.envs.wrappers",
     "rlhpc.embodied.envs.robot": "rlhpc.embodied.robots.robot_env",
     "rlhpc.embodied.envs.simulated_robot": "rlhpc.embodied.robots.simulated_robot",
     "rlhpc.embodied.envs.slotwise": "rlhpc.embodied.envs.sync_vector_env",

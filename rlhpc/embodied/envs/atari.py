@@ -1,0 +1,59 @@
+"""Wrappers of Atari games. An exported policy takes this file along, so it needs gymnasium alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+
+
+class LifeLoss(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Wrapper that ends an episode at the loss of a life; the next episode continues the game. Put it over `atari`.
+
+    Its `info["life_lost"]` marks that the game continues: the vector environment counts returns and lengths of complete games.
+    """
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self._lives = 0
+        self._goes_on = False
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Steps the game; a lost life ends the episode."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        lives = info["lives"]
+        self._goes_on = 0 < lives < self._lives and not (terminated or truncated)
+        self._lives = lives
+        if self._goes_on:
+            info = {**info, "life_lost": True}
+        return obs, reward, terminated or self._goes_on, truncated, info
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Continues the game, or starts one."""
+        game_over = not self._goes_on or seed is not None
+        if not game_over:
+            obs, _, terminated, truncated, info = self.env.step(0)
+            game_over = terminated or truncated
+        if game_over:
+            obs, info = self.env.reset(seed=seed, options=options)
+        self._lives = info["lives"]
+        self._goes_on = False
+        return obs, info
+
+
+class FireReset(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Wrapper that presses FIRE when an episode begins, in games that wait for it. Put it over `life_loss`."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        meanings = env.unwrapped.get_action_meanings()
+        self._fire = meanings.index("FIRE") if "FIRE" in meanings else None
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Starts an episode."""
+        obs, info = self.env.reset(seed=seed, options=options)
+        if self._fire is not None:
+            obs, _, terminated, truncated, info = self.env.step(self._fire)
+            if terminated or truncated:
+                obs, info = self.env.reset(seed=seed, options=options)
+        return obs, info

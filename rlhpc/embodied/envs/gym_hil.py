@@ -1,0 +1,72 @@
+"""States and a scripted expert of gym-hil's Panda arm. An exported policy takes this file along, so it needs numpy and
+gymnasium alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+#: Metres: the middle of where the cube may lie.
+_MIDDLE = np.array([0.4, 0.0, 0.1])
+_APART, _FROM_MIDDLE = 20.0, 10.0
+#: Command of a closed gripper; 0 opens it.
+_CLOSED = 255.0
+#: Metres of an action of 1.
+_STEP = 0.025
+
+
+class PandaState(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Wrapper that replaces gym-hil's observation by numbers of like size: how far the gripper is closed, its position,
+    the cube's, and the vector from it to the cube, float32 `[10]`.
+
+    Cubes are drawn from the environment's generator instead of NumPy's, and success is reported as `success`.
+    """
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (10,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Starts an episode."""
+        if seed is not None:
+            self.np_random = np.random.default_rng(seed)
+        np.random.seed(int(self.np_random.integers(1 << 31)))
+        obs, info = self.env.reset(options=options)
+        return _numbers(obs), info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Steps the simulator."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return _numbers(obs), reward, terminated, truncated, {**info, "success": bool(info["succeed"])}
+
+    def render(self) -> Any:
+        """Renders both cameras, side by side."""
+        cameras: Any = self.env.render()
+        return np.concatenate(cameras, axis=1)
+
+
+def _numbers(obs: dict[str, np.ndarray]) -> np.ndarray:
+    arm, cube = obs["agent_pos"], obs["environment_state"]
+    tcp, closed = arm[-3:], arm[-4] / _CLOSED
+    parts = ([closed], _FROM_MIDDLE * (tcp - _MIDDLE), _FROM_MIDDLE * (cube - _MIDDLE), _APART * (cube - tcp))
+    return np.concatenate(parts).astype(np.float32)
+
+
+def pick(obs: np.ndarray) -> np.ndarray:
+    """Returns a pick expert's actions (over the cube, down, grasp, up) `[N, 4]` within -1 to 1 for `PandaState`'s
+    observations `[N, 10]`.
+    """
+    closed, way = obs[:, 0], obs[:, 7:10] / _APART
+    aside, height = np.linalg.norm(way[:, :2], axis=1), np.abs(way[:, 2])
+    over = aside < 0.015
+    at = over & (height < 0.015)
+    held = (closed > 0.9) & (aside < 0.03) & (height < 0.03)
+    move = way.copy()
+    move[:, 2] += np.where(over, 0.0, 0.08)
+    actions = np.empty((len(obs), 4), np.float32)
+    actions[:, :3] = np.clip(0.5 * move / _STEP, -1, 1)
+    actions[held, :3] = (0, 0, 1)
+    actions[:, 3] = np.where(at | held, 1, -1)
+    return actions
