@@ -44,7 +44,7 @@ def dd(*arguments: str) -> None:
 
 
 def files(folder: Path, weights: dict[str, torch.Tensor], step: int) -> dict[str, float]:
-    """One save and one load, beside dd."""
+    """Measures one save and one load, next to dd."""
     paths = RunPaths(folder)
 
     def save() -> None:
@@ -73,7 +73,7 @@ def files(folder: Path, weights: dict[str, torch.Tensor], step: int) -> dict[str
 
 
 def until_step(folder: Path, steps: int) -> float:
-    """Seconds from the command until a row is added to the run's metrics; the run goes on to its end."""
+    """Returns the seconds from the command until a row is added to the run's metrics; the run continues to its end."""
     metrics = folder / "resume" / "metrics.jsonl"
     before = metrics.stat().st_size if metrics.exists() else 0
     command = [

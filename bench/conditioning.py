@@ -25,7 +25,7 @@ CRITIC = ("algorithm.bc_value_coef=0.5", "algorithm.gamma=0.8")
 
 
 def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One seed."""
+    """Measures one seed."""
     demos, own = folder / "demos.h5", folder / "own.h5"
     words = (
         f"runner.seed={seed}", f"runner.max_steps={options.steps}", "runner.save_interval=-1", "workflow.demos_expert=null",

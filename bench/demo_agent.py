@@ -39,7 +39,7 @@ NAMES = {"grpo": "GRPO", "shuffled": "shuffled rewards", "no_tool": "no tool"}
 
 
 def rlhpc(*words: str) -> None:
-    """One command, quiet unless it fails."""
+    """Runs one command, quietly unless it fails."""
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
@@ -52,14 +52,14 @@ def rlhpc(*words: str) -> None:
 
 
 def exported(run: Path) -> Path:
-    """The last checkpoint of a run, as a model."""
+    """Returns the last checkpoint of a run, exported as a model."""
     last = max((run / "checkpoints").glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     rlhpc("convert", "--checkpoint", str(last))
     return run / "export" / last.name
 
 
 def accuracy(model: Path, name: str, *words: str) -> dict[str, Any]:
-    """Of a model on the held-out questions."""
+    """Returns the accuracy of a model on the held-out questions."""
     output = model.parents[1] / "eval" / f"{name}.json"
     rlhpc("eval", "--model", str(model), "--config", GRPO, "--suite", "held_out", "--output", str(output), *words)
     found: dict[str, Any] = json.loads(output.read_text())
@@ -67,13 +67,13 @@ def accuracy(model: Path, name: str, *words: str) -> dict[str, Any]:
 
 
 def curve(run: Path) -> list[float]:
-    """The share of questions that were answered in training, by step."""
+    """Returns the share of questions that were answered in training, by step."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [round(row["train/reward"], 4) for row in map(json.loads, lines) if "train/reward" in row]
 
 
 def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
-    """SFT, GRPO and its controls at one seed."""
+    """Runs SFT, GRPO and its controls at one seed."""
     begun, folder = time.perf_counter(), [f"runner.run_dir={runs}", f"runner.seed={seed}"]
     start = f"demo-agent-{seed}-sft"
     rlhpc("train", SFT, *folder, f"runner.name={start}")
@@ -88,7 +88,9 @@ def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Training curves: the mean of every five steps and over the seeds, and a band from the lowest seed to the highest."""
+    """Draws training curves: the mean of every five steps and over the seeds, and a band from the
+    lowest seed to the highest.
+    """
     lines = []
     for color, (kind, name) in enumerate(NAMES.items()):
         curves = [list(map(statistics.mean, batched(row["curves"][kind], 5))) for row in rows]
@@ -100,12 +102,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def batched(values: list[float], size: int) -> list[list[float]]:
-    """Neighbours together, the last ones fewer."""
+    """Batches neighbouring values; the last batch may be smaller."""
     return [values[at : at + size] for at in range(0, len(values), size)]
 
 
 def fell_short(row: dict[str, Any]) -> str:
-    """What a seed did not reach; "" if it reached all."""
+    """Returns the criteria that a seed did not meet; "" if it met all."""
     grpo, sft = row["grpo"]["accuracy"], row["sft"]["accuracy"]
     if grpo < sft + 0.2:
         return "less than 20 points above SFT"

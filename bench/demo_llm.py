@@ -25,7 +25,7 @@ CONFIG = "configs/reasoning/demo.yaml"
 
 
 def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, float]:
-    """The workflow at one seed."""
+    """Runs the workflow at one seed."""
     name, begun = f"demo-llm-{seed}", time.perf_counter()
     words = [f"runner.seed={seed}", f"runner.name={name}", f"runner.run_dir={runs}", *overrides]
     subprocess.run(

@@ -39,7 +39,9 @@ _RNG = np.random.default_rng(1)
 
 
 def controller(obs: np.ndarray) -> np.ndarray:
-    """Actions `[N, 1]` for states `[N, 10]`: swings the pole up by its energy, and catches it only where it nearly stands."""
+    """Returns actions `[N, 1]` for states `[N, 10]`: swings the pole up by its energy, and catches it only near the upright
+    position.
+    """
     x, angle, speed, spin = obs[:, 0], (obs[:, 1] + np.pi) % (2 * np.pi) - np.pi, obs[:, 2], obs[:, 3]
     missing = 15 * (1 - np.cos(angle)) - spin**2 / 2  # of the energy of a pole that stands still
     pump = -0.4 * np.tanh(spin * np.cos(angle)) * np.clip(missing / 10, -1, 1) - 0.2 * x
@@ -50,7 +52,7 @@ def controller(obs: np.ndarray) -> np.ndarray:
 
 
 def evaluation(run: Path) -> dict[str, float]:
-    """Of the newest checkpoint of a run."""
+    """Returns the evaluation of a run's newest checkpoint."""
     output = run / "held_out.json"
     rlhpc("eval", "--run", str(run), "--step", "latest", "--output", str(output))
     found = json.loads(output.read_text())
@@ -58,13 +60,13 @@ def evaluation(run: Path) -> dict[str, float]:
 
 
 def curve(run: Path) -> list[tuple[int, float]]:
-    """Env steps, and the mean return of the training episodes that ended in a step."""
+    """Returns env steps, and the mean return of the training episodes that ended in a step."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [(int(row["rollout/env_steps"]), round(row["rollout/episode_return"], 2)) for row in rows]
 
 
 def run_seed(seed: int, runs: Path, episodes: int, overrides: list[str]) -> dict[str, Any]:
-    """Demonstrations, the clone, PPO from it and PPO alone at one seed."""
+    """Runs demonstrations, the clone, PPO from it and PPO alone at one seed."""
     begun, shared = time.perf_counter(), [f"runner.run_dir={runs}", f"runner.seed={seed}"]
     demos, name = runs / f"demo-vla-{seed}.h5", f"demo-vla-{seed}"
     rlhpc("record", "--expert", "bench.demo_vla:controller", "--config", BC, "--episodes", str(episodes),
@@ -80,7 +82,7 @@ def run_seed(seed: int, runs: Path, episodes: int, overrides: list[str]) -> dict
 
 
 def demonstrated(path: Path) -> float:
-    """Mean return of the demonstrations."""
+    """Returns the mean return of the demonstrations."""
     import h5py
 
     with h5py.File(path) as file:
@@ -88,7 +90,7 @@ def demonstrated(path: Path) -> float:
 
 
 def film(runs: Path, seed: int) -> list[Path]:
-    """Four episodes of the evaluation, before PPO and after it; none where nothing can be rendered."""
+    """Films four episodes of the evaluation, before PPO and after it; none where rendering is not possible."""
     made = []
     for kind, name in {"clone": "before", "tuned": "after"}.items():
         output = runs / f"demo_vla_{name}.json"
@@ -100,7 +102,7 @@ def film(runs: Path, seed: int) -> list[Path]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Training curves: the mean over the seeds, and a band from the lowest to the highest."""
+    """Draws training curves: the mean over the seeds, and a band from the lowest to the highest."""
     lines = []
     for color, kind in enumerate(("tuned", "alone")):
         x = [float(steps) for steps, _ in rows[0]["curves"][kind]]
@@ -111,7 +113,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the seeds, the widest spread, and whether the criterion holds."""
+    """Compares means over the seeds, with the widest spread and the criterion's outcome."""
     values = {kind: [row[kind]["return"] for row in rows] for kind in NAMES}
     means = {kind: statistics.fmean(each) for kind, each in values.items()}
     spread = max(max(each) - min(each) for each in values.values())

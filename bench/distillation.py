@@ -34,7 +34,7 @@ DISTIL = (
 
 
 def rlhpc(*words: str) -> None:
-    """One command, quiet unless it fails."""
+    """Runs one command, quietly unless it fails."""
     done = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
@@ -55,7 +55,7 @@ def train(config: str, folder: Path, name: str, steps: int, *overrides: str) -> 
 
 
 def measured(folder: Path, name: str, export: Path) -> dict[str, float]:
-    """What a run reached, and what it took."""
+    """Returns the result of a run, and its costs."""
     output = folder / f"{name}-eval.json"
     words = ["--config", GRPO, "--suite", "held_out", "--output", str(output), f"runner.run_dir={folder}"]
     rlhpc("eval", "--model", str(export), *words)
@@ -66,7 +66,7 @@ def measured(folder: Path, name: str, export: Path) -> dict[str, float]:
 
 
 def run_seed(seed: int, folder: Path, steps: dict[str, int], overrides: list[str]) -> dict[str, Any]:
-    """SFT, its teacher, and its student."""
+    """Runs SFT, its teacher, and its student."""
     seeded = [f"runner.seed={seed}", *overrides]
     row: dict[str, Any] = {"seed": seed}
     start = train(SFT, folder, f"sft-{seed}", steps["sft"], f"runner.seed={seed}")

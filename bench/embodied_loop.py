@@ -28,7 +28,7 @@ RLINF_STEP_S, RLINF_FIRST_S = 8.8, 109.0
 
 
 def rlhpc() -> dict[str, float]:
-    """A run of rlhpc."""
+    """Runs rlhpc."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "rlhpc.cli", "train", str(HERE.parent / "configs" / "embodied" / "halfcheetah_sac.yaml"),
@@ -52,7 +52,7 @@ def rlhpc() -> dict[str, float]:
 
 
 def single_process() -> dict[str, float]:
-    """The same in one process."""
+    """Runs the same workload in one process."""
     import gymnasium
     import torch
 

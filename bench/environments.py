@@ -55,7 +55,7 @@ def play(
     stages: int = 1,
     simulators: int = 0,
 ) -> float:
-    """Seconds of a rollout of `steps` decisions in `slots` slots, as a run has it between two updates."""
+    """Returns the seconds of a rollout of `steps` decisions in `slots` slots, as between two updates of a run."""
     from rlhpc import Cluster, HybridComponentPlacement
     from rlhpc.config.typed import typed
     from rlhpc.embodied.config import PpoConfig
@@ -103,14 +103,14 @@ def play(
 
 
 def rlhpc(task: str, ranks: int, slots: int) -> float:
-    """Environment steps a second."""
+    """Returns environment steps a second of rlhpc."""
     env, steps = TASKS[task]
     model = {"model_type": "bench.idle:RandomPolicy"}
     return slots * steps / play(env, model, ranks=ranks, slots=slots, steps=steps)
 
 
 def pipelining(environment_s: float, policy_s: float, stages: int) -> float:
-    """Seconds of a rollout."""
+    """Returns the seconds of a rollout."""
     env = {"env_type": "bench.idle:SleepingEnv", "env_id": "sleep", "kwargs": {"seconds": environment_s / SLOTS}}
     model = {"model_type": "bench.idle:SleepingPolicy", "kwargs": {"seconds": policy_s / SLOTS}}
     return play(env, model, ranks=1, slots=SLOTS, steps=PIPELINED_STEPS, stages=stages)
@@ -120,7 +120,7 @@ def pipelining(environment_s: float, policy_s: float, stages: int) -> float:
 
 
 def make(task: str) -> Any:
-    """One environment as gymnasium's users make it."""
+    """Makes one environment as Gymnasium's users do."""
     import gymnasium
 
     env, _ = TASKS[task]
@@ -134,7 +134,7 @@ def make(task: str) -> Any:
 
 
 def gymnasium_rate(kind: str, task: str, slots: int) -> float:
-    """Environment steps a second of SyncVectorEnv or AsyncVectorEnv on random actions."""
+    """Returns environment steps a second of SyncVectorEnv or AsyncVectorEnv on random actions."""
     import gymnasium
 
     vector = {"sync": gymnasium.vector.SyncVectorEnv, "async": gymnasium.vector.AsyncVectorEnv}[kind]
@@ -143,7 +143,7 @@ def gymnasium_rate(kind: str, task: str, slots: int) -> float:
 
 
 def gymnasium(kind: str, task: str, slots: int) -> float:
-    """The same in a process of its own, which has no threads of a driver."""
+    """Returns the same rate from a separate process, without the threads of a driver."""
     done = subprocess.run(
         [sys.executable, "-m", "bench.environments", "--gymnasium", kind, task, str(slots)], cwd=ROOT, check=True,
         stdout=subprocess.PIPE, text=True,
@@ -155,7 +155,7 @@ def gymnasium(kind: str, task: str, slots: int) -> float:
 
 
 def quickstart(ranks: int) -> float:
-    """Environment steps a second over 120 training steps of the quickstart."""
+    """Returns environment steps a second over 120 training steps of the quickstart."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [sys.executable, "-m", "rlhpc.cli", "train", "configs/quickstart.yaml", f"runner.run_dir={folder}",
@@ -172,7 +172,7 @@ def quickstart(ranks: int) -> float:
 
 
 def contenders() -> dict[str, Callable[[], float]]:
-    """What is measured, by name; a round runs all in this order."""
+    """Returns the measurements by name; a round runs all in this order."""
     found: dict[str, Callable[[], float]] = {}
     for task in TASKS:
         found[f"{task}: gymnasium sync, {SLOTS} slots"] = partial(gymnasium, "sync", task, SLOTS)
@@ -190,7 +190,7 @@ def contenders() -> dict[str, Callable[[], float]]:
 
 
 def ratios(median: dict[str, float]) -> dict[str, float]:
-    """What the goals are about."""
+    """Returns the ratios for which goals are defined."""
     found = {}
     for task in TASKS:
         pairs = (

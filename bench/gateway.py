@@ -1,4 +1,4 @@
-"""What the gateway of agents costs: 1000 episodes of 10 turns each over an engine that costs nothing.
+"""Cost of the gateway for agents: 1000 episodes of 10 turns each, over an engine without cost.
 
     python -m bench.gateway
 
@@ -78,7 +78,7 @@ def clients(url: str, keys: list[str], turns: int, at_once: int) -> None:
 
 
 def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
-    """Seconds and milliseconds a turn, and how much memory grew over the second half of the episodes.
+    """Returns seconds and milliseconds a turn, and the growth of memory over the second half of the episodes.
 
     Args:
         episodes, turns: How many, and how long.
@@ -128,12 +128,12 @@ def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
 
 
 def _memory() -> float:
-    """The most memory so far, in MiB."""
+    """Returns the peak memory so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def main() -> None:
-    """`python -m bench.gateway`."""
+    """Runs `python -m bench.gateway`."""
     parser = argparse.ArgumentParser(prog="python -m bench.gateway", description=__doc__.splitlines()[0])
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=10)

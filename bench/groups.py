@@ -1,4 +1,4 @@
-"""What a critic, and a reward model in a group of its own, are worth to the tiny model, on two-digit addition.
+"""Benefit of a critic, and of a reward model in a separate group, for the tiny model, on two-digit addition.
 
     python -m bench.groups --seeds 3                # PPO with a critic beside REINFORCE without a baseline
     python -m bench.groups --seeds 3 --part reward  # GRPO on a reward model's word, and on that of one trained on lots
@@ -50,7 +50,9 @@ def rlhpc(work: Path, *words: str) -> None:
 
 
 def accuracy(work: Path, model: str, name: str) -> dict[str, Any]:
-    """Of a model, on the held-out problems; by the task, whatever it was trained with."""
+    """Returns the accuracy of a model on the held-out problems, by the task's reward, whatever reward
+    it was trained with.
+    """
     output = work / f"{name}.json"
     rlhpc(work, "eval", "--config", str(CONFIG), "--model", model, "--suite", "held_out", "--output", str(output))
     found = json.loads(output.read_text())
@@ -58,7 +60,7 @@ def accuracy(work: Path, model: str, name: str) -> dict[str, Any]:
 
 
 def train(work: Path, name: str, steps: int, seed: int, *overrides: str) -> dict[str, Any]:
-    """A run of so many steps from the demonstrations' model, and its accuracy."""
+    """Trains a run of so many steps from the demonstrations' model, and returns its accuracy."""
     words = [
         f"runner.name={name}", f"runner.seed={seed}", f"runner.max_steps={steps}", f"runner.save_interval={steps}",
         "runner.segments=1", "workflow.sft=null", "workflow.sft_overrides=[]", f"actor.model.model_path={SFT}", *overrides,
@@ -85,7 +87,7 @@ def told(row: dict[str, Any]) -> str:
 
 
 def with_critic(work: Path, seeds: int, steps: int) -> tuple[dict[str, Any], bool]:
-    """PPO with a critic, and REINFORCE without a baseline, on as many answers."""
+    """Runs PPO with a critic, and REINFORCE without a baseline, on as many answers."""
     rows: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for seed in range(1, seeds + 1):
         for way, words in WAYS.items():
@@ -98,7 +100,7 @@ def with_critic(work: Path, seeds: int, steps: int) -> tuple[dict[str, Any], boo
 
 
 def with_reward(work: Path, seeds: int, steps: int, model_steps: int) -> tuple[dict[str, Any], bool]:
-    """GRPO that a reward model judges, and nothing else; and one that a model of drawn pairs does."""
+    """Runs GRPO with a reward model as its only reward, and with a reward model of random pairs."""
     from bench import reward_model
 
     reward_model.make_data(work)

@@ -1,4 +1,4 @@
-"""What ranks that join a run are worth: steps with helpers beside steps of a run that had as many ranks from the start.
+"""Benefit of ranks that join a run: steps with helpers, compared with steps of a run that had as many ranks from the start.
 
     python -m bench.helpers --repeat 3
 
@@ -91,10 +91,10 @@ class Timed(EngineBase):
         self.version = version
 
     def offload(self) -> None:
-        """Nothing to give."""
+        """Does nothing: no memory to offload."""
 
     def reload(self) -> None:
-        """Nothing to take."""
+        """Does nothing: no memory to reload."""
 
     def close(self) -> None:
         """Ends."""
@@ -142,21 +142,21 @@ class HelperRun:
             time.sleep(0.05)
 
     def firsts(self) -> list[float]:
-        """When each rank that has drawn a token drew its first."""
+        """Returns the time at which each rank drew its first token, for ranks that have drawn one."""
         return sorted(float(path.read_text() or "inf") for path in self.first.iterdir())
 
     def rows(self) -> list[dict[str, float]]:
-        """Metrics so far."""
+        """Returns the metrics so far."""
         path = self.root / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def steps(self, behind: int, count: int = STEPS) -> list[float]:
-        """Seconds of the next steps behind one."""
+        """Returns the seconds of the next steps after one."""
         self.until("steps", lambda: len(self.rows()) >= behind + count)
         return [row["time/step_s"] for row in self.rows()[behind : behind + count]]
 
     def join(self) -> tuple[float, subprocess.Popen[bytes]]:
-        """A helper, and when it was started."""
+        """Starts a helper, and returns the time of its start."""
         return time.time(), self._start("join", str(self.root))
 
     def end(self, *others: subprocess.Popen[bytes]) -> None:
@@ -168,7 +168,7 @@ class HelperRun:
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """One run of each kind."""
+    """Measures one run of each kind."""
     static = HelperRun(folder / "static", 4)
     static.until("first tokens", lambda: len(static.firsts()) == 4)
     cold = static.firsts()[0] - static.started

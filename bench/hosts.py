@@ -62,7 +62,7 @@ class Host:
 
     @property
     def enter(self) -> list[str]:
-        """What to put before a command to run it there."""
+        """Returns the prefix of a command that runs it on this host."""
         return ["nsenter", f"--target={self.process.pid}", "--net", "--uts", "--mount", f"--wd={Path.cwd()}"]
 
 
@@ -79,7 +79,7 @@ def connect(hosts: Sequence[Host]) -> None:
 
 
 def allowed() -> bool:
-    """Whether this user may make network namespaces: root of a container often may not."""
+    """Returns whether this user may create network namespaces: root of a container often may not."""
     if os.geteuid() != 0:
         return False
     probe = ["unshare", "--net", "--uts", "--mount", "ip", "link", "add", "probe0", "type", "veth"]
@@ -87,7 +87,7 @@ def allowed() -> bool:
 
 
 def rank_of_the_far_host() -> None:
-    """A rank's life, as `rlhpc.runtime.worker_process` has it, with this host's address in place of the driver's."""
+    """Runs a rank like `rlhpc.runtime.worker_process`, with this host's address in place of the driver's."""
     from rlhpc.runtime import worker_process
 
     spec = worker_process._spawned(int(sys.argv[1]))
@@ -101,7 +101,7 @@ def rank_of_the_far_host() -> None:
 
 
 def tensors(size: int, count: int = 16) -> dict[str, torch.Tensor]:
-    """`size` bytes in float32 tensors."""
+    """Returns `size` bytes in float32 tensors."""
     return {f"layer{i}": torch.full((size // count // 4,), float(i)) for i in range(count)}
 
 
@@ -109,7 +109,7 @@ class HostPeer(Worker):
     """The other end of every measurement."""
 
     def open(self, address: str, listens: bool) -> None:
-        """The plain TCP connection."""
+        """Opens the plain TCP connection."""
         self.tcp: socket.socket
         if listens:
             with socket.create_server((address, 5599), backlog=1) as door:
@@ -126,7 +126,7 @@ class HostPeer(Worker):
             at += self.tcp.recv_into(view[at:])
 
     def _times(self, count: int, turn: Callable[[], Any]) -> list[float]:
-        """Seconds one way of `count` round trips, after one that does not count."""
+        """Returns the seconds one way of `count` round trips, after one that does not count."""
         times = []
         for _ in range(count + 1):
             started = time.perf_counter()
@@ -202,7 +202,7 @@ class Exchange(HostPeer):
 
 
 def wire_bytes() -> int:
-    """Bytes that this host has sent."""
+    """Returns the bytes that this host has sent."""
     done = subprocess.run(["ip", "-s", "-j", "link", "show", INTERFACE], capture_output=True, text=True, check=True)
     return int(json.loads(done.stdout)[0]["stats64"]["tx"]["bytes"])
 
@@ -216,7 +216,9 @@ def both(near: Any, far: Any, method: str, *args: Any) -> list[float]:
 
 
 def weights(sender: Any, group: Any, name: str, count: int, adopt: bool) -> tuple[float, float]:
-    """Seconds until all have applied a version that is new in every tensor, and how often its bytes crossed the wire."""
+    """Returns the seconds until all ranks have applied a version that is new in every tensor, and how often its bytes crossed
+    the wire.
+    """
     receivers = [(name, list(range(count)))]
     for handle in (sender.open(receivers, "off"), group.open(receivers, "off")):
         handle.wait()
@@ -234,7 +236,7 @@ def weights(sender: Any, group: Any, name: str, count: int, adopt: bool) -> tupl
 
 
 def measure(repeat: int, wrapper: str) -> None:
-    """The driver's part; runs on the near host."""
+    """Runs the driver's part, on the near host."""
     os.environ["OMP_NUM_THREADS"] = "1"
     cluster = Cluster.local(2, 0, [{"label": "far", "node_ranks": "1", "python_interpreter": wrapper}])
     Session.start(tcp_address=ADDRESSES[0])

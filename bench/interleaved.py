@@ -1,4 +1,6 @@
-"""What benchmarks of environments have in common. Nothing heavy is imported: simulators' own Pythons run some of it, too."""
+"""Common code of the benchmarks of environments. It imports no heavy modules, because simulators' own Pythons run some of it,
+too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ ROLLOUTS = 3
 
 
 def vector_rate(envs: Any, slots: int, steps: int) -> float:
-    """Environment steps a second of one of gymnasium's vector environments, on random actions; closes it."""
+    """Returns environment steps a second of one of Gymnasium's vector environments, on random actions; closes it."""
     envs.reset(seed=1)
     envs.action_space.seed(1)
     actions = [envs.action_space.sample() for _ in range(steps)]

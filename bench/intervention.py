@@ -30,20 +30,20 @@ STEPS = 60
 
 
 def record(file: Path, seed: int, episodes: int) -> None:
-    """Demonstrations of the script."""
+    """Records demonstrations of the script."""
     rlhpc("record", "--expert", EXPERT, "--config", CONFIG, "--episodes", str(episodes), "--output", str(file),
           f"runner.seed={seed}")  # fmt: skip
 
 
 def steps_of(file: Path) -> int:
-    """Steps that a file of episodes has."""
+    """Returns the steps of a file of episodes."""
     return sum(
         int(episode["elapsed_steps"]) for episode in json.loads(file.with_suffix(".json").read_text())["episodes"]
     )
 
 
 def success(run: Path) -> float:
-    """Share of 100 episodes of the newest checkpoint that succeeded."""
+    """Returns the share of 100 episodes of the newest checkpoint that succeeded."""
     output = run / "result.json"
     rlhpc(
         "eval",
@@ -61,14 +61,14 @@ def success(run: Path) -> float:
 
 
 def clone(folder: Path, name: str, demos: Path, seed: int, steps: int) -> Path:
-    """A run of behaviour cloning."""
+    """Runs behaviour cloning."""
     rlhpc("train", CONFIG, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.seed={seed}", f"demos.path={demos}",
           f"runner.max_steps={steps}", "runner.segments=1")  # fmt: skip
     return folder / name
 
 
 def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One seed."""
+    """Measures one seed."""
     demos, more = folder / "demos.h5", folder / "more.h5"
     record(demos, seed, options.demonstrations)
     rlhpc("dagger", CONFIG, "--intervene", PERSON, "--rounds", str(options.rounds), "--episodes", str(options.episodes),

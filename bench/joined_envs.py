@@ -1,5 +1,5 @@
-"""What env ranks that join a run of SAC are worth: its steps with one of its own and one that has joined, beside those of a
-run that had two from its start.
+"""Benefit of env ranks that join a run of SAC: steps with one initial and one joined rank, compared with those of a run that
+had two ranks from its start.
 
     python -m bench.joined_envs --repeat 1
 
@@ -50,14 +50,16 @@ class SleepingCritic(TwinCritic):
     seconds = 0.0
 
     def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """See `TwinCritic.forward`."""
+        """Implements `TwinCritic.forward`."""
         if torch.is_grad_enabled():
             time.sleep(self.seconds)
         return super().forward(obs, actions)
 
 
 class SleepingSAC(SACPolicy):
-    """Whose critics take `actor.model.kwargs.seconds` each time that they are trained, or asked how to train the actor."""
+    """SAC whose critics take `actor.model.kwargs.seconds` each time that they are trained, or queried for the actor's
+    training.
+    """
 
     def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
@@ -96,7 +98,7 @@ class SacRun(HelperRun):
 
 
 def measure(folder: Path, updates_s: float, ahead: int) -> tuple[list[float], list[float]]:
-    """Seconds of steps of both runs."""
+    """Returns the seconds of steps of both runs."""
     static = SacRun(folder / "static", 2, updates_s, ahead)
     expected = static.steps(4)
     static.end()

@@ -43,7 +43,7 @@ T_POINTS = {2: 4.303, 4: 2.776, 6: 2.447, 8: 2.306, 10: 2.228, 12: 2.179, 14: 2.
 
 
 def command_line(command: Sequence[str]) -> str:
-    """Standard output of a command that must succeed, on one thread."""
+    """Returns the standard output of a command that must succeed, on one thread."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
@@ -53,7 +53,7 @@ def command_line(command: Sequence[str]) -> str:
 
 
 def run_ours(case: Case, seed: int, steps: int) -> dict[str, Any]:
-    """A run of rlhpc: `[env steps, episodes, their returns' sum, their successes' sum]` a row."""
+    """Runs rlhpc: `[env steps, episodes, their returns' sum, their successes' sum]` a row."""
     total = steps // case.transitions + case.settings.get("offline_steps", 0)
     with tempfile.TemporaryDirectory() as folder:
         words = [f"runner.run_dir={folder}", "runner.name=bench", f"runner.seed={seed}",
@@ -71,7 +71,7 @@ def run_ours(case: Case, seed: int, steps: int) -> dict[str, Any]:
 
 
 def run_plain(case: Case, seed: int, steps: int) -> dict[str, Any]:
-    """A run of the single-process loop, in the same rows."""
+    """Runs the single-process loop, in the same rows."""
     found = json.loads(command_line([sys.executable, "-m", *case.reference(seed, steps)]).splitlines()[-1])
     if case.off_policy:
         found["curve"] = [[step, [[value, None]]] for step, value in found["returns"]]
@@ -86,7 +86,7 @@ def run_plain(case: Case, seed: int, steps: int) -> dict[str, Any]:
 
 
 def spans(rows: Sequence[Sequence[Any]], steps: int, count: int, column: int) -> list[float | None]:
-    """Mean over the episodes that ended in each of `count` equal spans of `steps` environment steps."""
+    """Returns the mean over the episodes that ended in each of `count` equal spans of `steps` environment steps."""
     sums = [[0.0, 0.0] for _ in range(count)]
     for row in rows:
         if row[column] is not None:
@@ -96,7 +96,7 @@ def spans(rows: Sequence[Sequence[Any]], steps: int, count: int, column: int) ->
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> dict[str, float | bool]:
-    """Of two sides' seeds: means, their difference in standard deviations of a seed, and the t-test."""
+    """Returns, for two sides' seeds, means, their difference in standard deviations of a seed, and the t-test."""
     n = len(one)
     apart = statistics.mean(one) - statistics.mean(other)
     spread = math.sqrt((statistics.variance(one) + statistics.variance(other)) / 2) or 1e-12
@@ -107,7 +107,7 @@ def difference(one: Sequence[float], other: Sequence[float]) -> dict[str, float 
 
 
 def compare(curves: dict[str, list[list[float | None]]]) -> dict[str, Any]:
-    """The criterion, for one measure."""
+    """Checks the criterion for one measure."""
     spans = zip(*(curve for side in SIDES for curve in curves[side]), strict=True)
     known = [number for number, values in enumerate(spans) if None not in values]
     whole = {side: [_at(curve, known) for curve in curves[side]] for side in SIDES}

@@ -24,13 +24,13 @@ def _panels(results: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str
 
 
 def band(name: str, x: Sequence[float], columns: Sequence[Sequence[float]], color: int) -> Line:
-    """Mean and band from lowest to highest seed; `columns` has the seeds' values at each x."""
+    """Returns mean and band from lowest to highest seed; `columns` has the seeds' values at each x."""
     mean, low, high = ([float(of(column)) for column in columns] for of in (statistics.mean, min, max))
     return Line(name, x, mean, low, high, color=color, band=True)
 
 
 def panel(result: dict[str, Any], measure: str) -> str:
-    """Mean and band from lowest to highest seed of both sides."""
+    """Draws mean and band from lowest to highest seed of both sides."""
     width = result["env_steps"] / result["spans"]
     lines = []
     for side, color in COLOURS.items():
@@ -44,13 +44,13 @@ def panel(result: dict[str, Any], measure: str) -> str:
 
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """One drawing with a panel for each case and measure."""
+    """Draws one picture with a panel for each case and measure."""
     charts = [panel(result, measure) for result, measure in _panels(results)]
     path.write_text(standalone(beside(charts, CHART, columns=3)))
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """The page's rows: means over the seeds, and what the criterion says."""
+    """Returns the page's rows: means over the seeds, and the criterion's outcome."""
     lines = [
         "| task | measure | steps | seeds | whole curve: rlhpc / one process | last quarter: rlhpc / one process "
         "| difference in seed deviations (whole, end) | bands overlap | equal |",

@@ -12,7 +12,7 @@ _HEAD = "| result | measured on | code of |\n|---|---|---|\n"
 
 
 def table() -> str:
-    """A row for each result, the oldest first. Results of before they said so have the commit that brought the file."""
+    """Formats a row for each result, the oldest first. Results without a commit have the commit that added the file."""
     rows = []
     for path in RESULTS.glob("*.json"):
         machine = json.loads(path.read_text())["machine"]

@@ -1,4 +1,4 @@
-"""How far generation, scoring, training and weight sync of a language model's RL overlap: a step's time against its phases.
+"""Overlap of generation, scoring, training and weight sync in RL of a language model: a step's time against its phases.
 
     python -m bench.overlap --repeat 3
 
@@ -37,7 +37,7 @@ WARM = 5
 
 
 def measure(folder: Path, mode: str, steps: int, turn: int) -> dict[str, float]:
-    """Medians over the steps of one run: seconds of the step and of its phases."""
+    """Returns medians over the steps of one run: seconds of the step and of its phases."""
     name = f"{mode.split()[0]}-{turn}"
     words = [
         f"runner.run_dir={folder}", f"runner.name={name}", "runner.segments=1", f"runner.max_steps={steps}",

@@ -56,7 +56,7 @@ _COLORS = {"limit": 7, "rlhpc": 0, "Ray": 1}  # of the palette
 
 
 def leaves(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, float]]]:
-    """Every min/median/max in a result, with the names that lead to it."""
+    """Yields every min/median/max in a result, with the names that lead to it."""
     if isinstance(content, Mapping):
         if {"min", "median", "max"} <= set(content):
             yield path, dict(content)
@@ -66,7 +66,7 @@ def leaves(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 
 def runtime_plots(result: Mapping[str, Any]) -> list[str]:
-    """rlhpc and Ray and, where there is one, the limit of each figure."""
+    """Draws rlhpc and Ray and, where available, the limit of each figure."""
     measured = result["figures"]
     limits = {
         "cold start to 8 ready workers (s)": "interpreter and import torch (s)",
@@ -96,7 +96,7 @@ def runtime_plots(result: Mapping[str, Any]) -> list[str]:
 
 
 def scale_plots(result: Mapping[str, Any]) -> list[str]:
-    """Against the number of workers."""
+    """Draws figures against the number of workers."""
     charts = []
     for part, names, label in (
         ("real", ("launch (s)",), "workers (processes)"),
@@ -129,7 +129,7 @@ def _wanted(text: str) -> str:
 
 
 def chapter(name: str, result: Mapping[str, Any]) -> str:
-    """A result's part of the page."""
+    """Formats a result's part of the page."""
     machine = result["machine"]
     parts = [facts({
         "command": result["command"], "date": machine["date"],

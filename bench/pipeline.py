@@ -1,4 +1,5 @@
-"""What it brings to train on the first part of a rollout while the rest is played, and to answer env ranks as they ask.
+"""Benefit of training on the first part of a rollout during the rollout, and of serving env ranks in the order of their
+requests.
 
     python -m bench.pipeline --repeat 3
 
@@ -44,7 +45,7 @@ class SleepingMLP(MLPPolicy):
     """Takes its time for each transition that it is trained on."""
 
     def default_forward(self, inputs: dict[str, Any], *args: Any, **wanted: Any) -> dict[str, torch.Tensor]:
-        """See `Policy.default_forward`."""
+        """Implements `Policy.default_forward`."""
         if torch.is_grad_enabled():
             time.sleep(float(os.environ["RLHPC_BENCH_SECONDS"]) * len(inputs["actions"]))
         return super().default_forward(inputs, *args, **wanted)
@@ -58,13 +59,13 @@ class UnevenEnv(SleepingEnv):
         self._drawn = np.random.default_rng([seed, slot_offset])
 
     def step(self, actions: np.ndarray) -> Step:
-        """See `VectorEnv.step`."""
+        """Implements `VectorEnv.step`."""
         self._seconds = (LONG_S if self._drawn.integers(OFTEN) == 0 else SHORT_S) / self.num_envs
         return super().step(actions)
 
 
 def rows(folder: Path, seconds: float, *overrides: str) -> list[dict[str, float]]:
-    """Metrics of a run's steps, in which the training of a transition takes so many seconds."""
+    """Returns the metrics of a run's steps, in which the training of a transition takes so many seconds."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RLHPC_BENCH_SECONDS": str(seconds)}
     words = (
         f"runner.run_dir={folder}", "runner.name=run", f"runner.max_steps={STEPS}", "runner.save_interval=-1",
@@ -82,12 +83,12 @@ def rows(folder: Path, seconds: float, *overrides: str) -> list[dict[str, float]
 
 
 def middle(found: Sequence[dict[str, float]], name: str) -> float:
-    """Median over steps."""
+    """Returns the median over steps."""
     return statistics.median(row[name] for row in found)
 
 
 def train(folder: Path, parts: int, epoch_s: float, pipeline: bool) -> float:
-    """Seconds of a step."""
+    """Returns the seconds of a step."""
     transitions = SLOTS * DECISIONS
     found = rows(
         folder, epoch_s / transitions, "env.train.env_type=bench.idle:SleepingEnv", f"env.train.num_envs={SLOTS}",
@@ -105,7 +106,7 @@ def least(parts: int, epoch_s: float) -> float:
 
 
 def play(folder: Path, ranks: int, decoupled: bool) -> tuple[float, float]:
-    """Seconds of a rollout, and of its slowest env rank's own work."""
+    """Returns the seconds of a rollout, and of its slowest env rank's own work."""
     found = rows(
         folder, 0.0, "env.train.env_type=bench.pipeline:UnevenEnv", f"env.train.num_envs={ranks}",
         "env.train.kwargs={seconds: 0}", f"actor.global_batch_size={DECISIONS * ranks}",

@@ -38,7 +38,7 @@ WAYS, WHERE = ("gathered", "shards"), ("near", "far")
 
 
 def shapes(layers: int) -> dict[str, tuple[int, int]]:
-    """A decoder's matrices."""
+    """Returns the shapes of a decoder's matrices."""
     found = {"embed": (WORDS, HIDDEN)}
     for layer in range(layers):
         found |= {f"layers.{layer}.{name}": (HIDDEN, HIDDEN) for name in "qkvo"}
@@ -91,7 +91,7 @@ class HalfTrainer(Worker):
             tensor.to_local().fill_(version)
 
     def give(self, way: str, version: int) -> tuple[int, float]:
-        """Bytes that this rank sent, and MB."""
+        """Returns the bytes that this rank sent, and its memory in MB."""
         self.memory.begin()
         if way == "shards":
             assert isinstance(self.shards, ShardSync)
@@ -126,7 +126,7 @@ class HalfEngine(Worker):
         self.shards.want({name: (box,) for name, box in self.boxes.items()})
 
     def take(self, way: str) -> float:
-        """MB."""
+        """Receives a version, and returns the memory in MB."""
         self.memory.begin()
         update: Update = (self.shards if way == "shards" else self.whole).receive()
         for name, tensor in update.tensors:
@@ -139,7 +139,7 @@ class HalfEngine(Worker):
 
 
 def measure(trainer: WorkerGroup, engine: WorkerGroup, way: str, version: int) -> tuple[float, list[int], float, float]:
-    """Seconds, bytes that each trainer rank sent, and MB of trainers and engines."""
+    """Returns seconds, bytes that each trainer rank sent, and MB of trainers and engines."""
     trainer.change(version).wait()
     started = time.perf_counter()
     handles = trainer.give(way, version), engine.take(way)

@@ -1,4 +1,4 @@
-"""How well a reward model tells right sums from wrong ones, of the tiny model's own answers to held-out problems.
+"""Accuracy of a reward model that tells right sums from wrong ones, on the tiny model's own answers to held-out problems.
 
     python -m bench.reward_model --seeds 3 --work /tmp/reward_model
 
@@ -33,7 +33,7 @@ def rlhpc(work: Path, *words: str) -> None:
 
 
 def make_data(work: Path) -> dict[str, int]:
-    """The model that answers, and its answers; the number of pairs of each file."""
+    """Returns the model that answers, its answers, and the number of pairs of each file."""
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "runs/demo_sft/export/global_step_180/config.json").exists():
         rlhpc(work, "train", str(CONFIGS / "demo_sft.yaml"))
@@ -48,7 +48,9 @@ def make_data(work: Path) -> dict[str, int]:
 
 
 def train(work: Path, name: str, data: str, steps: int, seed: int) -> dict[str, Any]:
-    """A run; its evaluations during training, the last one in full, and accuracy by what is wrong with the rejected answer."""
+    """Trains a run; returns its evaluations during training, the complete last one, and accuracy by the error of the rejected
+    answer.
+    """
     words = [
         f"runner.name={name}", f"runner.seed={seed}", f"runner.max_steps={steps}", "runner.val_check_interval=100",
         "runner.resume_dir=auto",

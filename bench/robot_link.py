@@ -1,4 +1,5 @@
-"""What the way to a robot outside the cluster costs: from an observation to its command, beside a robot in the same process.
+"""Cost of the link to a robot outside the cluster: from an observation to its command, compared with a robot in the same
+process.
 
     python -m bench.robot_link --ssh 'me@localhost' --repeat 3
 
@@ -47,17 +48,17 @@ class Still(Robot):
         self._obs = self.observation_space.sample()
 
     def reset(self, seed: int) -> None:
-        """Is where it was."""
+        """Returns the unchanged observation."""
 
     def act(self, action: np.ndarray) -> None:
         """Stays."""
 
     def observe(self) -> Seen:
-        """The same again, seen now."""
+        """Returns the same observation with the present time."""
         return Seen(self._obs, time.monotonic())
 
     def judge(self, obs: Any, action: np.ndarray) -> Verdict:
-        """Nothing."""
+        """Returns no reward."""
         return Verdict(0.0)
 
     def stop(self) -> None:
@@ -65,7 +66,7 @@ class Still(Robot):
 
 
 def measured(env: Any, steps: int) -> dict[str, float]:
-    """A row of metrics."""
+    """Returns a row of metrics."""
     env.reset()
     for _ in range(steps):
         env.step(np.zeros((1, 7), np.float32))
@@ -73,7 +74,7 @@ def measured(env: Any, steps: int) -> dict[str, float]:
 
 
 def served(folder: Path, way: str, ssh: str, pictures: bool) -> None:
-    """The robot's machine: comes when it is waited for."""
+    """Runs the robot's machine: joins when the run waits for a robot."""
     key = folder / f"{way}-{time.monotonic_ns()}.key"
     invite(folder / "meeting", key, slot=None, minutes=5, wait_s=60, run="bench")
     words = ["--ssh", ssh] if way == "ssh" else []
@@ -85,7 +86,7 @@ def served(folder: Path, way: str, ssh: str, pictures: bool) -> None:
 
 
 def one(way: str, shows: Any, options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """One way, once."""
+    """Measures one link once."""
     pictures, own = isinstance(shows, dict), {"hz": options.hz, "stale_s": 5.0}
     if way == "the same process":
         section = EnvSideConfig(

@@ -26,7 +26,9 @@ BACKENDS = ("hf", "vllm")
 
 
 def tiny_model(folder: Path) -> None:
-    """The 4-layer Llama that the demonstration trains; it has no end token, so every sequence has its full length."""
+    """Returns the 4-layer Llama that the demonstration trains; it has no end token, so every sequence
+    has its full length.
+    """
     import torch
     import transformers
 
@@ -39,7 +41,7 @@ def tiny_model(folder: Path) -> None:
 
 
 def configuration(backend: str, batch: int) -> LanguageConfig:
-    """What `make_rollout` reads."""
+    """Returns the configuration that `make_rollout` reads."""
     from omegaconf import OmegaConf
 
     from rlhpc.config.typed import typed
@@ -51,7 +53,7 @@ def configuration(backend: str, batch: int) -> LanguageConfig:
 
 
 def plain_transformers(folder: str, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> Callable[[], None]:
-    """One call of `generate` on the batch, padded on the left; it ends with the longest."""
+    """Calls `generate` once on the batch, padded on the left; it ends with the longest sequence."""
     import torch
     import transformers
 
@@ -74,7 +76,7 @@ def plain_transformers(folder: str, prompts: Sequence[tuple[int, ...]], lengths:
 def plain_vllm(
     folder: str, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], batch: int
 ) -> Callable[[], None]:
-    """`LLM.generate`, with the log-probs that training needs."""
+    """Calls `LLM.generate`, with the log-probs that training needs."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -94,7 +96,7 @@ def plain_vllm(
 
 
 def measure(backend: str, folder: str, lengths: Sequence[int], batch: int, repeat: int) -> dict[str, Any]:
-    """Tokens a second of both sides, and tokens a CPU second, which neighbours on the machine disturb less."""
+    """Returns tokens a second of both sides, and tokens a CPU second, which other processes on the machine disturb less."""
     from rlhpc.language.engines import Request, SamplingParams, make_rollout
 
     rng = random.Random(0)

@@ -1,4 +1,5 @@
-"""How far half precision moves a model's log-probs, beside what a trainer finds out about it: what a probe may allow.
+"""Change of a model's log-probs in half precision, compared with the trainer's estimate of it: the tolerance of a weight
+probe.
 
     python -m bench.rounding
 
@@ -44,7 +45,7 @@ DEVIATIONS = (0.02, 0.15, 0.5)
 
 
 class PlainTrainer:
-    """What `Prober` asks of one, around a plain model."""
+    """Trainer interface that `Prober` uses, around a plain model."""
 
     def __init__(self, folder: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -56,19 +57,19 @@ class PlainTrainer:
 
     @torch.no_grad()
     def step(self, size: float) -> None:
-        """Each weight moves by about so much of what is usual in its tensor."""
+        """Moves each weight by a fixed fraction of the typical size in its tensor."""
         for master, weight in zip(self.master.parameters(), self.model.parameters(), strict=True):
             master.add_(size * master.std() * torch.randn(master.shape, generator=self.generator))
             weight.copy_(master)
 
     @torch.no_grad()
     def forward(self, batch: Any, *, temperature: float) -> TokenScores:
-        """See `TokenTrainer.forward`."""
+        """Implements `TokenTrainer.forward`."""
         return token_scores(self.model, batch, temperature)
 
     @torch.no_grad()
     def exact(self, text: Sequence[int]) -> list[float]:
-        """What the same weights say in float32."""
+        """Returns the log-probs of the same weights in float32."""
         ids = torch.tensor([list(text)])
         logprobs = copy.deepcopy(self.model).float()(ids).logits[0, :-1].log_softmax(-1)
         found: list[float] = logprobs.gather(1, ids[0, 1:, None]).squeeze(1).tolist()
@@ -76,7 +77,7 @@ class PlainTrainer:
 
 
 def measure(folder: str, updates: int, vllm: bool) -> list[tuple[float, float]]:
-    """Of each update, how far log-probs are apart, a token on average; and what the trainer says of rounding."""
+    """Returns, for each update, the mean difference of log-probs per token, and the trainer's estimate of rounding."""
     trainer: Any = PlainTrainer(folder)
     text = probe_text(trainer.model.config.get_text_config().vocab_size, 60)
     prober, found = Prober(trainer, text, 0, torch.bfloat16), []

@@ -44,7 +44,7 @@ SIZES = (2048, 4096, 8192, 16384)
 
 
 def samples(lengths: list[int], vocabulary: int) -> TokenBatch:
-    """Random tokens, with a weight each."""
+    """Returns random tokens, with a weight each."""
     torch.manual_seed(0)
     ids = [torch.randint(0, vocabulary, (n,)) for n in lengths]
     return TokenBatch.of(ids, [torch.ones(n) for n in lengths], {"weights": [torch.randn(n) for n in lengths]})
@@ -65,7 +65,7 @@ def trainer(folder: str, packed: bool) -> TokenTrainer:
 
 
 def step(own: TokenTrainer, parts: list[TokenBatch], total: int, entropy: bool = False) -> None:
-    """Forward and backward."""
+    """Runs forward and backward."""
 
     def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         value = -(batch.columns["weights"] * scores.logprobs).sum() / total
@@ -77,7 +77,7 @@ def step(own: TokenTrainer, parts: list[TokenBatch], total: int, entropy: bool =
 
 
 def throughput(folder: str, repeat: int) -> dict[str, Any]:
-    """Tokens per CPU second of both, and their ratio within a round."""
+    """Returns tokens per CPU second of both, and their ratio within a round."""
     batch = samples(mixed(), VOCABULARY)
     ways, rates, cells = {}, dict[str, list[float]](), dict[str, int]()
     for name, packed in (("rows", True), ("rectangles", False)):
@@ -103,13 +103,15 @@ def throughput(folder: str, repeat: int) -> dict[str, Any]:
 
 
 def resident(what: str) -> int:
-    """This process's resident memory (VmRSS) or its peak (VmHWM), in KiB."""
+    """Returns this process's resident memory (VmRSS) or its peak (VmHWM), in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(f"{what}:")))
 
 
 def peak(folder: str, tokens: int, entropy: bool) -> None:
-    """In a process of its own: how much the peak of resident memory grows when a row of so many tokens is trained on."""
+    """Returns, from a separate process, the growth of the peak of resident memory when a sequence of so many tokens is
+    trained on.
+    """
     own = trainer(folder, True)
     vocabulary = own.backend.module.config.vocab_size  # type: ignore[union-attr]
     small = samples([8, 8], int(vocabulary))  # type: ignore[arg-type]
@@ -161,7 +163,7 @@ def main() -> None:
 
 
 def loss(folder: str, threads: int) -> None:
-    """Memory of the log-probs and entropies of many tokens over a large vocabulary, and of their gradients."""
+    """Returns the memory of the log-probs and entropies of many tokens over a large vocabulary, and of their gradients."""
     make_model(Path(folder) / "wide", 1, 64, 152_000)
     found = in_process(str(Path(folder) / "wide"), 16384, "--entropy", "--threads", str(threads))
     figures = {"the loss of 16384 tokens over 152000 words (MiB)": found["MiB"], "the same (s)": found["seconds"]}

@@ -23,7 +23,7 @@ ROUND_TRIP = "ZeroMQ TCP round trip, 1 KB (us)"
 
 
 def child(python: str, *command: str) -> Any:
-    """What a program prints as the last line of its stdout."""
+    """Returns the last line of a program's stdout."""
     done = subprocess.run([python, *command], capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
@@ -35,7 +35,7 @@ def has_ray(python: str) -> bool:
 
 
 def once(ray_python: str | None) -> dict[str, dict[str, float]]:
-    """One repetition of everything."""
+    """Runs one repetition of everything."""
     rows = {
         "limit": child(sys.executable, "-m", "bench.peers.limits"),
         "rlhpc": child(sys.executable, "-m", "bench.peers.rlhpc_runtime"),
@@ -46,7 +46,7 @@ def once(ray_python: str | None) -> dict[str, dict[str, float]]:
 
 
 def goals(medians: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """What the runtime is meant to reach, with what it did."""
+    """Returns the goals of the runtime, with the measurements."""
     limit, ours, ray = medians["limit"], medians["rlhpc"], medians.get("Ray")
     start, trip = limit["interpreter and import torch (s)"], limit[ROUND_TRIP]
     found = [

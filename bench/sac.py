@@ -23,7 +23,7 @@ OBS, ACT, ROWS, TURN_S = 17, 6, 20_000, 0.5
 
 
 def ours() -> Callable[[], None]:
-    """One update of rlhpc, with its batch."""
+    """Runs one update of rlhpc, with its batch."""
     import numpy as np
     import torch
     from gymnasium import spaces
@@ -61,7 +61,7 @@ def ours() -> Callable[[], None]:
 
 
 def plain() -> Callable[[], None]:
-    """One update of the single-process loop, with its batch."""
+    """Runs one update of the single-process loop, with its batch."""
     import numpy as np
     from gymnasium import spaces
 
@@ -83,7 +83,7 @@ def plain() -> Callable[[], None]:
 
 
 def updates(turns: int) -> dict[str, Any]:
-    """Updates per second of CPU time, in turns: what other processes take from a busy machine does not count."""
+    """Returns updates per second of CPU time, in turns: CPU time that other processes use does not count."""
     import torch
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""How long a run stands still for its checkpoints when it trains on while they are written, beside one that waits.
+"""Pause of a run for its checkpoints with async checkpointing, compared with a run that waits for the files.
 
     python -m bench.saves --repeat 2
 
@@ -31,7 +31,7 @@ WORDS = (
 
 
 def run(folder: Path, async_save: bool, epochs: int) -> dict[str, float]:
-    """A run: what it stood still for a save, a step without, and the whole from its first step on; in seconds."""
+    """Returns, in seconds, the pause of a run for a save, a step without a save, and the total from its first step on."""
     command = [
         sys.executable, "-m", "rlhpc.cli", "train", str(ROOT / "configs" / "quickstart.yaml"), *WORDS,
         f"runner.run_dir={folder}", f"runner.async_save={str(async_save).lower()}", f"algorithm.update_epochs={epochs}",

@@ -32,7 +32,7 @@ SLOW_MS = (0, 20, 100)
 
 
 def child(*arguments: str, **environment: str) -> dict[str, float]:
-    """One measurement in a process of its own."""
+    """Runs one measurement in a separate process."""
     command = [sys.executable, "-m", "bench.scale", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **environment})
     if done.returncode:
@@ -48,7 +48,7 @@ def seconds(act: Callable[[], Any]) -> float:
 
 
 def real(count: int) -> dict[str, float]:
-    """A group of `count` processes."""
+    """Measures a group of `count` processes."""
     from bench.peers.rlhpc_runtime import RuntimePeer
     from rlhpc import Cluster, NodePlacementStrategy, Session
 
@@ -64,7 +64,7 @@ def real(count: int) -> dict[str, float]:
 
 
 def simulated(count: int) -> dict[str, float]:
-    """A group of `count` members that share processes."""
+    """Measures a group of `count` members that share processes."""
     from bench.peers import slow_files
     from bench.peers.members import Simulators
 
@@ -85,7 +85,7 @@ def simulated(count: int) -> dict[str, float]:
         me = psutil.Process()
 
         def cost(act: Callable[[], Any]) -> tuple[float, float]:
-            """Wall seconds and CPU seconds of this process."""
+            """Returns wall seconds and CPU seconds of this process."""
             before = me.cpu_times()
             took = seconds(act)
             after = me.cpu_times()
@@ -121,7 +121,7 @@ def simulated(count: int) -> dict[str, float]:
 
 
 def slow(milliseconds: int) -> dict[str, float]:
-    """A session of eight workers whose registry answers late."""
+    """Measures a session of eight workers whose registry answers slowly."""
     from bench.peers import slow_files
     from bench.peers.rlhpc_runtime import RuntimePeer
     from rlhpc import Channel, Cluster, NodePlacementStrategy, Session

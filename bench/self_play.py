@@ -34,7 +34,7 @@ MOST = 0.25
 
 @torch.no_grad()
 def policy_of(checkpoint: Path) -> dict[tuple[str, str], tuple[float, float]]:
-    """How a checkpoint plays: the chances of a pass and a bet, by card and moves before."""
+    """Returns a checkpoint's policy: the probabilities of a pass and a bet, by card and previous moves."""
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoint / "model"))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(checkpoint / "model"))).eval()
     model.load_state_dict(load_file(checkpoint / "model.safetensors"))
@@ -54,7 +54,7 @@ def policy_of(checkpoint: Path) -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def kuhn_poker(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
-    """Self-play at one seed."""
+    """Runs self-play at one seed."""
     begun, name = time.perf_counter(), f"kuhn-{seed}"
     own = [f"runner.run_dir={runs}", f"runner.name={name}", f"runner.seed={seed}", "runner.keep_checkpoints=0"]
     rlhpc("train", KUHN, *own, *overrides)
@@ -81,7 +81,7 @@ def kuhn_poker(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def guess(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
-    """Guessing at one seed: the share that is found over the last 20 steps."""
+    """Runs guessing at one seed: the share of found numbers over the last 20 steps."""
     begun, name = time.perf_counter(), f"guess-{seed}"
     rlhpc("train", GUESS, f"runner.run_dir={runs}", f"runner.name={name}", f"runner.seed={seed}", *overrides)
     found = curve(runs / name)

@@ -16,12 +16,14 @@ class ShuffledRewards(PolicyGradient):
     """`algorithm.name=bench.shuffled:ShuffledRewards`."""
 
     def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
-        """Those of other episodes' rewards."""
+        """Returns the advantages from other episodes' rewards."""
         return super().advantages(shuffled(batch), all_reduce)
 
 
 def shuffled(batch: TokenBatch) -> TokenBatch:
-    """The same samples, each episode with the reward of one of its group's; the same for the same tokens."""
+    """Returns the same samples, each episode with the reward of another episode of its group;
+    deterministic in the tokens.
+    """
     draw = torch.Generator().manual_seed(int(batch.ids.sum()))
     reward = batch.reward.clone()
     for group in batch.group.unique():

@@ -30,7 +30,7 @@ SLOTS = 8
 
 
 def section(task: str) -> dict[str, Any]:
-    """`env.train` of a configuration, without what is the run's own."""
+    """Returns `env.train` of a configuration, without keys of the run itself."""
     from rlhpc.config.typed import plain
     from rlhpc.runs.configuration import load_config
 
@@ -39,7 +39,7 @@ def section(task: str) -> dict[str, Any]:
 
 
 def ours(task: str, processes: int) -> float:
-    """Environment steps a second of a run."""
+    """Returns environment steps a second of a run."""
     from bench.environments import play
 
     env = {**section(task), "simulator_python": PYTHON}
@@ -49,7 +49,7 @@ def ours(task: str, processes: int) -> float:
 
 
 def theirs(kind: str, task: str) -> float:
-    """The same of a vector environment, in a process of the simulators' Python."""
+    """Returns environment steps a second of a vector environment, in a process of the simulators' Python."""
     words = [PYTHON, "-m", "bench.simulators", "--theirs", kind, task, json.dumps(section(task))]
     done = subprocess.run(
         words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.PIPE
@@ -58,7 +58,7 @@ def theirs(kind: str, task: str) -> float:
 
 
 def their_rate(kind: str, task: str, env: dict[str, Any]) -> float:
-    """What `theirs` prints."""
+    """Returns the rate that `theirs` prints."""
     import gymnasium
     from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
@@ -86,7 +86,7 @@ def _one(env: dict[str, Any]) -> Any:
 
 
 def contenders() -> dict[str, Any]:
-    """What is measured, by name; a round runs all in this order."""
+    """Returns the measurements by name; a round runs all in this order."""
     found: dict[str, Any] = {}
     for task in TASKS:
         found[f"{task}: SyncVectorEnv"] = partial(theirs, "sync", task)
@@ -98,7 +98,7 @@ def contenders() -> dict[str, Any]:
 
 
 def ratios(median: dict[str, float]) -> dict[str, float]:
-    """Ours to theirs."""
+    """Returns the ratios of rlhpc's rates to the others."""
     one, two = "rlhpc, 1 process", "rlhpc, 2 processes"
     pairs = [(one, "SyncVectorEnv"), (two, "AsyncVectorEnv"), (two, "AtariVectorEnv")]
     return {

@@ -26,7 +26,7 @@ from torch.distributions import Categorical, Normal
 
 
 def network(sizes: list[int], outputs: int, gain: float) -> nn.Sequential:
-    """A tanh MLP with orthogonal weights; `gain` is the last layer's."""
+    """Builds a tanh MLP with orthogonal weights; `gain` is the last layer's."""
     layers: list[nn.Module] = []
     for inputs, width in zip(sizes, [*sizes[1:], outputs], strict=True):
         linear = nn.Linear(inputs, width)
@@ -52,7 +52,7 @@ class Agent(nn.Module):
         self.log_std = nn.Parameter(torch.full((1, 0 if self.discrete else outputs), args.log_std))
 
     def act(self, obs: torch.Tensor, action: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Action, log-probability, entropy and value."""
+        """Returns action, log-probability, entropy and value."""
         out = self.actor(obs)
         policy: Any = Categorical(logits=out) if self.discrete else Normal(out, self.log_std.exp().expand_as(out))
         if action is None:
@@ -83,12 +83,14 @@ class Environments:
         self.observation = int(np.prod(self.envs.single_observation_space.shape))
 
     def reset(self) -> np.ndarray:
-        """First observations."""
+        """Returns the first observations."""
         first: np.ndarray = self.envs.reset(seed=self.seed)[0]
         return first
 
     def step(self, actions: np.ndarray) -> tuple[Any, ...]:
-        """obs, rewards, terminated, truncated, last observations of what ended, (return, success) of each of these."""
+        """Returns obs, rewards, terminated, truncated, last observations of ended episodes, and (return, success) of each of
+        these.
+        """
         if isinstance(self.space, gym.spaces.Box):
             actions = actions.clip(self.space.low, self.space.high)
         obs, rewards, terminated, truncated, infos = self.envs.step(actions)
@@ -114,12 +116,12 @@ class ManiSkill(Environments):
         self.observation = int(np.prod(self.envs.observation_space.shape))
 
     def reset(self) -> np.ndarray:
-        """First observations."""
+        """Returns the first observations."""
         first: np.ndarray = self.envs.reset()[0]
         return first
 
     def step(self, actions: np.ndarray) -> tuple[Any, ...]:
-        """See `Environments.step`."""
+        """Implements `Environments.step`."""
         assert isinstance(self.space, gym.spaces.Box)
         obs, rewards, terminated, truncated, infos = self.envs.step(actions.clip(self.space.low, self.space.high))
         ended = []
@@ -144,7 +146,7 @@ def advantages_of(
 
 
 def update(args: argparse.Namespace, agent: Agent, optimizer: torch.optim.Optimizer, flat: list[torch.Tensor]) -> None:
-    """All epochs over one rollout, until the KL limit."""
+    """Runs all epochs over one rollout, until the KL limit."""
     for _ in range(args.epochs):
         for index in torch.randperm(len(flat[0])).split(args.minibatch):
             o, a, lp, adv, ret, val = (x[index] for x in flat)

@@ -1,4 +1,4 @@
-"""What a Slurm job costs before it trains, and after it was stopped: the launcher's part, and Slurm's own beside it.
+"""Cost of a Slurm job before it trains, and after it was stopped: the launcher's part, and Slurm's own.
 
 Needs a cluster (`SLURM_CONF`, a site file); on the test cluster of this project:
 
@@ -47,7 +47,9 @@ def _json(path: Path) -> Any:
 
 
 def once(site: str, folder: Path) -> dict[str, float]:
-    """One run: started, stopped by the signal that announces the walltime, requeued, and cancelled after its first step."""
+    """Measures one run: started, stopped by the signal that announces the walltime, requeued, and cancelled after its first
+    step.
+    """
     root = folder / "run"
     command = [sys.executable, "-m", "rlhpc.cli", "submit", str(CONFIG), "--executor", "slurm", "--site", site,
                f"runner.run_dir={folder}", "runner.name=run", "runner.segments=1", "runner.max_steps=100000",

@@ -1,4 +1,4 @@
-"""What long answers leave idle, and so what moving ranks between groups inside a step could gain at most.
+"""Idle time because of long answers, which bounds the gain of moving ranks between groups inside a step.
 
     python -m bench.tail --steps 12
 
@@ -82,23 +82,23 @@ class TailRollout(Worker):
 
 
 def ideal_s(step: int, ranks: int) -> float:
-    """Seconds that a step's answers take if all ranks are busy all the time."""
+    """Returns the seconds of a step's answers if all ranks are busy all the time."""
     return float(lengths(step).sum()) * TOKEN_S / CAPACITY / ranks
 
 
 def longest_s(step: int, tool_s: float) -> float:
-    """Seconds of a step's longest answer."""
+    """Returns the seconds of a step's longest answer."""
     tokens = int(lengths(step).max())
     return tokens * TOKEN_S + (tokens - 1) // TURN * tool_s
 
 
 def bound_s(step: int, ranks: int, ahead: int, tool_s: float) -> float:
-    """Seconds of a step below which nothing gets by moving ranks."""
+    """Returns the lower bound of a step's seconds with moving ranks."""
     return max(ideal_s(step, ranks), longest_s(step, tool_s) / (1 + ahead))
 
 
 def run(steps: int, ahead: int, ranks: int, cluster: Cluster, tool_s: float = 0.0) -> dict[str, float]:
-    """One run; the first two steps and the last two do not count, when there is less to do at a time."""
+    """Measures one run; the first two steps and the last two, with less concurrent work, do not count."""
     ledger, over = PromptTracker(PROMPTS), Channel.create(OVER)
     ledger.open(0)
     group = TailRollout.create_group().launch(cluster, NodePlacementStrategy([0] * ranks), f"tail{ranks}{ahead}")

@@ -28,7 +28,7 @@ RANKS, PROMPTS, GROUP, CAPACITY, TOKEN_S = (2, 4, 8), 64, 8, 32, 0.002
 
 
 def lengths(seed: int) -> np.ndarray:
-    """Tokens of each answer, `[PROMPTS, GROUP]`."""
+    """Returns the tokens of each answer, `[PROMPTS, GROUP]`."""
     draw = np.random.default_rng(seed)
     prompt, answer = draw.normal(0.0, 0.8, (PROMPTS, 1)), draw.normal(0.0, 0.4, (PROMPTS, GROUP))
     return np.clip(np.exp(5.0 + prompt + answer), 20, 2000).astype(int)
@@ -79,7 +79,7 @@ class LeasedRollout(Worker):
 
 
 def step_s(group: WorkerGroup, ledger: PromptTracker, step: int, taken: bool, ranks: int, slow: bool) -> float:
-    """Seconds of a step: until the last rank is through."""
+    """Returns the seconds of a step, until the last rank has finished."""
     ledger.open(step - 1)
     ledger.give(step)
     seconds: list[float] = group.make(step, taken, ranks, slow).wait()

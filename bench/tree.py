@@ -1,4 +1,4 @@
-"""How much of a version of the weights leaves the sender, by the number of other hosts that get it.
+"""Share of a version of the weights that leaves the sender, by the number of other hosts that receive it.
 
     python -m bench.tree --repeat 5
 
@@ -50,7 +50,9 @@ class TreeHolder(Worker):
 
 
 def measure(sender: WorkerGroup, others: Sequence[WorkerGroup], versions: int = 4) -> tuple[float, float, float]:
-    """Seconds of a version, how often its bytes left the sender, and the most that another host sent of it."""
+    """Returns the seconds of a version, how often its bytes left the sender, and the maximum that
+    another host sent of it.
+    """
     receivers = [(group.name, [0]) for group in others]
     for handle in [group.open(receivers) for group in (sender, *others)]:
         handle.wait()

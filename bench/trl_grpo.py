@@ -30,21 +30,21 @@ WARM = 10
 
 
 def rlhpc(*words: str) -> None:
-    """One command, quiet unless it fails."""
+    """Runs one command, quietly unless it fails."""
     done = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
 
 
 def accuracy(model: Path, overrides: list[str]) -> float:
-    """On the held-out problems, greedy."""
+    """Returns the accuracy on the held-out problems, with greedy decoding."""
     output = model.parent / f"{model.name}-eval.json"
     rlhpc("eval", "--model", str(model), "--config", GRPO, "--suite", "held_out", "--output", str(output), *overrides)
     return float(json.loads(output.read_text())["accuracy"])
 
 
 def warm_up(folder: Path) -> Path:
-    """The model that both start from."""
+    """Returns the model from which both start."""
     words = [f"runner.run_dir={folder}", "runner.name=sft"]
     rlhpc("train", SFT, *words)
     export = folder / "sft-export"
@@ -54,7 +54,7 @@ def warm_up(folder: Path) -> Path:
 
 
 def ours(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tuple[float, Path]:
-    """Seconds a step, and the exported model."""
+    """Returns the seconds a step, and the exported model."""
     name = f"rlhpc-{seed}-{threads}"
     rlhpc(
         "train", GRPO, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.seed={seed}", "runner.segments=1",
@@ -73,7 +73,7 @@ def ours(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tupl
 
 
 def theirs(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tuple[float, Path]:
-    """As `ours`, by TRL in a process of its own."""
+    """Returns the same for TRL, in a separate process."""
     export = folder / f"trl-{seed}-{threads}"
     words = ["--peer", "--start", str(start), "--output", str(export), "--seed", str(seed), "--steps", str(steps)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
@@ -86,7 +86,7 @@ def theirs(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tu
 
 
 def peer(start: str, output: str, seed: int, steps: int) -> None:
-    """TRL's GRPOTrainer with the demonstration's settings."""
+    """Runs TRL's GRPOTrainer with the demonstration's settings."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -138,7 +138,7 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
 
 
 def compare(seeds: int, steps: int, folder: Path) -> dict[str, Any]:
-    """All of it, in turns."""
+    """Runs the complete comparison, in turns."""
     start = warm_up(folder)
     overrides = [f"runner.run_dir={folder}"]
     rows: dict[str, list[dict[str, float]]] = {f"{who}, {n} threads": [] for n in (1, 2) for who in ("rlhpc", "TRL")}

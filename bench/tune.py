@@ -1,4 +1,5 @@
-"""Whether `rlhpc tune` chooses well: real runs at its choice, at others near the top, and at some from everywhere.
+"""Quality of the choice of `rlhpc tune`: real runs of its choice, of others near the top, and of some from the complete
+ranking.
 
     python -m bench.tune --top 5 --among 4 --repeat 2 --steps 6
 
@@ -43,7 +44,7 @@ def say(text: str) -> None:
 
 
 def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What is said and what is found of one workload."""
+    """Returns prediction and measurement of one workload."""
     config, overrides = WORKLOADS[workload]
     words = (*overrides, f"runner.run_dir={folder}")
     asked = TuneRequest(str(ROOT / config), words, ahead=1, steps=options.steps)

@@ -1,4 +1,4 @@
-"""How long an update of a large model's weights takes on several nodes, on paper: what was measured, and what is assumed.
+"""Predicted time of an update of a large model's weights on several nodes, from measurements and assumptions.
 
     python -m bench.updates
 
@@ -26,14 +26,14 @@ NODES, LINKS = (1, 4, 16), (25, 100, 400)
 
 
 class UpdateTimes(NamedTuple):
-    """What an update takes, in seconds, and which stage is slowest."""
+    """Times of an update in seconds, and its slowest stage."""
 
     seconds: float
     slowest: str
 
 
 def measured() -> dict[str, float]:
-    """GB/s of one TCP stream, and of writing tensors into shared memory."""
+    """Returns the GB/s of one TCP stream, and of writing tensors into shared memory."""
     hosts = json.loads((RESULTS / "hosts.json").read_text())["figures"]
     weights = json.loads((RESULTS / "weights.json").read_text())["figures"]
     return {
@@ -43,7 +43,7 @@ def measured() -> dict[str, float]:
 
 
 def update(size: float, nodes: int, link: float, stream: float, write: float) -> UpdateTimes:
-    """An update of `size` bytes, all of it trained.
+    """Returns the times of an update of `size` bytes, all of it trained.
 
     Args:
         size: Bytes.
@@ -71,7 +71,7 @@ def update(size: float, nodes: int, link: float, stream: float, write: float) ->
 
 
 def table() -> str:
-    """All of it, in Markdown."""
+    """Formats all predictions, in Markdown."""
     parts = measured()
     lines = [
         "| model | nodes | " + " | ".join(f"{link} Gb/s" for link in LINKS) + " |",

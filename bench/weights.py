@@ -60,14 +60,14 @@ ROWS = [
 
 
 def tensors() -> list[tuple[str, torch.Tensor]]:
-    """Sizes as a transformer has them: some large, many small."""
+    """Returns tensors with the sizes of a transformer: some large, many small."""
     sizes = np.asarray([8.0 if i % 10 == 0 else 1.0 if i % 10 < 7 else 0.01 for i in range(TENSORS)])
     counts = np.maximum((sizes / sizes.sum() * BYTES / 2).astype(int), 1)
     return [(f"t{i}", torch.zeros(int(n), dtype=torch.bfloat16)) for i, n in enumerate(counts)]
 
 
 def trained(name: str) -> bool:
-    """Whether a tensor is one of those that are trained where most are frozen: the small ones, and one of the others."""
+    """Returns whether a tensor is trained in a model with mostly frozen weights: the small ones, and one of the others."""
     number = int(name[1:])
     return number % 10 >= 7 or number == 1
 
@@ -108,7 +108,7 @@ class WeightHolder(Worker):
 
 
 def copy_seconds() -> float:
-    """One warm copy of as many bytes."""
+    """Returns the seconds of one warm copy of as many bytes."""
     source, target = np.ones(BYTES, np.uint8), np.ones(BYTES, np.uint8)
     np.copyto(target, source)
     started = time.perf_counter()
@@ -117,7 +117,7 @@ def copy_seconds() -> float:
 
 
 def measure(row: WeightFigure, sender: WorkerGroup, group: WorkerGroup) -> float:
-    """Seconds of one version, once all memory that it needs has been in use before."""
+    """Returns the seconds of one version, after all memory that it needs has been used before."""
     receivers = [(row.group, list(range(group.world_size)))]
     for handle in (sender.open(receivers, row.delta), group.open(receivers, row.delta)):
         handle.wait()

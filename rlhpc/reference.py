@@ -1,4 +1,4 @@
-"""The reference pages made from the code: `python -m rlhpc.reference cli|config|runtime > docs/reference/….md`."""
+"""Reference pages generated from the code: `python -m rlhpc.reference cli|config|runtime > docs/reference/….md`."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _sentence(summary: str) -> str:
 
 
 def _argument(action: argparse.Action) -> tuple[str, str]:
-    """An argument as it stands in the usage line, and as it is typed."""
+    """Returns an argument as it stands in the usage line, and as it is typed."""
     name = action.metavar or action.dest
     if not action.option_strings:
         return (f"[{name} …]" if action.nargs == "*" else str(name).upper()), str(name)
@@ -145,7 +145,7 @@ def _argument(action: argparse.Action) -> tuple[str, str]:
 
 
 def render_cli() -> str:
-    """The page of all commands, in Markdown."""
+    """Formats the page of all commands, in Markdown."""
     from rlhpc.cli import build_parser
 
     parser = build_parser()
@@ -173,7 +173,7 @@ def _annotation(kind: Any) -> str:
 
 
 def _signature(function: Any) -> str:
-    """`(a: int, b: str = 'x') -> None`, the same in every Python version."""
+    """Formats a signature, the same in every Python version: `(a: int, b: str = 'x') -> None`."""
     signature = inspect.signature(function)
     words: list[str] = []
     starred = False
@@ -198,7 +198,7 @@ def _signature(function: Any) -> str:
 
 
 def _paragraphs(doc: str) -> Iterator[str]:
-    """A docstring in Markdown: its sections become lists."""
+    """Yields the paragraphs of a docstring in Markdown: its sections become lists."""
     for block in re.split(r"\n\s*\n", doc) if doc else ():
         first, *rest = block.splitlines()
         if not _SECTIONS.match(first):
@@ -214,7 +214,7 @@ def _paragraphs(doc: str) -> Iterator[str]:
 
 
 def _doc(thing: Any) -> list[str]:
-    """The docstring; of a class with another's constructor also what that says of arguments."""
+    """Returns the docstring; for a class that inherits its constructor, also the constructor's sections on arguments."""
     docs = [*_paragraphs(inspect.getdoc(thing) or "")]
     if isinstance(thing, type) and "__init__" not in vars(thing):
         maker = next(cls for cls in thing.__mro__ if "__init__" in vars(cls))
@@ -223,7 +223,7 @@ def _doc(thing: Any) -> list[str]:
 
 
 def _members(cls: type) -> Iterator[tuple[str, Any, str]]:
-    """Public methods and properties of a class: name, documented object, signature."""
+    """Yields the public methods and properties of a class: name, documented object, signature."""
     for name, member in vars(cls).items():
         if name.startswith("_"):
             continue
@@ -252,7 +252,7 @@ def _entry(name: str) -> list[str]:
 
 
 def render_runtime() -> str:
-    """The page of all names that `rlhpc` exports, in Markdown."""
+    """Formats the page of all names that `rlhpc` exports, in Markdown."""
     lines = [_RUNTIME_HEAD]
     for title, names in _PARTS.items():
         lines.append(f"## {title}\n")
@@ -276,7 +276,7 @@ def render_runtime() -> str:
 
 
 def render_config() -> str:
-    """The page of all configuration keys, in Markdown."""
+    """Formats the page of all configuration keys, in Markdown."""
     return render({kind.name: (kind.config, kind.ranges) for kind in all_kinds()}, {SWEEP: SweepConfig})
 
 
@@ -284,7 +284,7 @@ PAGES = {"cli": render_cli, "config": render_config, "runtime": render_runtime}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """`python -m rlhpc.reference PAGE`; returns the exit code."""
+    """Runs `python -m rlhpc.reference PAGE`; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m rlhpc.reference", description="Prints a generated page.")
     parser.add_argument("page", choices=PAGES)
     page = parser.parse_args(words).page

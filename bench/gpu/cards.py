@@ -1,4 +1,4 @@
-"""What takes two cards: collectives between them, a model on both, and that each rank sees its own alone."""
+"""Benchmark on two cards: collectives between them, a model on both, and the visibility of each rank's own card."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.gpu.training import BACKENDS, tell, train
 
 
 def measure(report: Report) -> None:
-    """On a CPU by gloo, between two ranks; on one card not at all."""
+    """Measures on a CPU by gloo, between two ranks; does nothing on one card."""
     if report.cards == 1:
         for what in ("NCCL", "FSDP2 on two cards", "device masks"):
             report.skip(what, "one card")

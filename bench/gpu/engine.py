@@ -19,7 +19,7 @@ REPEAT = 3
 
 
 def configuration(backend: str, device: str, batch: int) -> GrpoConfig:
-    """Of an engine that takes turns with a trainer."""
+    """Returns the configuration of an engine that is colocated with a trainer."""
     cfg = typed(GrpoConfig, OmegaConf.structured(GrpoConfig))
     cfg.rollout.rollout_backend, cfg.rollout.max_batch_size, cfg.rollout.max_model_len = backend, batch, 1024
     cfg.rollout.gpu_memory_utilization, cfg.actor.model.dtype = 0.5, dtype_for(device)
@@ -28,7 +28,7 @@ def configuration(backend: str, device: str, batch: int) -> GrpoConfig:
 
 
 def build(report: Report, folder: str, batch: int) -> tuple[str, Any]:
-    """vLLM's, or where it cannot be had the other one."""
+    """Builds vLLM's engine, or the other one if vLLM is not available."""
     try:
         cfg = configuration("vllm", report.device, batch)
         return "vllm", make_rollout(cfg, model_path=folder, device=report.device, seed=0)

@@ -25,7 +25,7 @@ class Ends(Worker):
     """One end: it simulates nothing, or it acts without a policy."""
 
     def show(self, there: Channel, back: Channel, shape: list[int], steps: int, stays: bool) -> tuple[list[float], int]:
-        """Seconds of each step, and how many messages stayed on the accelerator."""
+        """Returns the seconds of each step, and the number of messages that stayed on the accelerator."""
         device, before = own_device(self), current().service.lane.crossed
         dtype = torch.uint8 if len(shape) > 2 else torch.float32
         obs = torch.randint(0, 255, shape, device=device).to(dtype)
@@ -53,7 +53,9 @@ class Ends(Worker):
 
 
 def step(env: WorkerGroup, policy: WorkerGroup, shape: list[int], steps: int, stays: bool) -> tuple[list[float], int]:
-    """Seconds of each step, without the first ones, and how many messages stayed."""
+    """Returns the seconds of each step, without the first ones, and the number of messages that stayed
+    on the accelerator.
+    """
     there, back = Channel.create("there", home=policy.name), Channel.create("back", home=env.name)
     shown, acted = env.show(there, back, shape, steps, stays), policy.act(there, back, steps)
     (found,) = shown.wait()
@@ -64,7 +66,7 @@ def step(env: WorkerGroup, policy: WorkerGroup, shape: list[int], steps: int, st
 
 
 def measure(report: Report) -> None:
-    """States and pictures, by either road in turn."""
+    """Measures states and pictures, over either transport in turn."""
     shapes = (
         [[64, 42], [8, 32, 32, 3]]
         if report.small

@@ -1,4 +1,4 @@
-"""What the parts of `bench.gpu` share: how a figure is told, and what is measured on."""
+"""Common code of the parts of `bench.gpu`: reports of figures, and the device of the measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Report:
-    """Where a part puts its figures: a line on the screen and a line of a file each, so that none is lost if it is ended.
+    """Report of a part's figures: a line on the screen and a line of a file each, so that none is lost if the part is ended.
 
     Attributes:
         part: The part's name.
@@ -51,7 +51,7 @@ class Report:
 
     @contextmanager
     def piece(self, what: str) -> Iterator[None]:
-        """A block whose failure is told, and does not keep the rest of the part from being measured."""
+        """Runs a block whose failure is reported without ending the remaining measurements of the part."""
         try:
             yield
         except Exception as error:
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def small(self) -> bool:
-        """Whether it is only to be shown that it runs."""
+        """True if the run only shows that the part works."""
         return self.device == "cpu"
 
 
@@ -78,7 +78,7 @@ def synchronize() -> None:
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """Seconds, the accelerator's work included."""
+    """Returns seconds, including the accelerator's work."""
     synchronize()
     began = time.perf_counter()
     run()
@@ -87,14 +87,16 @@ def timed(run: Callable[[], Any]) -> float:
 
 
 def free_bytes() -> int:
-    """What nobody has of the accelerator's memory."""
+    """Returns the free bytes of the accelerator's memory."""
     import torch
 
     return torch.accelerator.get_memory_info()[0]
 
 
 def peak_bytes(device: str) -> int:
-    """Most memory this process had: of the accelerator, as torch's allocator counts it; of the host without one."""
+    """Returns the peak memory of this process: of the accelerator, as torch's allocator counts it; of
+    the host without one.
+    """
     import torch
 
     if device == "cpu":
@@ -124,7 +126,7 @@ LARGE = Size(16, 2048, 16, 32000, 32, 1024, 8192, 256, 256)
 
 
 def size_for(device: str) -> Size:
-    """What fits."""
+    """Returns the size that fits."""
     import torch
 
     if device == "cpu":
@@ -156,5 +158,5 @@ def make_model(folder: Path, size: Size, device: str) -> int:
 
 
 def dtype_for(device: str) -> str:
-    """Of computations."""
+    """Returns the dtype of computations."""
     return "float32" if device == "cpu" else "bfloat16"

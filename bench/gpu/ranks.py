@@ -26,7 +26,9 @@ LR = 1e-4
 
 @contextmanager
 def groups(device: str, *wanted: tuple[type[Worker], str, Sequence[int]]) -> Iterator[list[WorkerGroup]]:
-    """Groups by class, name and their ranks' accelerators (on the CPU only their number counts), until the block ends."""
+    """Launches groups by class, name and their ranks' accelerators (on the CPU only their number counts), until the block
+    ends.
+    """
     cards = max(max(places) for _, _, places in wanted) + 1
     cluster = Cluster.local(1, 0) if device == "cpu" else Cluster({"accelerators_per_node": cards})
     made: list[WorkerGroup] = []
@@ -47,7 +49,7 @@ class Trains(Worker):
     """A rank that trains."""
 
     def measure(self, cfg: Any, size: Size, repeat: int) -> dict[str, Any]:
-        """Steps, then gives its accelerator away and takes it back.
+        """Measures steps, then offloads to the host and reloads.
 
         Returns:
             Seconds of each step, tokens of a step (of all ranks), peak bytes, log-probs of a probe before and after the
@@ -108,7 +110,9 @@ class Linked(Worker):
     """One of two ranks with a card each."""
 
     def collectives(self, elements: int, repeat: int) -> dict[str, list[float]]:
-        """Seconds of an all-reduce, of one tensor from rank 0 to rank 1 by torch, and by rlhpc through the host."""
+        """Returns the seconds of an all-reduce, of one tensor from rank 0 to rank 1 by torch, and by rlhpc
+        through the host.
+        """
         import torch.distributed as dist
 
         self.init_process_group()
@@ -136,7 +140,7 @@ class Linked(Worker):
         return found
 
     def seen(self) -> tuple[str, int, str]:
-        """The mask, how many cards torch sees through it, and which one that is."""
+        """Returns the mask, the number of cards that torch sees through it, and the index of the card."""
         kind = own_device(self).type
         module: Any = torch.get_device_module(kind)
         which = str(module.get_device_properties(0).uuid)

@@ -27,7 +27,7 @@ KWARGS: dict[str, Any] = {"control_mode": "pd_joint_delta_pos", "reward_mode": "
 
 
 def maniskill(device: str, slots: int) -> Any:
-    """ManiSkill's own environments, in its wrapper that resets those that end."""
+    """Makes ManiSkill's own environments, in its wrapper that resets ended ones."""
     from rlhpc.embodied.envs.maniskill import load_maniskill
 
     load_maniskill()
@@ -40,7 +40,7 @@ def maniskill(device: str, slots: int) -> Any:
 
 
 def alone(env: Any, slots: int, steps: int) -> float:
-    """Env steps a second on random actions."""
+    """Returns env steps a second on random actions."""
     shape = (slots, *env.single_action_space.shape)
     env.reset(seed=0)
     actions = [torch.rand(shape, device=env.unwrapped.device) * 2 - 1 for _ in range(steps)]
@@ -49,7 +49,7 @@ def alone(env: Any, slots: int, steps: int) -> float:
 
 
 def ours(slots: int, steps: int) -> float:
-    """The same of rlhpc's environment, as an env rank has it."""
+    """Returns env steps a second of rlhpc's environment, as an env rank uses it."""
     import numpy as np
 
     from rlhpc.embodied.config import EnvSideConfig
@@ -69,14 +69,14 @@ def ours(slots: int, steps: int) -> float:
 
 
 class SimulationSizes:
-    """What `Agent` asks of environments."""
+    """Sizes that `Agent` reads from environments."""
 
     def __init__(self, env: Any) -> None:
         self.space, self.observation = env.single_action_space, env.single_observation_space.shape[-1]
 
 
 def plain_ppo(env: Any, slots: int, updates: int, parts: int) -> float:
-    """Env steps a second of a loop that trains, without its first update; nothing leaves the device."""
+    """Returns env steps a second of a loop that trains, without its first update; all data stay on the device."""
     device, batch = env.unwrapped.device, slots * ROLLOUT
     args = argparse.Namespace(
         hidden="256,256,256", critic_gain=1.41421, actor_gain=0.01414, log_std=-0.5, gamma=0.8, gae_lambda=0.9, epochs=8,
@@ -109,7 +109,7 @@ def plain_ppo(env: Any, slots: int, updates: int, parts: int) -> float:
 
 
 def run(report: Report, slots: int, steps: int, parts: int) -> tuple[float, float]:
-    """Env steps a second of a run and of its rollouts alone, without the run's first step."""
+    """Returns env steps a second of a run and of its rollouts alone, without the run's first step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "rlhpc.cli", "train", "configs/embodied/pick_cube_ppo.yaml", f"runner.run_dir={folder}",
@@ -129,7 +129,7 @@ def run(report: Report, slots: int, steps: int, parts: int) -> tuple[float, floa
 
 
 def measure(report: Report) -> None:
-    """One after the other; the runs last, whose ranks want the card for themselves."""
+    """Measures each contender in turn; the runs come last, because their ranks need the complete card."""
     slots, steps, updates, parts = (8, 20, 1, 2) if report.small else (1024, 200, 4, 32)
     theirs = 1 if report.small else slots
     with report.piece("ManiSkill alone"):

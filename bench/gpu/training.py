@@ -23,7 +23,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
 
 
 def configuration(model: Path, device: str, changes: dict[str, Any]) -> Any:
-    """Of a trainer."""
+    """Returns the configuration of a trainer."""
     cfg = OmegaConf.structured(GrpoConfig)
     cfg.actor.model.model_path, cfg.actor.model.dtype = str(model), dtype_for(device)
     cfg.actor.optim.name, cfg.actor.optim.clip_grad = "adamw", 1.0
@@ -31,7 +31,7 @@ def configuration(model: Path, device: str, changes: dict[str, Any]) -> Any:
 
 
 def train(report: Report, model: Path, changes: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
-    """What rank 0 of so many found (`Trains.measure`)."""
+    """Returns the measurements of rank 0 of so many ranks (`Trains.measure`)."""
     cfg = configuration(model, report.device, changes)
     with groups(report.device, (Trains, "trains", range(ranks))) as (group,):
         found: dict[str, Any] = group.measure(cfg, size_for(report.device), 2 if report.small else 5).wait()[0]
@@ -39,7 +39,7 @@ def train(report: Report, model: Path, changes: dict[str, Any], ranks: int = 1) 
 
 
 def tell(report: Report, name: str, found: dict[str, Any]) -> None:
-    """The figures of one backend."""
+    """Reports the figures of one backend."""
     report.figure(f"{name}, a step", found["seconds"], "s")
     report.figure(f"{name}, trained", [found["tokens"] / seconds for seconds in found["seconds"]], "tokens/s")
     report.figure(f"{name}, most memory", found["peak"] / 1e9, "GB of the host" if report.small else "GB")
@@ -50,7 +50,7 @@ def tell(report: Report, name: str, found: dict[str, Any]) -> None:
 
 
 def measure(report: Report) -> None:
-    """Each backend in a rank of its own, all on the same model and batches."""
+    """Measures each backend in a separate rank, all on the same model and batches."""
     with tempfile.TemporaryDirectory() as made:
         report.figure("parameters", make_model(Path(made), size_for(report.device), report.device) / 1e6, "million")
         first: Any = None

@@ -12,7 +12,7 @@ TENSORS = 64
 
 
 def update(sender: WorkerGroup, taker: WorkerGroup, version: int) -> tuple[float, float]:
-    """Seconds that the sender took, and until the other has looked at all of it."""
+    """Returns the seconds of the sender, and the seconds until the receiver has read all of it."""
     began = time.perf_counter()
     given, taken = sender.give(version), taker.take()
     (sent,) = given.wait()
@@ -22,7 +22,7 @@ def update(sender: WorkerGroup, taker: WorkerGroup, version: int) -> tuple[float
 
 
 def measure(report: Report) -> None:
-    """Two ranks on one card, and on two where there are two."""
+    """Measures two ranks on one card, and on two cards if available."""
     total = 64_000_000 if report.small else 2_000_000_000
     places = {"one card": 0} | ({"two cards": 1} if report.cards > 1 else {})
     if report.cards < 2:

@@ -113,7 +113,7 @@ class Simulators:
             pickle_stream.send(control, "go")
 
     def operations(self) -> int:
-        """File operations of all members while they joined."""
+        """Returns the file operations of all members while they joined."""
         found: list[dict[str, Any]] = [pickle_stream.receive(control) or {} for control in self.controls]
         return sum(int(report.get("operations", 0)) for report in found)
 

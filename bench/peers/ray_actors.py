@@ -98,7 +98,7 @@ def median(act: Callable[[], Any], count: int, warm: int = 2) -> float:
 
 
 def measure() -> dict[str, float]:
-    """One repetition, in a Ray session of its own."""
+    """Measures one repetition, in a new Ray session."""
     row: dict[str, float] = {}
     started = time.perf_counter()
     ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=3 << 30)

@@ -23,7 +23,7 @@ class RuntimePeer(Worker):
     def nothing(self) -> None: ...
 
     def ping(self, out: Channel, back: Channel, count: int, item: Any) -> list[float]:
-        """Seconds of `count` round trips of `item`."""
+        """Returns the seconds of `count` round trips of `item`."""
         times = []
         for _ in range(count + 3):
             started = time.perf_counter()
@@ -37,7 +37,7 @@ class RuntimePeer(Worker):
             back.put(out.get(key="0"), key="0")
 
     def send_and_receive(self, other: str, count: int, size: int) -> list[float]:
-        """Seconds of `count` round trips of a tensor by `send` and `recv`."""
+        """Returns the seconds of `count` round trips of a tensor by `send` and `recv`."""
         item, times = torch.ones(size, dtype=torch.uint8), []
         for _ in range(count + 3):
             started = time.perf_counter()
@@ -56,7 +56,7 @@ class RuntimePeer(Worker):
             channel.put(item, key="0")
 
     def consume(self, channel: Channel, count: int) -> float:
-        """Items a second."""
+        """Returns items a second."""
         channel.get(key="0")
         started = time.perf_counter()
         for _ in range(count - 1):
@@ -71,7 +71,7 @@ def seconds(function: Callable[[], Any]) -> float:
 
 
 def measure() -> dict[str, float]:
-    """One repetition, in a session of its own."""
+    """Measures one repetition, in a new session."""
     row: dict[str, float] = {}
     cluster = Cluster.local(1, 0)
 

@@ -1,4 +1,4 @@
-"""The `rlhpc` command. A command imports heavy modules when it runs."""
+"""The `rlhpc` command. Each command imports heavy modules only when it runs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def build_parser() -> TopParser:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses a command line; overrides may stand anywhere, also after an option, where argparse gives up on them."""
+    """Parses a command line; overrides may stand anywhere, also after an option, where argparse does not accept them."""
     parser = build_parser()
     words = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     for word in words:
@@ -112,7 +112,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 0, 2 for what the user got wrong, 1 for what went wrong."""
+    """Runs the command line; returns the exit code: 0, 2 for a mistake of the user, 1 for a failure."""
     standard_streams()
     quiet_known_warnings()
     try:

@@ -1,4 +1,4 @@
-"""`python -m rlhpc.cli`: the command, where the script of that name is not on the path."""
+"""`python -m rlhpc.cli`: the command, for environments in which the script of that name is not on the path."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from rlhpc.runtime.imports import leave_working_directory
 if __name__ == "__main__":
     leave_working_directory()
     if getattr(rlhpc, "__file__", None) is None:
-        # A folder `rlhpc` in the working directory, perhaps a clone, was found before the editable install.
+        # A folder `rlhpc` in the working directory, perhaps a clone, has precedence over the editable install.
         importlib.reload(rlhpc)
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What the user names: a run, a checkpoint."""
+"""Command-line arguments that name a run or a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LATEST = "latest"
 
 
 def is_run(paths: RunPaths) -> bool:
-    """Whether a run has begun in that folder."""
+    """Returns whether a run has begun in that folder."""
     return any(mark.exists() for mark in (paths.config, paths.submit, paths.checkpoints, paths.registry))
 
 
 def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
-    """The run that the user names by its folder, or by its configuration file and overrides.
+    """Returns the run that the user names by its folder, or by its configuration file and overrides.
 
     Raises:
-        ConfigError: There is no such run; names those that lie beside it.
+        ConfigError: The run does not exist; the message names its neighbours.
     """
     location = expand_home(text).absolute()
     root = location
@@ -46,8 +46,9 @@ def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
 
 
 def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Path:
-    """The checkpoint named by --checkpoint, or by --run (and overrides) and --step; with --run, `--checkpoint best` is
-    `--step best`."""
+    """Returns the checkpoint named by --checkpoint, or by --run (and overrides) and --step; with --run, `--checkpoint best`
+    means `--step best`.
+    """
     step = args.step
     if args.checkpoint == BEST and args.run:
         step = BEST
@@ -89,10 +90,10 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
 
 
 def _best(paths: RunPaths) -> Path:
-    """The best checkpoint of a run, under its own name.
+    """Returns the best checkpoint of a run, under its own name.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: The run has no best checkpoint.
     """
     if (step := paths.best_step()) is None:
         raise CheckpointError(
@@ -103,10 +104,10 @@ def _best(paths: RunPaths) -> Path:
 
 
 def require_driver(paths: RunPaths) -> Path:
-    """The registry folder of a run's driver, which is at work to hear what the run is asked.
+    """Returns the registry folder of a run's driver, which must be running to receive requests.
 
     Raises:
-        ConfigError: There is none, or it is not at work.
+        ConfigError: The run has no running driver.
     """
     from rlhpc.jobs.state import states
     from rlhpc.runtime.joining import JoinPoint
@@ -124,10 +125,10 @@ def require_driver(paths: RunPaths) -> Path:
 
 
 def check_file(option: str, path: Path) -> Path:
-    """A file that a command will write.
+    """Returns the path of a file that a command will write.
 
     Raises:
-        ConfigError: It is a folder, or none could be made there.
+        ConfigError: It is a folder, or no file could be created there.
     """
     if path.is_dir():
         raise ConfigError(f"{option} is {path}, a folder; name a file in it")
@@ -135,10 +136,10 @@ def check_file(option: str, path: Path) -> Path:
 
 
 def check_folder(option: str, path: Path) -> Path:
-    """A folder that a command will make or fill.
+    """Returns the path of a folder that a command will create or fill.
 
     Raises:
-        ConfigError: It is a file, or nothing could be made there.
+        ConfigError: It is a file, or the folder could not be created.
     """
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{option} is {path}, a file; name a folder")

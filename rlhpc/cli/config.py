@@ -1,4 +1,4 @@
-"""`config import`: a configuration of another project, translated."""
+"""`config import`: translates a configuration of another project."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _verdict(text: str, name: str) -> str:
-    """Whether the result is valid here, by the checks of every command."""
+    """Returns whether the result is valid in rlhpc, by the checks of every command."""
     import tempfile
 
     from rlhpc.runs.configuration import load_config

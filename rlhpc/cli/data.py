@@ -22,10 +22,10 @@ _EXAMPLES = (
 
 
 def format_options(args: argparse.Namespace) -> Any:
-    """How a dataset is to be written, by `add_format`'s arguments.
+    """Returns the format of a dataset to write, from `add_format`'s arguments.
 
     Raises:
-        ConfigError: There are no frames a second.
+        ConfigError: The frame rate is below 1.
     """
     from rlhpc.embodied.data.datasets import WriteOptions
 
@@ -35,7 +35,7 @@ def format_options(args: argparse.Namespace) -> Any:
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:
-    """Adds what LeRobot's datasets are told of their episodes."""
+    """Adds the options of LeRobot's datasets."""
     parser.add_argument(
         "--fps", type=int, help="frames a second (LeRobot; default: as the sources or the environment have them)"
     )

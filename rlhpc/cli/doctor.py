@@ -1,4 +1,4 @@
-"""`doctor`: whether a cluster has what runs need."""
+"""`doctor`: checks whether a cluster meets the requirements of runs."""
 
 from __future__ import annotations
 

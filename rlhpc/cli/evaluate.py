@@ -1,4 +1,4 @@
-"""Commands on checkpoints: `eval`, `play`, `record`, `pairs`, `convert`; and `dagger`, which makes them from an expert."""
+"""Commands on checkpoints: `eval`, `play`, `record`, `pairs`, `convert`; and `dagger`, which creates them from an expert."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ _INTERVENE = "who watches and takes over: keyboard, gamepad, scripted, or one wi
 
 
 def _source(args: argparse.Namespace, instead: str = "", what_for: str = "") -> tuple[Path | None, Path, Trust | None]:
-    """The checkpoint, the configuration and, if that is the checkpoint's own, which code it may name.
+    """Returns the checkpoint, the configuration and, if the configuration is the checkpoint's own, the code that it may name.
 
     Args:
-        instead: The option that names something to use instead of a checkpoint, which is then None; "" for none.
-        what_for: What the configuration is needed for, as the message says it.
+        instead: Option that replaces the checkpoint, which is then None; "" without such an option.
+        what_for: Use of the configuration, for the message.
     """
     if instead and getattr(args, instead) is not None:
         if args.config is None or args.checkpoint or args.run:
@@ -76,7 +76,9 @@ def _source(args: argparse.Namespace, instead: str = "", what_for: str = "") -> 
 
 
 def _trusts(args: argparse.Namespace, checkpoint: Path | None) -> bool:
-    """Returns whether code that the checkpoint names may be imported: the user says so, or an own run wrote it."""
+    """Returns whether code that the checkpoint names may be imported: the user allows it, or an own run
+    wrote the checkpoint.
+    """
     from rlhpc.checkpoint.trusted_digests import is_own
 
     return bool(args.trust_checkpoint_code) or (checkpoint is not None and is_own(checkpoint))
@@ -119,7 +121,7 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _eval_model(args: argparse.Namespace, config: Path, suite: str) -> int:
-    """A model as it is, without a checkpoint."""
+    """Evaluates the original model, without a checkpoint."""
     from rlhpc.config.typed import select
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.task_type import kind_of
@@ -207,7 +209,7 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _pairs(args: argparse.Namespace) -> int:
-    """Answers of a language model, judged, as data for a reward model."""
+    """Writes scored answers of a language model as data for a reward model."""
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.task_type import kind_of
 
@@ -395,7 +397,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _add_to(parser: argparse.ArgumentParser) -> None:
-    """Adds in which format episodes are written."""
+    """Adds the option for the format of written episodes."""
     parser.add_argument(
         "--to",
         choices=("hdf5", "lerobot"),

@@ -1,4 +1,4 @@
-"""`feedback`: gives a completion of a run that is under way its reward, when its episode has ended."""
+"""`feedback`: assigns a delayed reward to a completion of a running run, after its episode has ended."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def _number(text: str) -> float:
 
 
 def _scorers(paths: RunPaths) -> dict[str, dict[str, str]]:
-    """Rollout rank → where it takes rewards.
+    """Returns rollout rank → address at which it accepts rewards.
 
     Raises:
-        ConfigError: There are none.
+        ConfigError: The run accepts no delayed rewards.
     """
     from rlhpc.language.agents.gateway.feedback import FEEDBACK
 
@@ -69,7 +69,9 @@ def _scorers(paths: RunPaths) -> dict[str, dict[str, str]]:
 
 
 def _give(scorer: dict[str, str], completion: str, reward: float) -> str | None:
-    """Gives a rollout rank a reward: why it does not take it, "" if it does not know the completion; None if it does."""
+    """Sends a reward to a rollout rank. Returns the reason if the rank refuses it, "" if it does not know the completion,
+    None if it accepts.
+    """
     from rlhpc.runtime.host import host_id
 
     url = scorer["near"] if scorer["host"] == host_id() else scorer["far"]

@@ -1,6 +1,6 @@
-"""What `rlhpc run` shows of a workflow: one bar for all of a run's training, and what happens before and after it by name.
+"""Progress display of `rlhpc run`: one bar for all of a run's training, and the names of the steps before and after it.
 
-Snakemake's words go to a file. Its lines say which rule runs; the run's own metrics say how far training is.
+Snakemake's output goes to a file. Its lines show which rule runs; the run's own metrics show the progress of training.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _SELDOM_S = 30.0
 
 @dataclass
 class RuleJob:
-    """A rule that runs or has failed.
+    """Job of a rule that runs or has failed.
 
     Attributes:
-        rule: Its name.
-        wildcards: Of its files.
-        log: What its command writes.
+        rule: Name of the rule.
+        wildcards: Wildcards of its files.
+        log: Output of its command.
     """
 
     rule: str
@@ -57,7 +57,7 @@ class RuleJob:
     log: Path | None = None
 
     def words(self) -> str:
-        """What it does; a suite of evaluations is named unless it is the default one."""
+        """Describes the job; a suite of evaluations is named unless it is the default one."""
         text = _WORDS.get(self.rule, self.rule.replace("_", " "))
         text = text.format(step=self.wildcards.get("step", ""), suite=self.wildcards.get("suite", "")).rstrip()
         suite = self.wildcards.get("suite", "default")
@@ -65,11 +65,11 @@ class RuleJob:
 
 
 class WorkflowLog:
-    """Reads what Snakemake says, as it grows.
+    """Reader of Snakemake's output while it grows.
 
     Attributes:
-        started: Jobs that began since the last `read`.
-        running: Rules that run, each with how many jobs.
+        started: Jobs that started since the last `read`.
+        running: Running rules, with the number of jobs of each.
         failed: Jobs that failed, in the order of their failures.
         waiting: The last line about a job of the batch system.
     """
@@ -84,7 +84,7 @@ class WorkflowLog:
         self.waiting = ""
 
     def read(self) -> list[RuleJob]:
-        """Takes in what is new; returns the jobs that started."""
+        """Reads new lines; returns the jobs that started."""
         self.started = []
         try:
             with self._path.open("rb") as file:
@@ -135,12 +135,12 @@ class WorkflowLog:
 
 @dataclass
 class Track:
-    """A training run that is followed.
+    """Training run whose progress is displayed.
 
     Attributes:
-        name: Shown in front of the bar.
-        paths: Its folder.
-        total: Steps of the whole run.
+        name: Label in front of the bar.
+        paths: Files of the run.
+        total: Steps of the complete run.
     """
 
     name: str
@@ -148,7 +148,7 @@ class Track:
     total: int
 
     def row(self) -> dict[str, Any]:
-        """The last row of its metrics, with the mean return of its last evaluation as `eval/return_mean`."""
+        """Returns the last row of its metrics, with the mean return of its last evaluation as `eval/return_mean`."""
         row = last_row(self.paths.metrics)
         results = sorted(self.paths.eval_results("default"), key=lambda path: path.stat().st_mtime)
         if row and results:
@@ -158,7 +158,7 @@ class Track:
 
 
 def last_row(path: Path, size: int = 1 << 16) -> dict[str, Any]:
-    """The last complete row of a metrics file; empty where there is none."""
+    """Returns the last complete row of a metrics file; empty without one."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, 2)
@@ -171,12 +171,12 @@ def last_row(path: Path, size: int = 1 << 16) -> dict[str, Any]:
 
 
 class WorkflowFollower:
-    """Shows a workflow on a terminal, or in few lines in a file.
+    """Progress display of a workflow: on a terminal, or in few lines in a file.
 
     Args:
-        log: What Snakemake says.
+        log: Snakemake's output.
         tracks: Training runs by the names in `_TRAINING`.
-        stream: stderr by default.
+        stream: Output stream; stderr by default.
     """
 
     def __init__(self, log: WorkflowLog, tracks: dict[str, Track], stream: TextIO | None = None) -> None:
@@ -192,7 +192,7 @@ class WorkflowFollower:
         self._begun = time.monotonic()
 
     def look(self) -> None:
-        """Takes in what has changed and shows it."""
+        """Reads and displays what has changed."""
         for job in self._log.read():
             if (track := _TRAINING.get(job.rule)) in self._tracks:
                 if track != self._track:
@@ -231,12 +231,12 @@ class WorkflowFollower:
         return any(self._log.running.get(rule) for rule, track in _TRAINING.items() if track == self._track)
 
     def _more(self) -> bool:
-        """Whether another segment follows; between two of them no rule trains."""
+        """Returns whether another segment follows; between two segments no rule trains."""
         track = self._tracks[self._track]
         return int(last_row(track.paths.metrics).get("step", 0)) < track.total and not self._log.failed
 
     def _phase(self, job: RuleJob) -> None:
-        """Names what is happening now."""
+        """Prints the name of the current phase."""
         self._job = job
         text = job.words()
         if text not in self._said:
@@ -247,7 +247,7 @@ class WorkflowFollower:
             self._out.flush()
 
     def _detail(self) -> None:
-        """On a terminal, how far it is: what an evaluation says, or the queue about a job."""
+        """Displays progress within a phase on a terminal: the output of an evaluation, or the queue's state of a job."""
         if self._job is None:
             return
         text = self._log.waiting if self._job.rule in _TRAINING else ""
@@ -286,7 +286,7 @@ class WorkflowFollower:
 
 
 def real_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path]:
-    """What went wrong first, and the file that says so: a failed rule's own log, otherwise Snakemake's."""
+    """Returns the first error, and the file that contains it: a failed rule's own log, otherwise Snakemake's."""
     for job in log.failed:
         if job.log is not None and job.log.is_file():
             text = job.log.read_text(errors="replace").strip()
@@ -300,7 +300,7 @@ def real_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path
 
 
 def _essence(text: str, lines: int) -> str:
-    """What follows the last error of rlhpc or Snakemake; the last lines if there is none to be recognised."""
+    """Returns the lines from the last error of rlhpc or Snakemake on; the last lines if no error is recognised."""
     found = text.splitlines()
     starts = [n for n, line in enumerate(found) if re.search(r"rlhpc: error: |^\w*(Error|Exception)\b.*:", line)]
     begin = starts[-1] if starts else max(0, len(found) - lines)

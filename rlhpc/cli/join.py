@@ -1,4 +1,4 @@
-"""`join`: gives a run that is under way another rank, from any allocation that reaches it."""
+"""`join`: adds a rank to a running run, from any allocation that reaches it."""
 
 from __future__ import annotations
 

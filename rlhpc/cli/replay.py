@@ -1,4 +1,4 @@
-"""`replay`: the replay buffers of off-policy runs."""
+"""`replay`: replay buffers of off-policy runs."""
 
 from __future__ import annotations
 

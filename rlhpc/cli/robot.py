@@ -1,4 +1,4 @@
-"""`robot`: invites a robot on another machine to a run, brings it there, and lets one that was stopped move again."""
+"""`robot`: invites a robot on another machine to a run, connects it, and releases a stopped robot."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _resume(args: argparse.Namespace) -> int:
 
 
 def _meeting(text: str) -> Path:
-    """The folder in which a run, or a command that was given a folder, meets its robots."""
+    """Returns the folder in which a run, or a command with a folder, waits for robots."""
     from rlhpc.cli.arguments import is_run, require_driver
     from rlhpc.jobs.paths import RunPaths
     from rlhpc.runtime.registry import ROBOTS

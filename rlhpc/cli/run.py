@@ -1,4 +1,4 @@
-"""`run`: trains, evaluates, exports and reports; short for the Snakemake command, and shows what happens."""
+"""`run`: trains, evaluates, exports and reports; shorthand for the Snakemake command, with a progress display."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _SAVE_S = 600.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """Somebody asked to end.
+    """Interrupt by a signal.
 
     Attributes:
-        signum: By which signal.
+        signum: Number of the signal.
     """
 
     def __init__(self, signum: int) -> None:
@@ -58,11 +58,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 def find_profile(name: str) -> str:
-    """The folder of a profile: named by path, or found in the working directory, in rlhpc, or among the user's and the
-    site's.
+    """Returns the folder of a profile: named by path, or found in the working directory, in rlhpc, or among the user's and
+    the site's profiles.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The profile does not exist.
     """
     folder = expand_home(name)
     if folder.is_dir():
@@ -89,7 +89,7 @@ def find_profile(name: str) -> str:
 
 
 def command_of(args: argparse.Namespace) -> list[str]:
-    """The command line of Snakemake."""
+    """Returns the command line of Snakemake."""
     config = [f"run={args.config}", f"overrides={json.dumps(args.overrides, ensure_ascii=False)}"]
     if args.site:
         config.append(f"site={args.site}")
@@ -105,7 +105,7 @@ def command_of(args: argparse.Namespace) -> list[str]:
 
 
 def same_command(args: argparse.Namespace) -> str:
-    """What to type to run the same command again. Under make, the user's own PATH may not have rlhpc."""
+    """Returns the command line that repeats this command. Under make, the user's own PATH may not have rlhpc."""
     program = "rlhpc"
     script = Path(sys.argv[0])
     if os.environ.get("MAKELEVEL") and script.name == program and script.is_file():
@@ -162,7 +162,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
-    """The same of several runs in one graph."""
+    """Runs several runs in one graph."""
     from rlhpc.cli.follow import Track, WorkflowLog
     from rlhpc.cli.sweep import SweepFollower, ending_of
     from rlhpc.config import total_steps
@@ -201,7 +201,7 @@ class Ended(int):
 
 @contextlib.contextmanager
 def _workflow_log(logs: Path) -> Iterator[Path]:
-    """Yields an empty file for what Snakemake says; while another command writes to `snakemake.log`, `snakemake-2.log`."""
+    """Yields an empty file for Snakemake's output; while another command writes to `snakemake.log`, `snakemake-2.log`."""
     from rlhpc.jobs.lease import Lease
 
     path = logs / "workflow" / "snakemake.log"
@@ -222,7 +222,7 @@ def _workflow_log(logs: Path) -> Iterator[Path]:
 
 
 def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFollower, stop: Stop) -> int:
-    """Runs Snakemake to its end and shows what happens; returns its exit code."""
+    """Runs Snakemake to its end and displays its progress; returns its exit code."""
     with path.open("ab") as output, ending_early(), _quiet_terminal():
         # a process group of its own: Ctrl-C reaches this process alone, which ends the others in order
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
@@ -238,8 +238,9 @@ def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFo
 
 
 def _tell_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code: int) -> int:
-    """Says what went wrong first, and how to go on; returns the exit code, which is 2 if the workflow refused what the user
-    gave."""
+    """Prints the first error, and how to continue; returns the exit code, which is 2 if the workflow refused the user's
+    input.
+    """
     from rlhpc.cli.follow import real_error
 
     if code < 0:
@@ -256,17 +257,17 @@ def _tell_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code: 
 
 
 def say(text: str) -> None:
-    """A line for the person at the terminal."""
+    """Prints a line to the terminal."""
     print(f"rlhpc: {text}", file=sys.stderr, flush=True)
 
 
 def near(path: Path) -> str:
-    """The path relative to the working directory, if it lies below it."""
+    """Returns the path relative to the working directory, if it lies below it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, seconds: float) -> list[str]:
-    """What to print about a finished run: its result, its files, and what to type next."""
+    """Returns the lines to print about a finished run: its result, its files, and the next commands."""
     from rlhpc.jobs.status import duration
     from rlhpc.metrics.provenance import last_result
 
@@ -294,7 +295,7 @@ def ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, seconds: f
 
 @contextlib.contextmanager
 def ending_early() -> Iterator[None]:
-    """SIGTERM and SIGHUP end as Ctrl-C does: Snakemake must not be left behind."""
+    """Lets SIGTERM and SIGHUP end the command as Ctrl-C does, so that Snakemake does not survive it."""
 
     def handle(signum: int, frame: object) -> None:
         raise Interrupted(signum)
@@ -316,7 +317,7 @@ def _quiet_terminal() -> contextlib.AbstractContextManager[None]:
 def _stop(
     process: subprocess.Popen[bytes], stopped: KeyboardInterrupt, args: argparse.Namespace, tracks: dict[str, Track]
 ) -> int:
-    """Ends Snakemake and the jobs of this machine; says what is saved and how to go on."""
+    """Ends Snakemake and the jobs of this machine; prints what is saved and how to continue."""
     signum = stopped.signum if isinstance(stopped, Interrupted) else signal.SIGINT
     say("interrupted: saving; Ctrl-C again ends at once")
     hurried = False
@@ -349,7 +350,7 @@ def _stop(
 
 
 def _tell_saved(track: Track, hurried: bool) -> None:
-    """Says how far a run is that was interrupted, and whether its job goes on."""
+    """Prints the progress of an interrupted run, and whether its job continues."""
     from rlhpc.jobs.status import run_state
 
     steps = [step for step, _ in track.paths.complete_steps()]
@@ -366,7 +367,7 @@ def _tell_saved(track: Track, hurried: bool) -> None:
 
 
 def _end_all(tracks: dict[str, Track], grace_s: float = _SAVE_S) -> list[str]:
-    """Ends the drivers of this machine, all at once: each takes the time to save."""
+    """Ends the drivers of this machine at the same time: each takes the time to save."""
     pool = ThreadPoolExecutor(16)
     try:
         found = list(pool.map(lambda track: _end_local(track.paths, grace_s), tracks.values()))
@@ -377,7 +378,7 @@ def _end_all(tracks: dict[str, Track], grace_s: float = _SAVE_S) -> list[str]:
 
 
 def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> None:
-    """Ctrl-C for Snakemake and the commands that it runs; harder if they stay."""
+    """Sends Ctrl-C to Snakemake and the commands that it runs, then stronger signals."""
     for number, patience in () if at_once else ((signal.SIGINT, 20.0), (signal.SIGTERM, 10.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -390,7 +391,7 @@ def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> No
 
 
 def _end_local(paths: RunPaths, grace_s: float = _SAVE_S) -> list[str]:
-    """Ends the run's driver where it is a process of this machine; a job of the cluster goes on."""
+    """Ends the run's driver if it is a process of this machine; a job of the cluster continues."""
     from rlhpc.jobs.segment import SegmentFiles, read_json_file
     from rlhpc.jobs.submit import cancel
 

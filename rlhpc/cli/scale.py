@@ -1,4 +1,4 @@
-"""`scale`: asks a run that is under way for a number of ranks from jobs of their own."""
+"""`scale`: requests a number of ranks from separate jobs for a running run."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def _scale(args: argparse.Namespace) -> int:
 
 
 def _bounds(paths: RunPaths) -> dict[str, tuple[int, int]]:
-    """Group → least and most ranks, as the run was started with.
+    """Returns group → minimum and maximum number of ranks, from the run's configuration.
 
     Raises:
-        ConfigError: It takes no ranks from jobs of their own.
+        ConfigError: The run accepts no ranks from separate jobs.
     """
     from rlhpc.config.yaml_files import UniqueKeys
     from rlhpc.runtime.cluster import read_key

@@ -1,4 +1,4 @@
-"""Looking at runs: `status`, `logs`, `report`, `compare`."""
+"""Commands that inspect runs: `status`, `logs`, `report`, `compare`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands do with a sweep in place of a run: find it, plan it, follow it, show its runs, end them."""
+"""Commands on a sweep in place of a run: search, plan, progress display, status, and cancellation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SELDOM_S = 2.0
 
 
 def sweep_paths(text: str, overrides: Sequence[str] = ()) -> SweepPaths | None:
-    """The sweep that the user names by its folder, or by its configuration; None if it is a run that is named."""
+    """Returns the sweep that the user names by its folder, or by its configuration; None if the user names a run."""
     location = expand_home(text).absolute()
     if location.is_dir():
         paths = SweepPaths(location)
@@ -43,7 +43,7 @@ def sweep_paths(text: str, overrides: Sequence[str] = ()) -> SweepPaths | None:
 
 
 def render_sweep(sweep: SweepPaths) -> str:
-    """Renders a line for each run of a sweep, those that have not begun or that it no longer names included."""
+    """Renders a line for each run of a sweep, including runs that have not started or that it no longer names."""
     from rlhpc.jobs.state import find_runs
     from rlhpc.jobs.status import render_runs
     from rlhpc.runs.headlines import run_headlines
@@ -60,7 +60,7 @@ def render_sweep(sweep: SweepPaths) -> str:
 
 
 def cancel_sweep(sweep: SweepPaths) -> list[str]:
-    """Ends the jobs of all runs of a sweep, and keeps its workflow from starting others.
+    """Ends the jobs of all runs of a sweep, and prevents its workflow from starting others.
 
     Returns:
         A sentence for every job that was ended.
@@ -100,7 +100,7 @@ def cancel_sweep(sweep: SweepPaths) -> list[str]:
 
 
 def render_plan_of(sweep: Sweep, launcher: str) -> str:
-    """Renders how many runs and jobs a sweep is, what they may cost at most, and the plan of the first run."""
+    """Renders the number of runs and jobs of a sweep, their maximum cost, and the plan of the first run."""
     from rlhpc.jobs.plan import build_plan, render_plan
 
     plans = [build_plan(run.cfg, launcher=launcher) for run in sweep.runs]
@@ -141,7 +141,7 @@ def _jobs_of(run: SweepRun) -> dict[str, int]:
 
 
 def _cost(sweep: Sweep, plans: Sequence[JobPlan]) -> str:
-    """Node hours and GPU hours of the training jobs, if each takes its whole walltime."""
+    """Returns node hours and GPU hours of the training jobs, if each takes its complete walltime."""
     from rlhpc.jobs.slurm import minutes_of
 
     nodes = accelerators = 0.0
@@ -164,12 +164,12 @@ def _some(count: int, noun: str) -> str:
 
 
 class SweepFollower:
-    """Shows a sweep's workflow: a line when a run begins to train, fails or is done, and how far all of them are.
+    """Progress display of a sweep's workflow: a line when a run starts to train, fails or is done, and the overall progress.
 
     Args:
-        log: What Snakemake says.
+        log: Snakemake's output.
         sweep: The sweep.
-        stream: stderr by default.
+        stream: Output stream; stderr by default.
     """
 
     def __init__(self, log: WorkflowLog, sweep: Sweep, stream: TextIO | None = None) -> None:
@@ -187,7 +187,7 @@ class SweepFollower:
         self.done: list[str] = []
 
     def look(self) -> None:
-        """Takes in what has changed and shows it."""
+        """Reads and displays what has changed."""
         for job in self._log.read():
             name, rule = self.split(job.rule)
             if name and rule in ("train_segment", "sft"):
@@ -207,7 +207,7 @@ class SweepFollower:
             self._progress()
 
     def split(self, rule: str) -> tuple[str, str]:
-        """A rule's run, "" for a rule of the sweep itself, and its name in the workflow of a run."""
+        """Returns a rule's run, "" for a rule of the sweep itself, and the rule's name in the workflow of a run."""
         fitting = [(prefix, name) for name, prefix in self._prefixes.items() if rule.startswith(prefix)]
         if not fitting:
             return "", rule
@@ -249,7 +249,7 @@ class SweepFollower:
 
 
 def ending_of(sweep: Sweep) -> list[str]:
-    """Renders a sweep that has ended: what failed, and each configuration with its score."""
+    """Renders a finished sweep: failed runs, and each configuration with its score."""
     from rlhpc.jobs.state import states
 
     found = [state for _, state in states([run.paths for run in sweep.runs])]

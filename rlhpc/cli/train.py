@@ -1,4 +1,4 @@
-"""Starting and stopping runs: `plan`, `train`, `submit`, `cancel`."""
+"""Commands that start and stop runs: `plan`, `train`, `submit`, `cancel`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _print_plan(args: argparse.Namespace, cfg: RunConfig, skipped: Sequence[Check]) -> JobPlan:
-    """Prints what a run would start, its memory, and the checks that were left out; returns the plan."""
+    """Prints the processes of a run, their memory, and the checks that were left out; returns the plan."""
     from rlhpc.jobs.plan import build_plan, render_plan
     from rlhpc.runs.conditional_keys import find_unused
     from rlhpc.runs.memory.plan import memory_plan, render_memory
@@ -100,7 +100,7 @@ def _print_plan(args: argparse.Namespace, cfg: RunConfig, skipped: Sequence[Chec
 
 
 def _print_skipped(checks: Sequence[Check]) -> None:
-    """Prints the checks that a plan has not made, each once."""
+    """Prints the checks that a plan has not run, each once."""
     if lines := list(dict.fromkeys(map(str, checks))):
         print("\nnot checked (checked at the start):")
         print("\n".join(f"  {line}" for line in lines))
@@ -140,7 +140,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _stopped(args: argparse.Namespace, cfg: RunConfig) -> str:
-    """What to print about a run that was asked to end: what is saved, and how to continue."""
+    """Returns the text about a run that was asked to end: its saved steps, and how to continue."""
     from rlhpc.config import total_steps
     from rlhpc.jobs.signals import MAX_RESTARTS
 

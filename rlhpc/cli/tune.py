@@ -1,4 +1,4 @@
-"""`tune`: measures a run for a few steps, and says where its groups should be."""
+"""`tune`: measures a run for a few steps, and recommends a placement of its groups."""
 
 from __future__ import annotations
 

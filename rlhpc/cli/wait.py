@@ -1,4 +1,4 @@
-"""`python -m rlhpc.cli.wait`: what a waiting shell becomes when its watcher is gone (`rlhpc.jobs.wait_client`)."""
+"""`python -m rlhpc.cli.wait`: replaces a waiting shell whose watcher has ended (`rlhpc.jobs.wait_client`)."""
 
 from __future__ import annotations
 

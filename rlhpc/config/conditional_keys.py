@@ -1,6 +1,6 @@
-"""Keys that are read under a condition alone: where it does not hold, what a configuration says there has no effect.
+"""Configuration keys that are read only under a condition: without it, their values have no effect.
 
-Each kind of run has one table of them (`Kind.conditions`); keys that are in none of its rows are always read.
+Each task type has one table of them (`conditions`); keys that match no row are always read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhpc.runtime.text import shown
 
 @dataclass(frozen=True)
 class Condition:
-    """A row of a kind's table.
+    """Condition on configuration keys: a row of a task type's table.
 
     Attributes:
         keys: Dotted keys, or patterns of them (`actor.fsdp.*`).
@@ -39,7 +39,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class UnusedKey:
-    """A key that the user has set, and that nothing reads.
+    """Key that the user has set and that nothing reads.
 
     Attributes:
         key, value: As they stand in the configuration.
@@ -57,21 +57,22 @@ class UnusedKey:
 
 
 def is_none_of(key: str, *words: str) -> Callable[[Any], bool]:
-    """Returns a condition: the key has none of these words of the package; case does not matter. Who does not read is named,
-    because a name from outside may read anything."""
+    """Returns a condition: the key's value is none of these built-in names; case does not matter. The condition lists names
+    that do not read the key, because a plugin's name may read anything.
+    """
     return lambda cfg: str(select(cfg, key)).lower() not in words
 
 
 def unused_keys(
     cfg: Any, sources: Mapping[str, str], table: Iterable[Condition], defaults: Mapping[str, Any]
 ) -> list[UnusedKey]:
-    """Finds what was set and has no effect, in the order of the keys.
+    """Finds keys that were set and have no effect, in the order of the keys.
 
     Args:
         cfg: The configuration.
-        sources: Key → who set it; other keys are not looked at.
-        table: Rows of the kind of run. Where several are about a key, it is read if all hold.
-        defaults: Key → its default. A key that was set to it is not told of.
+        sources: Key → file or override that set it; other keys are not checked.
+        table: Rows of the task type. A key that several rows match is read if all of them hold.
+        defaults: Key → its default. A key that was set to its default is not reported.
     """
     rows = list(table)
     unused = []
@@ -85,13 +86,13 @@ def unused_keys(
 
 
 def user_sources(layers: ConfigLayers, path: str, content: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the keys that the user's own file and the overrides set, with the one that did. Files that it names under
-    `defaults` are templates, and site files are about clusters; a file that a run has saved says every key.
+    """Returns the keys that the user's own file and the overrides set, with the source of each. Files named under `defaults`
+    are templates, site files describe clusters, and a saved configuration of a run sets every key: none of these count.
 
     Args:
         layers: The configuration.
         path: The user's file, as the layers call it.
-        content: What it says.
+        content: Content of that file.
     """
     runner = content.get("runner")
     saved = isinstance(runner, Mapping) and runner.keys() >= ALWAYS_SAVED
@@ -100,7 +101,7 @@ def user_sources(layers: ConfigLayers, path: str, content: Mapping[str, Any]) ->
 
 
 def defaults_of(root: type, keys: Iterable[str]) -> dict[str, Any]:
-    """Returns the defaults of a kind's configuration, as plain values; those that follow another key are left out."""
+    """Returns the defaults of a task type's configuration as plain values, without keys whose default follows another key."""
     cfg = untouched(root)
     defaults = {}
     for key in keys:

@@ -1,4 +1,4 @@
-"""The ranges of a configuration's numbers, with those of the sections that all kinds of run have."""
+"""Ranges of a configuration's numbers, including those of the sections that all task types have."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Fail = Callable[[str, str], ConfigError]
 
 
 def check_choice(key: str, found: str, allowed: Iterable[str], fail: Fail) -> None:
-    """Refuses a value that is not one of a few words; case does not matter.
+    """Raises an error if a value is not one of a few words; case does not matter.
 
     Raises:
-        ConfigError: It is another; names the nearest and all allowed ones.
+        ConfigError: The value is another word; the message names the nearest and all allowed words.
     """
     check_name(key, found.lower(), allowed, fail)
 
 
 def check_name(key: str, found: str, allowed: Iterable[str], fail: Fail) -> None:
-    """The same for names that the user has chosen, where case matters.
+    """Raises an error if a name that the user has chosen is not allowed; case matters.
 
     Raises:
-        ConfigError: It is another; names the nearest and all allowed ones.
+        ConfigError: The name is not allowed; the message names the nearest and all allowed names.
     """
     allowed = list(allowed)
     if found not in allowed:
@@ -43,12 +43,12 @@ _SEED = 2**32 - 1
 
 @dataclass(frozen=True)
 class Range:
-    """An interval, and possibly one number outside it with a meaning of its own, which may be written as null.
+    """Interval, with an optional number outside it that has a meaning, such as -1 for none; null stands for that number.
 
     Attributes:
-        low, high: Bounds; None for none.
-        above, below: Whether the bound itself is excluded.
-        also: A number outside the interval that is allowed, and what it stands for.
+        low, high: Bounds; None means unbounded.
+        above, below: Exclude the lower or the upper bound itself.
+        also: A number outside the interval that is allowed, and its meaning.
     """
 
     low: float | None = None
@@ -65,7 +65,7 @@ class Range:
         return self.high is None or number < self.high or (number == self.high and not self.below)
 
     def rule(self) -> str:
-        """The rule in words, for messages."""
+        """Formats the rule in words, for messages."""
         return f"it must {self._words()}{'' if self.also is None else f', or {self.also[0]:g} for {self.also[1]}'}"
 
     def _words(self) -> str:
@@ -81,7 +81,7 @@ class Range:
         return f"be {'above' if self.above else 'at least'} {_plain(self.low or 0)}"
 
     def short(self) -> str:
-        """The range as an interval, for a table: `(0, 10]`; empty if everything is allowed."""
+        """Formats the range as an interval, for a table: `(0, 10]`; empty if everything is allowed."""
         if self.low is None and self.high is None:
             return ""
         low = "-∞" if self.low is None else _plain(self.low)
@@ -157,12 +157,12 @@ RANGES: dict[str, Range] = {
 
 
 def null_numbers(ranges: Mapping[str, Range]) -> dict[str, int]:
-    """Returns the number that null stands for, by key: that for none of an interval."""
+    """Returns the number that null stands for, by key."""
     return {key: int(allowed.also[0]) for key, allowed in ranges.items() if allowed.also is not None}
 
 
 def check_ranges(cfg: object, ranges: Mapping[str, Range], fail: Fail) -> None:
-    """Refuses numbers outside their ranges; null is allowed where the schema allows it.
+    """Raises an error for a number outside its range; null is allowed where the schema allows it.
 
     Raises:
         ConfigError: Names the first number outside its range.

@@ -1,4 +1,6 @@
-"""From files and overrides to one read-only, typed configuration. Every mistake is one message."""
+"""Configuration loading: from files and overrides to one read-only, typed configuration. Every mistake is reported in one
+message.
+"""
 
 from __future__ import annotations
 
@@ -45,21 +47,21 @@ TASK = "runner.task_type"
 
 
 class TaskTypeInfo(Protocol):
-    """What reading a configuration needs to know about a kind of run."""
+    """Facts about a task type that reading a configuration needs."""
 
     @property
     def schema(self) -> Schema:
-        """The keys that its configuration may have."""
+        """Schema of its configuration."""
 
     @property
     def ranges(self) -> Mapping[str, Range]:
-        """Key → the range of its number."""
+        """Range of each number, by key."""
 
     def whose(self, key: str) -> str:
-        """The complaint about a key that another kind of run has; empty if none has it."""
+        """Returns the complaint about a key that another task type has; empty if none has it."""
 
     def missing(self, cfg: Any) -> list[str]:
-        """Required keys that are not set."""
+        """Returns the required keys that are not set."""
 
 
 #: Finds the kind of run for a name and the file or override it is from; None for none was named.
@@ -77,7 +79,7 @@ def read_layers(
     """Reads a configuration; see `load_config`.
 
     Raises:
-        ConfigError: Names the file or override, the key, what was found, and what is allowed.
+        ConfigError: Names the file or override, the key, its value, and the allowed values.
     """
     name = source_name(config)
     env_references.watch()
@@ -138,7 +140,7 @@ def _without_gone(content: Any, schema: Schema) -> Any:
 
 
 def read_task_type(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -> tuple[str | None, str]:
-    """Returns `runner.task_type`, which decides what keys there are, and the source that set it.
+    """Returns `runner.task_type`, which decides which keys exist, and the source that set it.
 
     Raises:
         ConfigError: It is not a text.
@@ -158,10 +160,10 @@ def read_task_type(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -
 
 
 def require(layers: ConfigLayers, kind: TaskTypeInfo, source: str) -> None:
-    """Refuses missing required values, and `${...}` that lead nowhere.
+    """Raises an error for missing required values and for `${...}` references that cannot be resolved.
 
     Raises:
-        ConfigError: Names the first.
+        ConfigError: Names the first of them.
     """
     cfg = layers.cfg
     try:
@@ -182,10 +184,10 @@ def require(layers: ConfigLayers, kind: TaskTypeInfo, source: str) -> None:
 
 
 def config_to_yaml(cfg: object) -> str:
-    """The resolved configuration as YAML; `load_config` reads it back to the same.
+    """Formats the resolved configuration as YAML; `load_config` reads it back to the same configuration.
 
-    Values from the environment (`${oc.env:…}`) stay as they were written: they may be secrets, and a run that is started
-    again reads its own.
+    Values from the environment (`${oc.env:…}`) stay as they were written: they may be secrets, and a restarted run reads them
+    from its own environment.
     """
     content = OmegaConf.to_container(OmegaConf.create(env_references.to_plain(cfg)))
     text: str = yaml.dump(content, Dumper=ConfigDumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
@@ -193,17 +195,17 @@ def config_to_yaml(cfg: object) -> str:
 
 
 def total_steps(cfg: RunConfig) -> int:
-    """Steps of the whole run: `runner.max_steps`, or `runner.max_epochs` if that is -1."""
+    """Returns the steps of the complete run: `runner.max_steps`, or `runner.max_epochs` if that is -1."""
     steps = cfg.runner.max_steps
     return steps if steps >= 0 else cfg.runner.max_epochs
 
 
 def segment_end(total: int, segment: int, segments: int) -> int:
-    """The step at which a segment ends."""
+    """Returns the step at which a segment ends."""
     return math.ceil(total * (segment + 1) / segments)
 
 
 def segment_ends(cfg: RunConfig) -> list[int]:
-    """The step at which each of the run's segments ends, as planned."""
+    """Returns the planned last step of each segment of the run."""
     count = cfg.runner.segments
     return [segment_end(total_steps(cfg), k, count) for k in range(count)]

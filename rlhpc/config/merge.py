@@ -1,4 +1,4 @@
-"""The layers of a configuration, put on top of each other: each key is checked, and its source remembered."""
+"""Merging of configuration layers: each key is checked, and its source is recorded."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Whose = Callable[[str], str]
 
 
 class ConfigLayers:
-    """A configuration that grows layer by layer.
+    """Configuration that is merged layer by layer.
 
     Args:
         schema: Its keys.
-        whose: Makes the complaint about a key of another kind of configuration.
+        whose: Formats the complaint about a key of another task type.
         null_numbers: Key → the number that null stands for.
 
     Attributes:
@@ -46,18 +46,18 @@ class ConfigLayers:
         self.element_keys: dict[str, list[set[str]]] = {}
 
     def copy(self) -> ConfigLayers:
-        """A copy that grows independently."""
+        """Returns a copy to which layers can be added independently."""
         other = copy.copy(self)
         other.cfg, other.sources, other.element_keys = self.cfg.copy(), dict(self.sources), dict(self.element_keys)
         return other
 
     def add(self, content: Any, source: str, *, lenient: bool = False, variables: bool = True) -> None:
-        """Puts a file's content, or an override's, on top.
+        """Merges a file's content, or an override's, on top.
 
         Args:
             content: Nested mappings.
             source: Where it is from, for messages.
-            lenient: Leave out unknown keys: an earlier version wrote the file, with the keys of all kinds of run.
+            lenient: Ignore unknown keys: an earlier version wrote the file, with the keys of all task types.
             variables: Let paths name environment variables, `$NAME`.
 
         Raises:
@@ -93,7 +93,7 @@ class ConfigLayers:
                 raise ConfigError(f"{source}: {path} is {words}; it must be {name}{why}") from None
 
     def override(self, text: str) -> None:
-        """Puts `a.b=c` on top.
+        """Merges `a.b=c` on top.
 
         Raises:
             ConfigError: It does not have this form, or is not allowed.
@@ -102,7 +102,7 @@ class ConfigLayers:
         self.set(key, value, f"override {shown(text)}")
 
     def set(self, key: str, value: Any, source: str) -> None:
-        """Puts a value on top at a dotted key.
+        """Sets a value at a dotted key, on top of the layers so far.
 
         Raises:
             ConfigError: It is not allowed.
@@ -112,7 +112,7 @@ class ConfigLayers:
     def _nested(self, key: str, value: Any, source: str) -> dict[str, Any]:
         """Returns a nested mapping with the value at the key.
 
-        Within a mapping whose keys are the user's own (`env.train.kwargs.x=1`), it is that mapping with one entry changed.
+        Within a mapping whose keys the user chooses (`env.train.kwargs.x=1`), returns that mapping with one entry changed.
         """
         parent = next((path for path in self.schema.open if key.startswith(f"{path}.")), None)
         if parent is None:
@@ -137,7 +137,7 @@ class ConfigLayers:
         return _nest(parent.split("."), entries)
 
     def _check(self, content: Any, cls: type, prefix: str, source: str) -> None:
-        """Refuses unknown keys, naming the nearest valid one, and wrong shapes."""
+        """Raises an error for unknown keys, naming the nearest valid one, and for wrong shapes."""
         known = fields_of(cls)
         if not isinstance(content, dict):
             raise ConfigError(
@@ -173,7 +173,7 @@ class ConfigLayers:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Splits `key=value`; the value is YAML, with its scalars as written.
+    """Splits `key=value`; the value is YAML, and its scalars keep their text.
 
     Raises:
         ConfigError: It is not of this form.
@@ -191,7 +191,9 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def _written_value(text: str) -> Any:
-    """Reads an override's value. A value without quotes, list or mapping is the whole text: it has no comment and no lines."""
+    """Reads an override's value. A value without quotes, list or mapping is taken as text in full, without comments or line
+    breaks.
+    """
     value, node = read_yaml(text, WrittenScalars), yaml.compose(text, WrittenScalars)
     if node is not None and (not isinstance(node, yaml.ScalarNode) or node.style is not None or text[0] in "!&"):
         return value
@@ -201,7 +203,7 @@ def _written_value(text: str) -> Any:
 
 
 def reason(error: OmegaConfBaseException) -> str:
-    """OmegaConf's complaint, in one line."""
+    """Returns OmegaConf's complaint in one line."""
     return cut(first_line(error), 200)
 
 
@@ -220,7 +222,7 @@ def _known(content: Any, cls: Any) -> Any:
 
 
 def _structured(item: dict[str, Any], cls: type, where: str, source: str) -> DictConfig:
-    """One element of a list of sections, typed."""
+    """Returns one element of a list of sections, typed."""
     section = untouched(cls)
     fields = fields_of(cls)
     for key, value in item.items():
@@ -241,7 +243,7 @@ def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def _placed(placement: dict[str, Any], components: str, value: Any) -> dict[str, Any]:
-    """A placement with some components moved: `env=1` takes env out of `actor,rollout,env: 0`."""
+    """Returns a placement with some components moved: `env=1` removes env from `actor,rollout,env: 0`."""
     moved = {name.strip() for name in components.split(",")}
     kept = {}
     for names, place in placement.items():

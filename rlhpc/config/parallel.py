@@ -1,4 +1,4 @@
-"""How many ranks divide what: the sizes of `actor.parallel`, worked out for a number of ranks."""
+"""Mesh sizes of a trained model: the sizes of `actor.parallel`, computed for a number of ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _WHOLE = frozenset({"local", "deepspeed"})
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """The sizes of a mesh of ranks. Rank r is at the place that r has in the row-major order of (replicate, shard, context,
-    tensor); the `context × tensor` neighbours of a *block* see the same samples.
+    """Sizes of a mesh of ranks. Rank r has the coordinates of r in the row-major order of (replicate, shard, context, tensor);
+    the `context × tensor` neighbours of a *block* train on the same samples.
 
     Attributes:
         replicate, shard, context, tensor: Their product is the number of ranks.
@@ -34,7 +34,7 @@ class MeshSizes:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, ranks: int, key: str = "actor.parallel") -> MeshSizes:
-        """Sizes for so many ranks.
+        """Returns the sizes for a number of ranks.
 
         Args:
             parallel: The section.
@@ -82,23 +82,23 @@ class MeshSizes:
 
     @property
     def data(self) -> int:
-        """How many blocks there are: ways to share out samples."""
+        """Number of blocks, over which samples are divided."""
         return self.replicate * self.shard
 
     def data_of(self, rank: int) -> int:
-        """Which block a rank is in: the *data coordinate*, by which samples are dealt."""
+        """Returns the block of a rank: its *data coordinate*, by which samples are distributed."""
         return rank // self.block
 
     def lane_of(self, rank: int) -> int:
-        """Which place it has there; the first, 0, speaks for the block where something is summed over all ranks."""
+        """Returns the position of a rank in its block; position 0 counts for the block in sums over all ranks."""
         return rank % self.block
 
     def first_of(self, data: int) -> int:
-        """The first rank of a block."""
+        """Returns the first rank of a block."""
         return data * self.block
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's place along each of replicate, shard, context and tensor."""
+        """Returns the rank's coordinates along replicate, shard, context and tensor."""
         found = dict[str, int]()
         for name in ("tensor", "context", "shard", "replicate"):
             rank, found[name] = divmod(rank, getattr(self, name))
@@ -106,12 +106,12 @@ class MeshSizes:
 
     @property
     def plain(self) -> bool:
-        """Whether all ranks share everything out evenly, and nothing else: what backends without a mesh do."""
+        """True if all ranks only divide samples evenly, as backends without a mesh do."""
         return self.replicate == self.block == self.expert == 1
 
 
 class Trained(Protocol):
-    """A section that something is trained by."""
+    """Configuration section of a trained model."""
 
     @property
     def training_backend(self) -> str:
@@ -119,20 +119,20 @@ class Trained(Protocol):
 
     @property
     def parallel(self) -> ParallelConfig:
-        """What is divided over which ranks."""
+        """Sizes of the mesh over which the model is divided."""
 
 
 def check_parallel(section: Trained, ranks: int, key: str, *, layers: bool = True) -> MeshSizes:
-    """The sizes of a section for so many ranks.
+    """Returns the mesh sizes of a section for a number of ranks.
 
     Args:
         section: `actor`, or another of its form.
-        ranks: Of its group.
+        ranks: Ranks of its group.
         key: What messages call it.
-        layers: Whether it may train a model whose layers can be divided.
+        layers: True if it may train a model whose layers can be divided.
 
     Raises:
-        ConfigError: They do not fit, or nobody divides by them.
+        ConfigError: The sizes do not fit the ranks, or the backend cannot divide by them.
     """
     sizes = MeshSizes.of(section.parallel, ranks, f"{key}.parallel")
     if not sizes.plain and section.training_backend.lower() in _WHOLE:
@@ -143,7 +143,7 @@ def check_parallel(section: Trained, ranks: int, key: str, *, layers: bool = Tru
 
 
 def undivided(key: str, backend: str, sizes: MeshSizes) -> str:
-    """What a message says of sizes that a backend does not divide by."""
+    """Formats the message about sizes by which a backend does not divide."""
     asked = [name for name in ("replicate", "context", "tensor", "expert") if getattr(sizes, name) > 1]
     return (
         f"{key}.parallel.{asked[0]} is {getattr(sizes, asked[0])}: only {key}.training_backend=fsdp divides a model so; "
@@ -152,7 +152,7 @@ def undivided(key: str, backend: str, sizes: MeshSizes) -> str:
 
 
 def policy_undivided(key: str, sizes: MeshSizes) -> str:
-    """What a message says of sizes for a module whose layers nobody has a plan for."""
+    """Formats the message about sizes for a module whose layers have no parallel plan."""
     asked = next(name for name in ("context", "tensor", "expert") if getattr(sizes, name) > 1)
     return (
         f"{key}.parallel.{asked}({getattr(sizes, asked)}) is for language models, whose layers transformers has plans for; "

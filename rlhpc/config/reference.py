@@ -1,4 +1,4 @@
-"""The reference of all configuration keys, as a Markdown page."""
+"""Reference page of all configuration keys, in Markdown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Row(NamedTuple):
 
 
 def _docs(cls: type) -> dict[str, str]:
-    """The docstring under each field, including those of base classes."""
+    """Returns the docstring under each field, including those of base classes."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
@@ -64,7 +64,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def _sections(cls: type, prefix: str, ranges: Mapping[str, Range]) -> dict[str, tuple[str, list[_Row]]]:
-    """Section → its description and rows, those below it after it."""
+    """Returns section → its description and rows; subsections follow their section."""
     own: list[_Row] = []
     found = {prefix.rstrip("."): ((cls.__doc__ or "").strip(), own)} if prefix else {}
     kinds, docs = fields_of(cls), _docs(cls)
@@ -88,7 +88,7 @@ def _sections(cls: type, prefix: str, ranges: Mapping[str, Range]) -> dict[str, 
 
 
 def _head(section: str) -> str:
-    """The part of the file that a section belongs to: `data` for `data.eval[]`."""
+    """Returns the part of the file that a section belongs to: `data` for `data.eval[]`."""
     return section.split(".")[0].split("[")[0]
 
 

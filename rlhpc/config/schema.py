@@ -1,4 +1,4 @@
-"""The keys that a configuration may have: their names, types and places, from a tree of dataclasses."""
+"""Configuration schema: names, types and locations of keys, from a tree of dataclasses."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ _VARIABLE = re.compile(r"(?<!\\)\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 
 
 def open_mapping_of(key: str) -> str | None:
-    """Returns the mapping of the user's own keys that a dotted key lies in, or is: `env.train.kwargs` of
-    `env.train.kwargs.g`; None if there is none."""
+    """Returns the mapping with user-chosen keys that a dotted key lies in, or is: `env.train.kwargs` for `env.train.kwargs.g`;
+    None if the key lies in no such mapping.
+    """
     parts = key.split(".")
     paths = [".".join(parts[: count + 1]) for count in range(len(parts))]
     return next((path for path in paths if path.endswith(_OPEN)), None)
@@ -51,19 +52,19 @@ def open_mapping_of(key: str) -> str | None:
 
 @functools.cache
 def fields_of(cls: type) -> Mapping[str, Any]:
-    """Name → type of a dataclass's fields."""
+    """Returns name → type of a dataclass's fields."""
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
 
 
 def element_of(kind: Any) -> type | None:
-    """The dataclass of a list's elements, if they are sections."""
+    """Returns the dataclass of a list's elements, if they are sections."""
     found = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
     return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
 
 
 def typed_value(content: Any, kind: Any) -> Any:
-    """Replaces each scalar in a value by its text where the type wants text, and by its YAML value elsewhere.
+    """Replaces each scalar in a value by its text where the type is text, and by its YAML value elsewhere.
 
     Args:
         content: A value as it was written, or a section.
@@ -111,13 +112,13 @@ def with_variables(content: Any, kind: Any, name: str = "") -> Any:
 
 
 def words_of(kind: Any) -> str:
-    """A type's name in messages and in the reference."""
+    """Formats a type's name for messages and for the reference."""
     named = str(getattr(kind, "__name__", kind)) if not hasattr(kind, "__args__") else str(kind)
     return named.replace("NoneType", "null").replace("None", "null").replace("typing.", "")
 
 
 class Schema:
-    """The keys of one configuration.
+    """Keys of one configuration.
 
     Args:
         root: Its dataclass.
@@ -125,7 +126,7 @@ class Schema:
 
     Attributes:
         keys: Every key, dotted, without the sections.
-        open: The keys whose values are mappings with keys of the user's own.
+        open: The keys whose values are mappings with keys that the user chooses.
     """
 
     def __init__(self, root: type, name: str = "") -> None:
@@ -134,19 +135,19 @@ class Schema:
         self.open = frozenset(key for key in self.keys if key.endswith(_OPEN))
 
     def kind(self, path: str) -> Any:
-        """The type of a key or section; None if there is no such key."""
+        """Returns the type of a key or section; None if the key does not exist."""
         kind: Any = self.root
         for part in path.split("."):
             kind = fields_of(kind).get(part) if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
         return kind
 
     def type_name(self, path: str) -> str:
-        """The type of a key or section, in words."""
+        """Returns the type of a key or section, in words."""
         kind = self.kind(path)
         return "another type" if kind is None else words_of(kind)
 
     def __contains__(self, path: str) -> bool:
-        """Whether there is such a key or section; elements of lists are written `[]` or `[2]`."""
+        """Returns whether a key or section exists; elements of lists are written `[]` or `[2]`."""
         kind: Any = self.root
         for part in path.split("."):
             name, bracket, _ = part.partition("[")
@@ -158,7 +159,7 @@ class Schema:
         return True
 
     def nearest(self, key: str, allowed: Iterable[str], prefix: str) -> str:
-        """A hint at what an unknown key below `prefix` may mean; empty if no key is similar."""
+        """Returns a hint at the intended key for an unknown key below `prefix`; empty if no key is similar."""
         allowed = list(allowed)
         key = _ALSO_KNOWN_AS.get(key, key)
         near = [key] if key in allowed else difflib.get_close_matches(key, allowed, 1, 0.5)

@@ -1,4 +1,4 @@
-"""Site files: the values that a cluster fills in for configurations."""
+"""Site files: values that a cluster fills in for configurations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhpc.runtime.text import shown
 
 @dataclass
 class SiteJobs:
-    """What a site says about jobs other than training."""
+    """Job resources of a site, for jobs other than training."""
 
     eval_job: JobConfig = field(default_factory=JobConfig)
     convert_job: JobConfig = field(default_factory=lambda: JobConfig(mem="8G"))
@@ -31,14 +31,16 @@ class SiteJobs:
 
 @dataclass
 class SiteConfig:
-    """The sections of a site file."""
+    """Sections of a site file."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     workflow: SiteJobs = field(default_factory=SiteJobs)
 
 
 def site_folders() -> list[Path]:
-    """Where a site is looked for by name: below the working directory, this project, the user's and the system's."""
+    """Returns the folders in which a site is searched by name: below the working directory, this project, the user's and the
+    system's.
+    """
     home = expand_home(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
     system = [Path(p) for p in os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":") if p]
     here = [Path("configs/site"), share.path("configs", "site")]
@@ -46,10 +48,10 @@ def site_folders() -> list[Path]:
 
 
 def find_site(name: str) -> Path:
-    """The site file of a cluster.
+    """Returns the site file of a cluster.
 
     Raises:
-        ConfigError: There is no site of that name; lists those there are.
+        ConfigError: No site has that name; the message lists the existing sites.
     """
     location = expand_home(name)
     if location.suffix in (".yaml", ".yml") or len(location.parts) > 1:
@@ -67,7 +69,7 @@ def find_site(name: str) -> Path:
 
 
 def load_site(name: str) -> DictConfig:
-    """The section `cluster` of a site file, typed.
+    """Returns the section `cluster` of a site file, typed.
 
     Raises:
         ConfigError: There is no such site, or its file has a key that site files cannot have.
@@ -77,7 +79,7 @@ def load_site(name: str) -> DictConfig:
 
 
 def _read_site(path: Path) -> ConfigLayers:
-    """A site file, merged onto the defaults."""
+    """Reads a site file, merged onto the defaults."""
     layers = ConfigLayers(Schema(SiteConfig))
     for source, content in read_files(path):
         stray = [key for key in content if key not in ("cluster", "workflow")]
@@ -97,7 +99,8 @@ def _read_site(path: Path) -> ConfigLayers:
 
 
 def apply_site(layers: ConfigLayers, path: Path) -> None:
-    """Fills in what a configuration leaves open; the site's groups that the configuration does not have are ignored.
+    """Fills in values that a configuration leaves open; the site's node groups that the configuration does not have are
+    ignored.
 
     Raises:
         ConfigError: The site file has a key that site files cannot have.

@@ -1,4 +1,4 @@
-"""Section `sweep` of a file: which runs it stands for. The name of each follows from its own values, and from nothing else."""
+"""Sweeps: the runs that section `sweep` of a file describes. The name of each run depends on its own values only."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SweepConfig:
 
 @dataclass
 class SweepFile:
-    """The part of a file that is about a sweep."""
+    """Part of a file that describes a sweep."""
 
     sweep: SweepConfig = field(default_factory=SweepConfig)
     """Several runs from one file."""
@@ -67,13 +67,13 @@ class SweepFile:
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep.
+    """Run of a sweep.
 
     Attributes:
-        name: Of the run.
-        label: Its values without the seed, as a person writes them; "" if nothing varies but seeds.
+        name: Name of the run.
+        label: Its values without the seed, as a person writes them; "" if only seeds vary.
         values: Key → value, without the seed.
-        seed: `runner.seed`; None if the sweep does not say.
+        seed: `runner.seed`; None if the sweep does not set it.
     """
 
     name: str
@@ -83,13 +83,13 @@ class Point:
 
     @property
     def overrides(self) -> list[str]:
-        """The values as `key=value`."""
+        """Values as `key=value`."""
         seed = {} if self.seed is None else {_SEED: self.seed}
         return [override(key, value) for key, value in {**self.values, **seed}.items()]
 
 
 def override(key: str, value: Any) -> str:
-    """A value as it is written on a command line."""
+    """Formats a value as an override of a command line."""
     return f"{key}={_yaml(value)}"
 
 
@@ -106,7 +106,7 @@ def _yaml(value: Any) -> str:
 
 
 def is_about_sweep(text: str) -> bool:
-    """Whether an override changes the sweep."""
+    """Returns whether an override changes the sweep."""
     key = text.partition("=")[0].strip()
     return key == SWEEP or key.startswith(f"{SWEEP}.")
 
@@ -117,12 +117,12 @@ def read_section(
     """Reads the sweep that files and overrides describe; None if they describe a single run.
 
     Args:
-        files: Source and content of each file, those that others include first; a later `sweep` takes an earlier one's place.
-        overrides: All of the command line; `sweep=…` takes the place of the files', `sweep.seeds=…` changes it.
-        run_keys: The keys of its runs, which say what type the values have.
+        files: Source and content of each file, included files first; a later `sweep` replaces an earlier one.
+        overrides: All of the command line; `sweep=…` replaces the section of the files, `sweep.seeds=…` changes it.
+        run_keys: The keys of its runs, which determine the types of the values.
 
     Returns:
-        The sweep, and where it is from.
+        The sweep and its source.
 
     Raises:
         ConfigError: An unknown key, or a value of another type.
@@ -150,7 +150,7 @@ def read_section(
 
 
 def _typed(key: str, value: Any, run_keys: Schema | None) -> Any:
-    """Gives the values of a sweep the types of the keys that they are for."""
+    """Gives the values of a sweep the types of their keys."""
 
     def typed(run_key: Any, content: Any, *, is_list: bool = False) -> Any:
         kind = (run_keys.kind(run_key) if run_keys and isinstance(run_key, str) else None) or Any
@@ -229,7 +229,7 @@ def _seeds(section: SweepConfig, fail: Any) -> list[int]:
 
 
 def _combined(grid: Mapping[str, Any], fail: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Name and values of every combination."""
+    """Returns name and values of every combination."""
     count = 1
     for key, values in grid.items():
         _check_key(key, fail, "grid")
@@ -292,7 +292,7 @@ def _check_names(found: Sequence[Point], fail: Any) -> None:
 
 
 def _twice(values: Sequence[Any]) -> list[Any]:
-    """Values that are there more than once; 1 and 1.0 are one, 1 and true are not."""
+    """Returns values that occur more than once; 1 and 1.0 are equal, 1 and true are not."""
     kinds = [(isinstance(value, bool), value) for value in values]
     return [value for index, (_, value) in enumerate(kinds) if kinds[index] in kinds[:index]]
 
@@ -301,7 +301,7 @@ def _twice(values: Sequence[Any]) -> list[Any]:
 
 
 def _name(values: Mapping[str, Any]) -> str:
-    """The name of a combination: the end of each key with its value, such as `lr_0.0001-group_size_4`."""
+    """Returns the name of a combination: the end of each key with its value, such as `lr_0.0001-group_size_4`."""
     text = "-".join(f"{short}_{_word(value)}" for short, value in _short(values))
     if len(text) <= _LONGEST:
         return text
@@ -315,7 +315,7 @@ def _label(name: str, values: Mapping[str, Any]) -> str:
 
 
 def _short(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The end of each key, as long as it takes to tell it from the others that are varied with it."""
+    """Yields the end of each key, long enough to distinguish it from the other varied keys, with its value."""
     for key, value in values.items():
         parts = key.split(".")
         for count in range(1, len(parts) + 1):
@@ -330,7 +330,7 @@ def _joined(name: str, seed: int | None) -> str:
 
 
 def _word(value: Any) -> str:
-    """A value in a name: without what a file's name cannot have."""
+    """Formats a value for a name, without characters that file names cannot have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", _shown(value)).strip("_") or "empty"
 
 
@@ -342,5 +342,5 @@ def _shown(value: Any) -> str:
 
 
 def digest(facts: Any) -> str:
-    """A short fingerprint of plain data."""
+    """Returns a short fingerprint of plain data."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""YAML loaders and the dumper of configurations, and scalars that keep their text until the type of their key is known."""
+"""YAML loaders and the dumper of configurations. Scalars keep their text until the type of their key is known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """A YAML loader that refuses a key given twice, reads 1e-3 as a number, and `02:00:00`, `1:0` and dates as text."""
+    """YAML loader that refuses repeated keys, reads 1e-3 as a number, and `02:00:00`, `1:0` and dates as text."""
 
 
 _NUMBERS_AND_DATES = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
@@ -29,7 +29,7 @@ UniqueKeys.yaml_implicit_resolvers = {
 
 
 class ConfigDumper(yaml.SafeDumper):
-    """A YAML dumper that quotes each text which `UniqueKeys` would read as something else."""
+    """YAML dumper that quotes each text that `UniqueKeys` would read as another type."""
 
 
 for _class in (UniqueKeys, ConfigDumper):
@@ -84,7 +84,7 @@ UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapp
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A number or boolean as it is written: which of the two counts is decided by the type of its key.
+    """Number or boolean as it is written; the type of its key decides between value and text.
 
     Attributes:
         value: Its value in YAML.
@@ -99,7 +99,7 @@ class Scalar:
 
 
 class WrittenScalars(UniqueKeys):
-    """The same loader, which reads numbers and booleans without quotes as `Scalar`."""
+    """`UniqueKeys` loader that reads numbers and booleans without quotes as `Scalar`."""
 
 
 def _scalar(loader: WrittenScalars, node: yaml.ScalarNode) -> Any:
@@ -123,15 +123,15 @@ def scalar_values(content: Any) -> Any:
 def plain_value(value: Any, key: str) -> Any:
     """Returns a value as mappings, lists, texts, numbers, booleans and None.
 
-    Paths become texts, tuples lists, and numbers of NumPy or PyTorch those of Python. An OmegaConf node keeps what it takes
-    from the environment as it is written.
+    Paths become texts, tuples become lists, and numbers of NumPy or PyTorch become Python numbers. References of an OmegaConf
+    node to the environment stay as they are written.
 
     Args:
-        value: Of a configuration key, or a mapping of sections.
+        value: Value of a configuration key, or a mapping of sections.
         key: The key, for messages.
 
     Raises:
-        ConfigError: A value is none of these; names its key.
+        ConfigError: A value has another type; the message names its key.
     """
     value = env_references.to_plain(value)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):

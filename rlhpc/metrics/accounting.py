@@ -1,4 +1,4 @@
-"""What a run cost: hours, idle share, memory and restarts of each role, from one `sacct` query on all of its jobs.
+"""Accounting of a run: hours, idle share, memory and restarts of each role, from one `sacct` query about all of its jobs.
 
 A worker group is a job step of the same name, and the driver is the batch step. Steps overlap, so two groups may use the
 same cores: the shares of the roles do not add up to the job, but those of the components do.
@@ -43,7 +43,7 @@ _LIVE = ("RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "STOPPED", "SIGNALING
 
 
 class NoAccounting(RlhpcError):
-    """sacct has no data; the message says why."""
+    """Error: sacct has no data; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class JobIds:
 
 @dataclass
 class AccountingRow:
-    """A step, or one start of a job's component with its `steps`."""
+    """Accounting of a step, or of one start of a job's component with its `steps`."""
 
     job_id: str
     component: int
@@ -90,7 +90,7 @@ class AccountingRow:
 
     @property
     def measured(self) -> bool:
-        """Whether the processor time is known: Slurm knows a step's only once it is over, and at some sites never."""
+        """True if the processor time is known: Slurm knows a step's time only after its end, and at some sites never."""
         return not self.live and (self.cpu_time > 0 or self.max_rss is not None)
 
     @property
@@ -102,10 +102,10 @@ class AccountingRow:
 def query(
     jobs: JobIds, *, timeout_s: float = TIMEOUT_S, sleep: Callable[[float], None] = time.sleep
 ) -> list[AccountingRow]:
-    """Everything that sacct knows about the jobs: one command, retried a few times if it fails.
+    """Queries sacct for everything about the jobs: one command, retried a few times if it fails.
 
     Raises:
-        NoAccounting: There is no sacct, no accounting, or no answer in time.
+        NoAccounting: sacct or its accounting is missing, or did not answer in time.
     """
     if not jobs.ids:
         raise NoAccounting("the run had no Slurm jobs")
@@ -134,7 +134,7 @@ def query(
 
 
 def parse(lines: Iterable[str]) -> list[AccountingRow]:
-    """The starts of the jobs' components with their steps, in sacct's order: steps follow the start they belong to."""
+    """Returns the starts of the jobs' components with their steps, in sacct's order: steps follow their start."""
     starts: list[AccountingRow] = []
     for line in lines:
         row = _row(line)
@@ -152,7 +152,7 @@ def parse(lines: Iterable[str]) -> list[AccountingRow]:
 
 
 def _mend(start: AccountingRow) -> None:
-    """Restores a start time from the steps: a job that was updated while being requeued has lost its own."""
+    """Restores a start time from the steps: a job that was updated while being requeued has lost its start time."""
     begun = [step.start for step in start.steps if step.start is not None]
     if start.elapsed == 0 and start.start is None and begun:
         ends = [step.span[1] for step in start.steps]
@@ -198,7 +198,7 @@ def _moment(text: str) -> float | None:
 
 
 def _seconds(text: str) -> float:
-    """`[days-[hours:]]minutes:seconds[.fraction]`."""
+    """Parses `[days-[hours:]]minutes:seconds[.fraction]` into seconds."""
     days, _, rest = text.rpartition("-")
     try:
         total = float(days or 0) * 86400.0
@@ -215,7 +215,7 @@ def _bytes(text: str) -> int | None:
 
 
 def _gpus(tres: Mapping[str, str]) -> int | None:
-    """Number of GPUs; None if the site does not count them, or there are none."""
+    """Returns the number of GPUs; None if the site does not count them, or without GPUs."""
     if "gres/gpu" in tres:
         return int(tres["gres/gpu"])
     typed = [int(count) for name, count in tres.items() if name.startswith("gres/gpu:")]
@@ -227,7 +227,7 @@ _EARLIER_S = 3600.0
 
 
 def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> JobIds:
-    """The Slurm jobs of a run: those submitted, requeued or resubmitted, and allocations that it was started in."""
+    """Returns the Slurm jobs of a run: those submitted, requeued or resubmitted, and allocations in which it was started."""
     own: dict[str, None] = {}
     times: list[float] = []
     drivers = 0
@@ -267,9 +267,9 @@ def account(
 
     Args:
         starts: The result of `query`.
-        placement: From provenance.json; says which accelerators each group has, as its step is given all of a node's.
+        placement: Placement from provenance.json, for the accelerators of each group: its Slurm step has all of a node's.
         jobs: The run's jobs.
-        of_starts: The placements of the run's starts, which may differ from the last one.
+        of_starts: Placements of the run's starts, which may differ from the last one.
     """
     placements = _Placements(placement, of_starts)
     started = [start for start in starts if start.elapsed > 0]
@@ -301,31 +301,31 @@ def account(
 
 
 class _Placements:
-    """The placements of a run's starts, which may differ: those of its last start where a start has none of its own.
+    """Placements of a run's starts, which may differ; a start without a recorded placement uses the last one.
 
     Args:
-        last: That of the last start.
-        of_starts: Those of starts that have recorded one.
+        last: Placement of the last start.
+        of_starts: Placements of starts that have recorded one.
     """
 
     def __init__(self, last: Placement, of_starts: Sequence[PlacedStart]) -> None:
         self.last, self._of_starts = last, of_starts
 
     def of(self, step: AccountingRow) -> Placement:
-        """Returns the placement of the start that a step belongs to: the last one in its job before it."""
+        """Returns the placement of the start that a step belongs to: the last start in its job before the step."""
         in_job = [start for start in self._of_starts if start.job == step.job_id]
         before = [start for start in in_job if step.start is None or start.began <= step.start]
         return before[-1].placement if before else in_job[0].placement if in_job else self.last
 
     def every(self) -> Iterator[Placement]:
-        """Yields all of them."""
+        """Yields all placements."""
         yield self.last
         for start in self._of_starts:
             yield start.placement
 
 
 def _role(step: AccountingRow, placement: Mapping[str, Any]) -> str | None:
-    """The group that a step runs, or the driver; None for steps that are not rlhpc's."""
+    """Returns the group that a step runs, or the driver; None for steps that are not rlhpc's."""
     if step.step == "batch":
         return DRIVER
     if not step.step.isdigit() or (placement and step.name not in placement):
@@ -334,14 +334,16 @@ def _role(step: AccountingRow, placement: Mapping[str, Any]) -> str | None:
 
 
 def _node_ranks(start: AccountingRow, starts: Sequence[AccountingRow]) -> list[int]:
-    """Ranks of a component's nodes in the run's cluster, where components follow one another."""
+    """Returns the ranks of a component's nodes in the run's cluster, where components follow one another."""
     sizes = {s.component: len(s.nodes) for s in starts if s.job_id == start.job_id}
     first = sum(size for component, size in sizes.items() if component < start.component)
     return list(range(first, first + len(start.nodes)))
 
 
 def _accelerators(step: AccountingRow, role: str, placement: Placement, ranks: Sequence[int]) -> set[Any]:
-    """The accelerators that the step held, under names that groups sharing them have in common; a driver holds none."""
+    """Returns the accelerators that a step held, under names that are common to groups that share them;
+    a driver holds none.
+    """
     if role == DRIVER:
         return set()
     if role not in placement:
@@ -351,7 +353,7 @@ def _accelerators(step: AccountingRow, role: str, placement: Placement, ranks: S
 
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
+    """Returns the length of the union of intervals."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
@@ -422,11 +424,11 @@ def _of_component(
 
 
 def write_accounting(paths: RunPaths) -> dict[str, Any] | None:
-    """Asks sacct about the run's jobs and writes report/accounting.json; never fails because the scheduler does.
+    """Queries sacct about the run's jobs and writes report/accounting.json; a failure of the scheduler is not an error.
 
     Returns:
-        What was written; None if the run had no Slurm jobs. If sacct has no answer, `available` is False and `reason`
-        says why; numbers of an earlier report are kept, with `reason` added to them.
+        The written record; None if the run had no Slurm jobs. If sacct has no answer, `available` is False and `reason`
+        has the cause; numbers of an earlier report are retained, with `reason` added to them.
     """
     provenance = read_provenance(paths)
     jobs = job_ids(paths, provenance)

@@ -1,4 +1,4 @@
-"""The part of the report that says what a run cost."""
+"""Accounting section of the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhpc.metrics.page import Cell, duration, missing, size, table
 
 
 def accounting_tables(record: Mapping[str, Any]) -> str:
-    """Two tables from accounting.json: one of the roles, one of the job's components."""
+    """Renders two tables from accounting.json: one of the roles, one of the job's components."""
     jobs = "job" + ("s " if len(record["jobs"]) > 1 else " ") + ", ".join(str(job) for job in record["jobs"])
     if not record.get("available"):
         return missing(f"Accounting is not available for {escape(jobs)}: {escape(str(record.get('reason', '')))}.")
@@ -88,7 +88,9 @@ _ROWS = 200
 
 
 def joined_account(paths: RunPaths) -> dict[str, Any] | None:
-    """What accounting.json says of ranks that joined, by the driver's own record; None if nobody ever has."""
+    """Returns the entries of accounting.json about ranks that joined, from the driver's record; None if
+    no rank ever joined.
+    """
     found, record, now = stays(paths), HelperRecord.read(paths), time.time()
     if not found and not record.jobs:
         return None
@@ -102,7 +104,7 @@ def joined_account(paths: RunPaths) -> dict[str, Any] | None:
 
 
 def joined_section(paths: RunPaths) -> str:
-    """A sentence, and a row for each rank that joined; "" if nobody ever has."""
+    """Renders a sentence, and a row for each rank that joined; "" if no rank ever joined."""
     found, account = stays(paths), joined_account(paths)
     if account is None:
         return ""

@@ -1,4 +1,4 @@
-"""Small charts as SVG text: lines with bands and error bars, without dependencies or scripts.
+"""Charts as SVG text: lines with bands and error bars, without dependencies or scripts.
 
 Colours are CSS variables (`STYLE`), so one drawing works on a light and a dark page; `standalone` puts the variables
 into the drawing for use as a separate file. The browser's own tooltips show the values under the pointer.
@@ -47,7 +47,7 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart.
+    """Line of a chart.
 
     Attributes:
         name: Name in the key; "" for none.
@@ -57,7 +57,7 @@ class Line:
         smooth: Draw the points faintly, with their running mean on top.
         markers: Draw a dot at each point.
         band: Fill between `low` and `high` instead of drawing error bars.
-        hollow: Which dots are rings.
+        hollow: True for dots that are drawn as rings.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Frame:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers from at or below `low` to at or above `high`."""
+    """Returns round numbers from at or below `low` to at or above `high`."""
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
@@ -121,7 +121,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def number(value: float) -> str:
-    """A number in short form: 1200000 → 1.2M, 0.00025 → 2.5e-4."""
+    """Formats a number in short form: 1200000 → 1.2M, 0.00025 → 2.5e-4."""
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
@@ -134,7 +134,7 @@ def number(value: float) -> str:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Labels of one axis in a uniform format: the same unit, decimals and exponent."""
+    """Returns the labels of one axis in a uniform format: the same unit, decimals and exponent."""
     most = max((abs(value) for value in values), default=0.0)
     step = min((b - a for a, b in itertools.pairwise(values)), default=most) or 1.0
     scale, unit = next(
@@ -149,12 +149,12 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 
 def _decimals(step: float) -> int:
-    """Number of decimals that tell multiples of `step` apart."""
+    """Returns the number of decimals that distinguish multiples of `step`."""
     return next((n for n in range(12) if abs(round(step, n) - step) < 1e-6 * step), 12)
 
 
 def text_width(text: str, letters: float = _LETTERS) -> float:
-    """Estimates the width of a text, rather too large than too small, as the font is the reader's own."""
+    """Estimates the width of a text, rather too large than too small, because the font depends on the reader."""
     narrow, wide = sum(map(text.count, "fijlrtI.,:;|!'() ")), sum(map(text.count, "mwMW%@"))
     capitals = len(re.findall("[A-LN-VX-Z]", text.replace("I", "")))
     return letters * (0.37 * narrow + 0.92 * wide + 0.72 * capitals + 0.65 * (len(text) - narrow - wide - capitals))
@@ -163,7 +163,7 @@ def text_width(text: str, letters: float = _LETTERS) -> float:
 def line_chart(
     title: str, x_label: str, y_label: str, lines: Sequence[Line], size: Size = CHART, *, key: bool = False
 ) -> str:
-    """Draws lines, or says that there is nothing to draw: nothing was logged, or no line ever changes (`statement`).
+    """Draws lines, or a note if nothing was logged or no line ever changes (`statement`).
 
     With `key`, even a single line has a key.
     """
@@ -229,12 +229,14 @@ def beside(charts: Sequence[str], size: Size, columns: int) -> str:
 
 
 def is_empty(svg: str) -> bool:
-    """Returns whether a chart has nothing to show."""
+    """Returns whether a chart has no data."""
     return svg.startswith(_EMPTY)
 
 
 def statement(svg: str) -> str | None:
-    """Returns what a chart without a curve says, as HTML: a number that never changes needs no axes; None for other charts."""
+    """Returns the sentence of a chart without a curve, as HTML, because a number that never changes needs no axes; None for
+    other charts.
+    """
     if not svg.startswith(_STATED):
         return None
     return svg.split('aria-label="', 1)[1].split('"', 1)[0]
@@ -264,7 +266,7 @@ def _draw(frame: Frame, line: Line) -> None:
 
 
 def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
-    """Tooltips with the lines' values at the x under the pointer: one strip of the plot per tooltip."""
+    """Yields tooltips with the lines' values at the x under the pointer: one strip of the plot per tooltip."""
     xs = sorted({x for line in lines for x in line.x})
     places = xs[:: math.ceil(len(xs) / _STRIPS)]
     if places[-1] != xs[-1]:
@@ -295,7 +297,9 @@ def _path(frame: Frame, x: Sequence[float], y: Sequence[float], color: str, widt
 
 
 def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Thins to about `_MAX_POINTS` points at most; each stretch keeps its lowest and highest, so spikes do not vanish."""
+    """Thins to at most about `_MAX_POINTS` points; each stretch keeps its lowest and highest point, so that spikes stay
+    visible.
+    """
     if len(x) <= _MAX_POINTS:
         return list(x), list(y)
     stretch = math.ceil(len(x) / (_MAX_POINTS // 2))
@@ -307,7 +311,7 @@ def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[floa
 
 
 def running_mean(y: Sequence[float]) -> list[float]:
-    """Centred mean over about 4 % of the points."""
+    """Returns the centred mean over about 4 % of the points."""
     half = max(1, len(y) // 50)
     sums = [0.0]
     for value in y:
@@ -317,7 +321,9 @@ def running_mean(y: Sequence[float]) -> list[float]:
 
 
 def span(values: Sequence[float], pad: float, both: bool = False) -> tuple[float, float]:
-    """Ends of an axis: the data plus a margin; zero if the data start near it, unless `both` ends need the margin."""
+    """Returns the ends of an axis: the data plus a margin; zero if the data start near it, unless `both` ends need the
+    margin.
+    """
     low, high = min(values), max(values)
     if low == high:
         low, high = low - (abs(low) * 0.1 or 1.0), high + (abs(high) * 0.1 or 1.0)
@@ -394,7 +400,7 @@ _STATED = '<svg xmlns="http://www.w3.org/2000/svg" class="chart stated"'
 
 
 def stated_chart(title: str, text: str, size: Size = CHART) -> str:
-    """Returns a drawing of a sentence, for a file of its own; a page shows the sentence alone (`statement`)."""
+    """Returns a drawing of a sentence, for a separate file; a page shows only the sentence (`statement`)."""
     frame = Frame(0, 1, 0, 1, (size[0], 60))
     heading(frame, title, "")
     frame.parts.append(f'<text x="8" y="40">{escape(text)}</text>')
@@ -403,7 +409,7 @@ def stated_chart(title: str, text: str, size: Size = CHART) -> str:
 
 
 def empty_chart(title: str, text: str, size: Size) -> str:
-    """A chart that says why it is empty."""
+    """Returns an empty chart with the reason as text."""
     frame = Frame(0, 1, 0, 1, size)
     heading(frame, title, "")
     frame.parts.append(f'<text x="{size[0] / 2}" y="{size[1] / 2}" text-anchor="middle">{escape(text)}</text>')
@@ -429,7 +435,7 @@ def stacked_bars(
     bins: Sequence[tuple[float, float]],
     stacks: Sequence[tuple[str, Sequence[float]]],
 ) -> str:
-    """Draws stacked bars over x intervals; each named layer has its colour, from the bottom up."""
+    """Draws stacked bars over x intervals; each named layer has a colour, from the bottom up."""
     if not bins or not stacks:
         return empty_chart(title, "nothing logged yet", CHART)
     heights = [sum(values[i] for _, values in stacks) for i in range(len(bins))]
@@ -453,7 +459,7 @@ def stacked_bars(
 
 
 def log_bars(title: str, unit: str, rows: Mapping[str, Mapping[str, Spread]], colors: Mapping[str, int]) -> str:
-    """Draws horizontal bars on a logarithmic axis, each with its value and spread; the bars of a row belong together.
+    """Draws horizontal bars on a logarithmic axis, each with its value and spread; the bars of a row form a group.
 
     Args:
         title: Title of the chart.
@@ -503,12 +509,12 @@ _INTERVAL_ROW = 24
 
 @dataclass(frozen=True)
 class ChartRow:
-    """One line of the chart.
+    """Row of an interval chart.
 
     Attributes:
-        name: What it is.
+        name: Name of the row.
         value, low, high: The number, and the ends of its interval.
-        dots: Single values behind it, drawn faintly.
+        dots: Single values that it summarises, drawn faintly.
         color: Index into the palette.
     """
 

@@ -1,7 +1,7 @@
-"""Metric rows: metrics.jsonl (one row per step, the public format), and the loggers that get the same rows.
+"""Metric rows: metrics.jsonl (one row per step, the public format), and the loggers that receive the same rows.
 
-Everything in a row is a function of seeds and configuration, except the namespace `time/`: apart from that, a run that
-was killed and resumed writes the same rows as one that was never killed.
+All values of a row are a function of seeds and configuration, except the namespace `time/`: apart from that, a run that
+was killed and resumed writes the same rows as a run that was never killed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ BACKENDS = ("jsonl", "tensorboard")
 
 
 class MetricLogger:
-    """Appends metric rows; logging the same step twice merges both into one row.
+    """Logger of metric rows; logging the same step twice merges both into one row.
 
-    metrics.jsonl is written whatever the backends are, because resuming and the report depend on it. A backend that
-    fails is dropped with a warning; failing to write metrics.jsonl is an error.
+    metrics.jsonl is always written, because resuming and the report depend on it. A failing backend is dropped with a
+    warning; failing to write metrics.jsonl is an error.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class MetricLogger:
         """Opens the run's metric files.
 
         Args:
-            paths: The run.
+            paths: Files of the run.
             backends: Names of loggers, see `rlhpc.metrics.loggers`.
-            resume_step: Step the run continues from: rows of later steps are dropped. None: a fresh run; existing rows
-                are kept in `metrics.<n>.jsonl`.
+            resume_step: Step from which the run continues; rows of later steps are dropped. None for a fresh run; existing
+                rows are moved to `metrics.<n>.jsonl`.
             kwargs: Name of a logger → its keyword arguments.
             config: The run's configuration without secrets, for the loggers.
 
         Raises:
-            ConfigError: A backend does not exist, its package is missing, or it does not take its arguments.
+            ConfigError: A backend does not exist, its package is missing, or it does not accept its arguments.
         """
         loggers = build_loggers(backends, kwargs or {})
         self._path = paths.metrics
@@ -147,7 +147,7 @@ class MetricLogger:
         self._file.flush()
 
     def _truncate(self, resume_step: int) -> list[tuple[int, dict[str, Any]]]:
-        """Keeps whole rows up to `resume_step`, and returns them; if a step occurs twice, the last row wins."""
+        """Keeps complete rows up to `resume_step`, and returns them; if a step occurs twice, the last row wins."""
         raw = self._path.read_bytes() if self._path.exists() else b""
         rows = {step: row for step, row in _parse(raw) if step <= resume_step}
         kept = b"".join(_line(step, rows[step]) for step in sorted(rows))
@@ -165,12 +165,12 @@ class MetricLogger:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl, by step; torn or foreign lines are left out. NaN and infinite values are None.
+    """Returns the rows of a metrics.jsonl, by step; torn or foreign lines are omitted. NaN and infinite values are None.
 
-    A file that does not exist has no rows.
+    A missing file has no rows.
 
     Raises:
-        ConfigError: It cannot be read, is no regular file, or is too large to be one of metrics.
+        ConfigError: It cannot be read, is not a regular file, or is too large for metrics.
     """
     try:
         raw = read_file(Path(path), _MOST_BYTES)
@@ -182,11 +182,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_last_metrics(path: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
-    """Rows at the end of a metrics.jsonl, as `read_metrics` gives them; none from a file that cannot be read.
+    """Returns the rows at the end of a metrics.jsonl, in the form of `read_metrics`; none from an unreadable file.
 
     Args:
         path: The file.
-        size: How many bytes of it to read.
+        size: Number of bytes to read.
     """
     try:
         with open_file(Path(path)) as file:
@@ -210,14 +210,14 @@ _FORMER_NAMES = {
 
 
 def _renamed(row: dict[str, Any]) -> dict[str, Any]:
-    """A row under today's names."""
+    """Returns a row under the current names."""
     if not _FORMER_NAMES.keys() & row.keys():
         return row
     return {_FORMER_NAMES.get(name, name): value for name, value in row.items()}
 
 
 def series(rows: Sequence[Mapping[str, Any]], name: str, against: str = "step") -> tuple[list[float], list[float]]:
-    """Columns `against` and `name` as x and y, from the rows that have both."""
+    """Returns the columns `against` and `name` as x and y, from the rows that have both."""
     pairs = [(float(row[against]), float(row[name])) for row in rows if _has(row, name) and _has(row, against)]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
@@ -235,7 +235,7 @@ def _plain(value: SupportsFloat) -> int | float | None:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """A row for loggers: values that are not finite are NaN; anything but numbers in a foreign row is left out."""
+    """Returns a row for loggers: non-finite values are NaN; non-numbers in a foreign row are omitted."""
     numbers = {name: math.nan if value is None else value for name, value in values.items()}
     return {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
 

@@ -1,4 +1,4 @@
-"""Where the time of a run's steps went, according to its metric rows."""
+"""Phase times of a run's steps, from its metric rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_BARS = 48
 
 
 def phase_columns(rows: Rows) -> dict[str, list[float]]:
-    """Seconds of each phase by row; `other` is what remains of `time/step_s`."""
+    """Returns the seconds of each phase by row; `other` is the remainder of `time/step_s`."""
     names = {key for row in rows for key in row if key.startswith("time/") and key.endswith("_s")} - _NOT_PHASES
     short = sorted(name.removeprefix("time/").removesuffix("_s") for name in names if not name.endswith("_per_s"))
     short.sort(key=lambda name: _PHASE_ORDER.index(name) if name in _PHASE_ORDER else len(_PHASE_ORDER))
@@ -52,7 +52,7 @@ def _number(value: Any) -> float:
 
 
 class PhaseTimers:
-    """Seconds per named phase; phases may repeat (they add up) and nest (each counts its whole span).
+    """Timers of named phases, in seconds; phases may repeat (their times add up) and nest (each counts its complete span).
 
     timers = PhaseTimers()
     with timers("rollout"):
@@ -77,7 +77,7 @@ class PhaseTimers:
         self._spent[name] = self._spent.get(name, 0.0) + seconds
 
     def get(self, name: str) -> float:
-        """Seconds so far; 0 for a phase that did not run."""
+        """Returns the seconds so far; 0 for a phase that did not run."""
         return self._spent.get(name, 0.0)
 
     def pop(self) -> dict[str, float]:

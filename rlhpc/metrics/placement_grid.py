@@ -1,4 +1,4 @@
-"""A picture of the placement: nodes × slots × ranks, from `placement` in provenance.json."""
+"""Placement grid: a picture of nodes × slots × ranks, from `placement` in provenance.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CPU = -1
 
 
 def placement_grid(placement: Mapping[str, Sequence[Mapping[str, Any]]] | None) -> str:
-    """A table with one row per node and one column per accelerator; processes without one are listed under `CPU`.
+    """Renders a table with one row per node and one column per accelerator; processes without one are listed under `CPU`.
 
     Args:
         placement: `{component: [{"rank": 0, "node": "n1", "accelerators": [0, 1]}, ...]}`; `node_rank` is used if
@@ -60,7 +60,7 @@ def _grid(placement: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def _chips(component: str, ranks: Sequence[int], color: int) -> str:
-    """One chip per rank or, if there are many, per stretch of ranks."""
+    """Renders one chip per rank or, for many ranks, per range of ranks."""
     ordered = sorted(ranks)
     if len(ordered) <= 6:
         return "".join(_chip(f"{component} {rank}", color) for rank in ordered)

@@ -1,4 +1,4 @@
-"""Progress for the user: a bar on a terminal, a line now and then in a log file."""
+"""Progress display: a bar on a terminal, periodic lines in a log file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BAR = "{desc} {percentage:3.0f}%|{bar}| {unit} {n_fmt}/{total_fmt} [{elapsed}, 
 
 @contextlib.contextmanager
 def quiet_terminal() -> Iterator[None]:
-    """Keeps the terminal from printing `^C` into its output while the block runs; does nothing without a terminal."""
+    """Prevents the terminal from printing `^C` into its output while the block runs; does nothing without a terminal."""
     import termios
 
     try:
@@ -46,7 +46,7 @@ _ORDER = ("return", "eval", "reward", "accuracy", "loss", "failed", "tokens", "r
 
 
 class ProgressBar:
-    """Shows a training run's progress: step, return, env steps per second, time left.
+    """Progress display of a training run: step, return, env steps per second, time left.
 
     On a terminal it is a bar; elsewhere, one line about every `interval_s` seconds and one at the end.
     """
@@ -67,9 +67,9 @@ class ProgressBar:
         Args:
             total: Steps of the run.
             initial: Steps already done before a resume.
-            name: The label in front.
-            unit: What is counted.
-            stream: Where to print; stderr by default.
+            name: Label in front of the bar.
+            unit: Unit of the count.
+            stream: Output stream; stderr by default.
             interval_s: Seconds between lines if the stream is not a terminal.
             clock: Returns monotonic seconds; tests pass their own.
         """
@@ -127,7 +127,7 @@ class ProgressBar:
             self._print()
 
     def eta_s(self) -> float | None:
-        """Seconds left at the average pace so far; None before the first step."""
+        """Returns the seconds left at the average pace so far; None before the first step."""
         done = self._step - self._initial
         return (self._clock() - self._start) / done * max(self._total - self._step, 0) if done > 0 else None
 

@@ -1,4 +1,4 @@
-"""Where a run's numbers come from: provenance.json.
+"""Provenance of a run's numbers: provenance.json and the results of evaluations.
 
 Facts about the first start are at the top; `segments` has one entry per start, so a resume on another node or from
 another commit is visible.
@@ -61,12 +61,12 @@ _SLURM = (
 
 
 class PlacedStart(NamedTuple):
-    """A start of a run in a Slurm job.
+    """Start of a run in a Slurm job.
 
     Attributes:
         job: Id of the job.
-        began: Unix time.
-        placement: Of its ranks.
+        began: Unix time of the start.
+        placement: Placement of its ranks.
     """
 
     job: str
@@ -75,15 +75,15 @@ class PlacedStart(NamedTuple):
 
 
 def write_provenance(paths: RunPaths, cfg: object, command: Sequence[str] | str) -> dict[str, Any]:
-    """Records this start of the run; a later start appends to `segments` and leaves the rest as it is.
+    """Adds this start to the record of the run; a later start appends to `segments` and leaves the remainder unchanged.
 
     Args:
         paths: The run.
-        cfg: Resolved configuration (DictConfig or dict); its checksum is recorded.
+        cfg: Resolved configuration (DictConfig or dict), of which the checksum is recorded.
         command: Command line, as argv or as typed.
 
     Returns:
-        The whole record.
+        The complete record.
     """
     now = _segment(cfg, command)
     record = read_provenance(paths)
@@ -101,11 +101,11 @@ def update_provenance(paths: RunPaths, **facts: Any) -> None:
 
 
 def record_placement(paths: RunPaths, placement: Placement) -> None:
-    """Records where the ranks of the start that was written last are: in its entry of `segments`, and at the top.
+    """Adds the placement of the ranks of the last written start: to its entry of `segments`, and at the top.
 
     Args:
         paths: The run.
-        placement: By group, what each rank has: `{"rank", "node_rank", "accelerators", …}`.
+        placement: Group → entries of its ranks: `{"rank", "node_rank", "accelerators", …}`.
     """
     starts = list(read_provenance(paths).get("segments") or ())
     if starts:
@@ -114,7 +114,7 @@ def record_placement(paths: RunPaths, placement: Placement) -> None:
 
 
 def placed_starts(record: Mapping[str, Any]) -> list[PlacedStart]:
-    """Returns the starts of a run in Slurm jobs that have recorded their placement, in their order."""
+    """Returns the starts of a run in Slurm jobs that have recorded their placement, in order."""
     starts = []
     for start in record.get("segments") or ():
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -124,7 +124,7 @@ def placed_starts(record: Mapping[str, Any]) -> list[PlacedStart]:
 
 
 def read_provenance(paths: RunPaths) -> dict[str, Any]:
-    """The record; empty if there is none or it cannot be read."""
+    """Returns the record; empty if it does not exist or cannot be read."""
     try:
         record = read_json(read_file(paths.provenance))
     except (OSError, ValueError):
@@ -133,7 +133,7 @@ def read_provenance(paths: RunPaths) -> dict[str, Any]:
 
 
 def _typed(record: dict[str, Any]) -> dict[str, Any]:
-    """A record without the parts of a wrong type: the file may be anybody's."""
+    """Returns a record without the parts of a wrong type, because the file may come from elsewhere."""
     mappings, lists = ("git", "versions", "slurm", "placement"), ("segments",)
     typed = {
         name: value for name, value in record.items()
@@ -147,7 +147,7 @@ def _typed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_group(ranks: Any) -> bool:
-    """Says whether these are the places of a group's ranks."""
+    """Returns whether the value is a placement of a group's ranks."""
     return isinstance(ranks, list) and all(
         isinstance(rank, dict) and is_count(rank.get("rank", 0)) and is_count(rank.get("node_rank", 0))
         and isinstance(rank.get("accelerators", []), list)
@@ -182,7 +182,7 @@ def _segment(cfg: object, command: Sequence[str] | str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that the numbers depend on; does not import them."""
+    """Returns the installed versions of the packages that the numbers depend on; does not import them."""
     from rlhpc import __version__
 
     found = {"rlhpc": __version__, "python": platform.python_version()}
@@ -215,14 +215,14 @@ _COUNTS = ("n", "problems", "episodes", "rows")
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A number of one evaluation.
+    """Number of one evaluation.
 
     Attributes:
         step: Global step.
         value: The number.
-        low, high: Ends of its 95 % interval; the number itself where the evaluation says nothing about it.
-        count: Episodes or problems; 0 if that is not known.
-        in_training: The run made it while it trained, rather than on a checkpoint.
+        low, high: Ends of its 95 % interval; the number itself if the evaluation has no interval.
+        count: Number of episodes or problems; 0 if unknown.
+        in_training: True for an evaluation during training, rather than of a checkpoint.
     """
 
     step: int
@@ -257,7 +257,9 @@ def _is_mapping(value: Any, fits: Callable[[Any], bool]) -> bool:
 
 
 def typed_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """An evaluation's result without fields of a wrong type, and the names of those; null is a field that is not there."""
+    """Returns an evaluation's result without fields of a wrong type, and the names of those fields; null counts as a missing
+    field.
+    """
     typed, wrong = dict[str, Any](), list[str]()
     for name, value in result.items():
         fits = _FIELDS.get(name) or (_is_interval if name.endswith("_ci95") else None)
@@ -275,7 +277,7 @@ def typed_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def typed_results(paths: RunPaths, figure: str) -> list[dict[str, Any]]:
-    """The results of evaluations that have `figure`, by suite and step; fields of a wrong type are left out."""
+    """Returns the results of evaluations that have `figure`, by suite and step; fields of a wrong type are omitted."""
     results = []
     for path in paths.eval_results():
         result, _ = typed_result(read_json_file(path) or {})
@@ -285,14 +287,15 @@ def typed_results(paths: RunPaths, figure: str) -> list[dict[str, Any]]:
 
 
 def left_out(paths: RunPaths) -> list[str]:
-    """Names the fields of evaluations' results that have a wrong type: `global_step_2/default.json: n, accuracy`."""
+    """Lists the fields of evaluations' results that have a wrong type: `global_step_2/default.json: n, accuracy`."""
     wrong = [(path, typed_result(read_json_file(path) or {})[1]) for path in paths.eval_results()]
     return [f"{path.parent.name}/{path.name}: {', '.join(names)}" for path, names in wrong if names]
 
 
 def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str, Any], str]:
-    """The step of the best checkpoint, or of a run that keeps none the step at which its last finished segment ended; its
-    evaluation, and that evaluation in words ("" without one)."""
+    """Returns the step of the best checkpoint or, for a run that tracks none, the step at which its last finished segment
+    ended; its evaluation; and that evaluation as text ("" without one).
+    """
     done = [record for path in paths.segments.glob("*.json") if (record := read_json_file(path))]
     steps = [record["global_step"] for record in done if is_count(record.get("global_step"))]
     step = (paths.best_step() or max(steps)) if steps else 0
@@ -301,12 +304,12 @@ def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str,
 
 
 def read_results(paths: RunPaths, suite: str) -> list[dict[str, Any]]:
-    """The readable results of a suite, by step."""
+    """Returns the readable results of a suite, by step."""
     return of_suite(read_all_results(paths), suite)
 
 
 def read_all_results(paths: RunPaths) -> list[dict[str, Any]]:
-    """The readable results of all suites, by step: the contents of `eval/global_step_<N>/<suite>.json`."""
+    """Returns the readable results of all suites, by step: the contents of `eval/global_step_<N>/<suite>.json`."""
     found = []
     for path in paths.eval_results():
         result, _ = typed_result(read_json_file(path) or {})
@@ -325,20 +328,21 @@ def with_pass_at(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def largest_pass_at(names: Iterable[str]) -> str | None:
-    """Returns the name of the pass@k of the largest k above 1, such as `pass_at_8`; None if there is none."""
+    """Returns the name of the pass@k of the largest k above 1, such as `pass_at_8`; None without one."""
     ks = [int(match[1]) for name in names if (match := _PASS_AT.fullmatch(name.rpartition("/")[2]))]
     return f"pass_at_{max(ks)}" if max(ks, default=1) > 1 else None
 
 
 def metric_title(name: str) -> str:
-    """Returns the last part of a metric's name as people write it: pass@4, success once."""
+    """Returns the last part of a metric's name in written form: pass@4, success once."""
     word = name.rpartition("/")[2]
     return _PASS_AT.sub(r"pass@\1", word) if _PASS_AT.fullmatch(word) else word.replace("_", " ")
 
 
 def interval_of(result: Mapping[str, Any], name: str) -> tuple[float, float]:
-    """Returns the 95 % interval of a number in an evaluation: the recorded one, or one that follows from the standard
-    deviation of the returns, or from a share and the number of episodes or problems; the number twice if nothing does."""
+    """Returns the 95 % interval of a number in an evaluation: the recorded one, or one computed from the standard deviation
+    of the returns, or from a share and the number of episodes or problems; the number twice if none is available.
+    """
     value = float(result[name])
     short = name.removesuffix("_mean")
     pair = result.get(f"{name}_ci95") or result.get(f"{short}_ci95")
@@ -364,14 +368,14 @@ def is_share(name: str) -> bool:
 def evaluations_of(
     rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], name: str, prefix: str = "eval"
 ) -> list[Evaluated]:
-    """Returns a number of all evaluations of one suite, by step. A checkpoint's evaluation stands for that of its step in
-    training: both are of the same weights, and the former has its interval.
+    """Returns a number of all evaluations of one suite, by step. A checkpoint's evaluation replaces that of its step in
+    training: both have the same weights, and the former has its interval.
 
     Args:
         rows: Metrics.
         results: Evaluations of checkpoints on the suite.
-        name: Of the number, such as `accuracy`.
-        prefix: Of the suite's metrics in rows.
+        name: Name of the number, such as `accuracy`.
+        prefix: Prefix of the suite's metrics in rows.
     """
     by_step: dict[int, Evaluated] = {}
     for row in rows:
@@ -390,13 +394,13 @@ def evaluations_of(
 def evaluations_by_suite(
     paths: RunPaths, rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], name: str
 ) -> dict[str, list[Evaluated]]:
-    """Returns a number of all evaluations, those in training and those of checkpoints, by suite.
+    """Returns a number of all evaluations, during training and of checkpoints, by suite.
 
     Args:
-        paths: The run, whose configuration says which suite the metrics `eval/<name>` are of.
+        paths: Files of the run, whose configuration names the suite of the metrics `eval/<name>`.
         rows: Metrics.
         results: Evaluations of checkpoints.
-        name: Of the number, such as `accuracy`.
+        name: Name of the number, such as `accuracy`.
     """
     logged = {key for row in rows for key in row if key.startswith("eval/") and key.endswith(f"/{name}")}
     prefixes = {key.split("/")[1]: key.rpartition("/")[0] for key in sorted(logged) if key.count("/") > 1}
@@ -410,8 +414,9 @@ def evaluations_by_suite(
 def judged_results(
     paths: RunPaths, rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], suite: str, name: str
 ) -> list[dict[str, Any]]:
-    """Returns all results of a suite that have a number, by step: those of checkpoints, and those that the run logged while it
-    trained at steps of which no checkpoint was evaluated."""
+    """Returns all results of a suite that have a number, by step: those of checkpoints, and those logged during training at
+    steps whose checkpoint was not evaluated.
+    """
     checkpoints = {int(result["global_step"]): dict(result) for result in of_suite(results, suite) if name in result}
     prefix = "eval/" if suite == _trained_suite(paths) else f"eval/{suite}/"
     logged = {
@@ -425,7 +430,7 @@ def judged_results(
 
 
 def _trained_suite(paths: RunPaths) -> str:
-    """Returns the suite that is evaluated in training as `eval/…`: the first of `data.eval`, or of robots `default`."""
+    """Returns the suite that is evaluated in training as `eval/…`: the first of `data.eval`, or `default` for robots."""
     try:
         return str(read_yaml(read_file(paths.config))["data"]["eval"][0]["name"])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, IndexError):
@@ -446,8 +451,9 @@ def _is_number(value: Any) -> bool:
 
 
 def judging_suite(paths: RunPaths, results: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the suite by which a run is judged: the first of `workflow.eval_suites`; the first of the results', if they have
-    none of it."""
+    """Returns the suite by which a run is judged: the first of `workflow.eval_suites`, or the first of the results' suites if
+    they do not have it.
+    """
     try:
         first = str(read_yaml(read_file(paths.config))["workflow"]["eval_suites"][0])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, IndexError):
@@ -462,7 +468,7 @@ def of_suite(results: Sequence[Result], suite: str) -> list[Result]:
 
 
 def describe_result(result: dict[str, Any]) -> str:
-    """An evaluation in a few words, with its interval."""
+    """Formats an evaluation in a few words, with its interval."""
     if "return_mean" in result:
         text = f"mean return {result['return_mean']:.1f}" + in_parentheses(
             result.get("return_ci95"), ".1f", "95 % interval "
@@ -478,7 +484,9 @@ def describe_result(result: dict[str, Any]) -> str:
 
 
 def describe_samples(result: Mapping[str, Any]) -> str:
-    """Describes what several samples of each problem say, as `, pass@4 70.0%, majority 55.0%`; "" of one sample."""
+    """Formats the statistics over several samples of each problem, as `, pass@4 70.0%, majority 55.0%`;
+    "" for one sample.
+    """
     name = largest_pass_at(named := with_pass_at(result))
     if name is None:
         return ""

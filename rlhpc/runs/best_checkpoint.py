@@ -1,4 +1,4 @@
-"""The best checkpoint of a run, and the end of a run that no longer gets better (`runner.keep_best`, `runner.patience`)."""
+"""Best checkpoint of a run, and early stopping of a run that no longer improves (`runner.keep_best`, `runner.patience`)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ PATIENCE = "patience"
 
 
 class BestCheckpoint:
-    """The best evaluation of a run so far.
+    """Best evaluation of a run so far.
 
     Args:
-        metric: `runner.keep_best`; None keeps track of nothing.
+        metric: `runner.keep_best`; None tracks no metric.
         patience: `runner.patience`.
 
     Attributes:
         step: The step with the best value; None before the first evaluation.
         value: That value.
-        waited: Evaluations since then, none of which was better.
+        waited: Evaluations since then without an improvement.
     """
 
     def __init__(self, metric: str | None, patience: int) -> None:
@@ -42,8 +42,9 @@ class BestCheckpoint:
         self._before: int | None = None
 
     def take(self, step: int, row: Mapping[str, float]) -> bool:
-        """Takes in a step's row of metrics; returns whether the step is the best one now. A value that is not finite never is,
-        and of equal ones the first stays."""
+        """Records a step's row of metrics and returns whether the step is now the best. A non-finite value never is, and the
+        first of equal values stays the best.
+        """
         value = row.get(self.metric or "", math.nan if self.metric and NONFINITE in row else None)
         if value is None:
             self._require_known(row)
@@ -76,20 +77,20 @@ class BestCheckpoint:
         return f"{self.waited} evaluations in a row did not improve {self.metric} (runner.patience={self.patience}); {best}"
 
     def facts(self) -> dict[str, Any]:
-        """Returns what status.json says of it."""
+        """Returns the entries of status.json about the best checkpoint."""
         return (
             {} if self.step is None else {"best_metric": self.metric, "best_step": self.step, "best_value": self.value}
         )
 
     def state(self) -> dict[str, Any]:
-        """Returns what a resumed run continues from, as JSON values."""
+        """Returns the state that a resumed run continues from, as JSON values."""
         if self.metric is None:
             return {}
         value = self.value if self.step is not None else None
         return {"best": {"metric": self.metric, "step": self.step, "value": value, "waited": self.waited}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state` returned; a run with another metric begins anew."""
+        """Restores the state that `state` returned; a run with another metric starts anew."""
         known = state.get("best")
         self.step, self.value, self.waited, self._before = None, math.nan, 0, None
         if isinstance(known, Mapping) and known.get("metric") == self.metric:
@@ -98,13 +99,13 @@ class BestCheckpoint:
                 self.step, self.value = int(known["step"]), float(known["value"])
 
     def protected(self, paths: RunPaths) -> list[int]:
-        """Returns the steps whose checkpoints stay: the best one, and until that is complete the one before."""
+        """Returns the steps whose checkpoints are retained: the best one and, until that is complete, the previous best."""
         steps = [step for step in (self.step, self._before) if step is not None]
         return steps[:1] if steps and is_complete(paths.checkpoint(steps[0])) else steps
 
     def link(self, paths: RunPaths) -> None:
-        """Points `checkpoints/best` at the best checkpoint, once that is complete; removes a link to one that is gone, or that
-        was the best by another metric.
+        """Points `checkpoints/best` at the best checkpoint once it is complete. Removes a link whose checkpoint no longer
+        exists or was the best by another metric.
 
         Raises:
             CheckpointError: The filesystem refused.
@@ -125,7 +126,7 @@ class BestCheckpoint:
 
 
 def check_best(kind: Kind[Cfg], cfg: Cfg, fail: Fail) -> None:
-    """Refuses a `runner.keep_best` that the run does not measure, and a `runner.patience` without it.
+    """Raises an error for a `runner.keep_best` that the run does not measure, and for a `runner.patience` without it.
 
     Raises:
         ConfigError: Names the nearest metric.

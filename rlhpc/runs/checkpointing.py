@@ -1,4 +1,6 @@
-"""A run's saves: the ranks copy what is theirs, and write it while training goes on; a checkpoint appears once all have."""
+"""Checkpoint saves of a run. Ranks copy their state and write it while training continues; a checkpoint appears once all
+ranks have written.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class _Save:
     sums: dict[str, Checksums] = field(default_factory=dict)
 
     def take(self, role: str, answers: Sequence[Checksums | None]) -> None:
-        """Keeps the answers of a group, if none of its ranks is still writing."""
+        """Stores the answers of a group, unless one of its ranks is still writing."""
         found = [answer for answer in answers if answer is not None]
         if len(found) == len(answers):
             self.sums[role] = merge_checksums(found)
@@ -57,16 +59,16 @@ class Saves:
 
     @property
     def under_way(self) -> int | None:
-        """The step of a save that is not a checkpoint yet."""
+        """Step of a save that is not yet a complete checkpoint."""
         return None if self._now is None else self._now.writer.step
 
     def begin(self, writer: CheckpointWriter, files: Mapping[str, bytes | Path], meta: dict[str, Any]) -> None:
-        """Has the ranks save the present step; returns when training may go on.
+        """Starts a save of the present step on all ranks; returns when training may continue.
 
         Args:
-            writer: Of the checkpoint.
-            files: More files, by name: their content, or a file to copy.
-            meta: For the manifest.
+            writer: Writer of the checkpoint.
+            files: Further files, by name: their content, or a file to copy.
+            meta: Entries of the manifest.
 
         Raises:
             CheckpointError: The filesystem refused.
@@ -91,15 +93,15 @@ class Saves:
                 self._now.take(role, answers[role])
 
     def advance(self) -> float | None:
-        """Commits the save under way if all its files are written; waits for none of them.
+        """Commits the save in progress if all its files are written; does not wait.
 
         Returns:
-            Seconds from its beginning to its commit, or None if nothing was committed.
+            Seconds from its start to its commit, or None if nothing was committed.
         """
         return self._ended(wait=False)
 
     def finish(self) -> float | None:
-        """Waits until the save under way is a checkpoint.
+        """Waits until the save in progress is a checkpoint.
 
         Returns:
             As `advance`.
@@ -111,8 +113,8 @@ class Saves:
         return self._ended(wait=True)
 
     def settle(self) -> float | None:
-        """After a failure, once all ranks listen again: finishes the save under way, or drops it if a rank that was lost had
-        not written its part.
+        """Finishes the save in progress after a failure, once all ranks respond again; drops it if a lost rank had not
+        written its part.
 
         Returns:
             As `advance`.
@@ -123,7 +125,7 @@ class Saves:
             return None
 
     def abandon(self) -> None:
-        """Drops the save under way: its folder goes."""
+        """Drops the save in progress and removes its folder."""
         if (save := self._now) is not None:
             self._now = None
             save.opened.close()
@@ -145,7 +147,7 @@ class Saves:
         return time.perf_counter() - save.began
 
     def _written(self, save: _Save, wait: bool) -> bool:
-        """Whether all ranks have written all."""
+        """Returns whether all ranks have written all files."""
         left = {role: group for role, group in self._groups.items() if role not in save.sums and _sums(group)}
         for role, group in left.items():
             if role not in save.asked:
@@ -161,7 +163,9 @@ class Saves:
 
 
 def merge_checksums(reports: Iterable[Checksums]) -> Checksums:
-    """Merges what several ranks report of their files; a checksum of one rank counts where others have only seen the file."""
+    """Merges the reports of several ranks about their files. A checksum has precedence over None, which a rank reports for a
+    file that it has only seen.
+    """
     merged: Checksums = {}
     for report in reports:
         merged |= {name: known for name, known in report.items() if known is not None or name not in merged}
@@ -169,5 +173,5 @@ def merge_checksums(reports: Iterable[Checksums]) -> Checksums:
 
 
 def _sums(group: Any) -> bool:
-    """Whether a group's ranks say what they have written, and may write it later."""
+    """Returns whether a group's ranks report checksums, and may write files later."""
     return issubclass(group.worker_class, SavingWorker)

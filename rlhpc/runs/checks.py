@@ -1,4 +1,4 @@
-"""Checks beyond types, of what all kinds of run have in common: ranges, names, placement. Nothing here writes."""
+"""Configuration checks beyond types, common to all task types: ranges, names, placement. They write nothing."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def validate(
 
     Args:
         cfg: The configuration.
-        source: Where it comes from, for messages.
-        sources: Key → the file or override that set it, where that is known.
-        training: Also check what only training needs: batches, placement, run folder.
+        source: Origin of the configuration, for messages.
+        sources: Key → the file or override that set it, where known.
+        training: Also check values that only training needs: batches, placement, run folder.
 
     Raises:
-        ConfigError: The first rule that is broken: key, value, what is allowed.
+        ConfigError: The first broken rule: key, value, allowed values.
     """
 
     def fail(key: str, rule: str) -> ConfigError:
@@ -104,7 +104,7 @@ def _numbers(cfg: Cfg, kind: Kind[Cfg], fail: Fail) -> None:
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Scalars by dotted key; the elements of a list have the list's key."""
+    """Yields scalars by dotted key; the elements of a list have the list's key."""
     if isinstance(tree, dict):
         for key, below in tree.items():
             yield from _leaves(below, f"{prefix}.{key}" if prefix else str(key))
@@ -138,13 +138,13 @@ def _runner(cfg: RunConfig, fail: Fail) -> None:
 
 
 def _writable(folder: Path, fail: Fail) -> None:
-    """Refuses a run folder that could not be made, or has no room; writes nothing."""
+    """Raises an error for a run folder that cannot be created or has no space; writes nothing."""
     if reason := unwritable(folder):
         raise fail("runner.run_dir", f"{reason}; choose another with runner.run_dir=…")
 
 
 def _node_groups(cfg: RunConfig, fail: Fail) -> None:
-    """Checks what goes into a job's directives: walltimes, and words that stay on one line; and what accelerators have."""
+    """Checks the values that enter a job's directives (walltimes, and words that stay on one line) and accelerator memory."""
     if (common := cfg.cluster.accelerator_memory) is not None and not re.fullmatch(_MEMORY[0], str(common)):
         raise fail("cluster.accelerator_memory", _MEMORY[1])
     for index, group in enumerate(cfg.cluster.node_groups):
@@ -160,7 +160,7 @@ def _directives(section: DictConfig, at: str, fail: Fail) -> None:
 
 
 def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
-    """Checks all rules of placement, on the machines that the configuration asks for."""
+    """Checks all placement rules on the machines that the configuration requests."""
     from rlhpc.runtime.allocation import in_slurm_job
     from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.placement import HybridComponentPlacement
@@ -192,17 +192,17 @@ def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
 
 
 def check_planned(cfg: RunConfig, resources: Collection[Need] = FILES_ALONE) -> list[Check]:
-    """Makes the checks of a start (`Kind.checks`) for which there are resources; writes nothing.
+    """Runs the checks of a start (`Kind.checks`) whose resources are available; writes nothing.
 
     Args:
         cfg: The configuration.
-        resources: Those that may be used.
+        resources: Resources that may be used.
 
     Returns:
-        The checks that need others, which a start makes.
+        The checks that need other resources; a start runs them.
 
     Raises:
-        UserError: The first rule that is broken.
+        UserError: The first broken rule.
     """
     from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.placement import HybridComponentPlacement
@@ -217,31 +217,31 @@ def check_planned(cfg: RunConfig, resources: Collection[Need] = FILES_ALONE) -> 
 
 
 class Estimating(Protocol):
-    """Section `algorithm` of a kind of run that estimates advantages."""
+    """Section `algorithm` of a task type that estimates advantages."""
 
     adv_type: str
     loss_type: str
 
 
 class EstimatingRun(Protocol):
-    """Its configuration."""
+    """Configuration of a task type that estimates advantages."""
 
     @property
     def algorithm(self) -> Estimating:
-        """Which estimators."""
+        """Section with the names of the estimators."""
 
 
 def check_estimators(cfg: EstimatingRun) -> None:
-    """`algorithm.adv_type` and `loss_type`: those that are built in pass without an import of torch.
+    """Checks `algorithm.adv_type` and `loss_type`; built-in names pass without an import of torch.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: No estimator has that name.
     """
     for registry, name in ((ADVANTAGES, cfg.algorithm.adv_type), (POLICY_LOSSES, cfg.algorithm.loss_type)):
         _find(registry, name)
 
 
 def _find(registry: Registry[Any], name: str) -> None:
-    """Refuses an unknown name. What is built in is not imported: it would bring torch."""
+    """Raises an error for an unknown name. Built-in names are not imported, because that would import torch."""
     if name.lower() not in registry.built_in:
         registry.find(name)

@@ -1,4 +1,4 @@
-"""One page about several runs: their curves with mean and spread over seeds, and a table of how they ended."""
+"""Comparison page of several runs: curves with mean and spread over seeds, and a table of final results."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _SEED = re.compile(r"[-_.]?(?:seed|s)?[-_.]?\d+$", re.IGNORECASE)
 
 
 def label_of(name: str) -> str:
-    """Returns a run's name without its seed: push-s3, push_seed3 and push3 are one."""
+    """Returns a run's name without its seed: push-s3, push_seed3 and push3 have one label."""
     return _SEED.sub("", name) or name
 
 
 def labels_of(named: Sequence[tuple[str | None, RunPaths]]) -> list[tuple[str, RunPaths]]:
-    """Returns the runs with their labels: their own names or, where several names differ in a number at the end alone and the
-    runs in their seeds alone, the name without it.
+    """Returns the runs with their labels: their own names or, where several names differ only in a number at the end and the
+    runs only in their seeds, the name without the number.
 
     Args:
-        named: Runs, with the label that the user has given, or None.
+        named: Runs, with the user's label, or None.
 
     Raises:
-        ConfigError: Runs that the user has given one label differ in more than their seeds.
+        ConfigError: Runs with the same user's label differ in more than their seeds.
     """
     members: dict[str, list[RunPaths]] = {}
     for label, paths in named:
@@ -62,7 +62,7 @@ def labels_of(named: Sequence[tuple[str | None, RunPaths]]) -> list[tuple[str, R
 
 
 def _difference(runs: Sequence[RunPaths]) -> str:
-    """Returns the first key but the seed in which runs differ; "" if there is none."""
+    """Returns the first key other than the seed in which runs differ; "" if they differ in no other key."""
     try:
         first, *later = [read_yaml(read_file(run.config), UniqueKeys) for run in runs]
     except (OSError, ValueError, RlhpcError):
@@ -72,7 +72,7 @@ def _difference(runs: Sequence[RunPaths]) -> str:
 
 
 def read_runs(named: Sequence[tuple[str, RunPaths]], suite: str) -> dict[str, list[RunMetrics]]:
-    """The runs by label, in the order given.
+    """Returns the runs by label, in the order of the argument.
 
     Raises:
         RlhpcError: A run has no metrics.
@@ -89,10 +89,10 @@ def read_runs(named: Sequence[tuple[str, RunPaths]], suite: str) -> dict[str, li
 
 
 def spread(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Several seeds' curves as one.
+    """Combines the curves of several seeds into one.
 
     Returns:
-        x, mean, lowest, highest, over the range that all seeds have; values between points are interpolated.
+        x, mean, lowest, highest, over the range that all seeds cover; values between points are interpolated.
     """
     if len(curves) == 1:
         x, y = curves[0]
@@ -109,7 +109,7 @@ def spread(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[floa
 def _chart(
     groups: Mapping[str, list[RunMetrics]], title: str, y_label: str, x: tuple[str, str, float], get: Any
 ) -> str:
-    """One metric of all groups against one axis; "" if no run has it."""
+    """Draws one metric of all groups against one axis; returns "" if no run has it."""
     against, x_label, scale = x
     lines = []
     for color, (label, runs) in enumerate(groups.items()):
@@ -134,7 +134,7 @@ def _chart(
 
 
 def charts(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
-    """Everything that was logged, each against environment steps (or global steps) and against wall time."""
+    """Draws every metric that was logged, each against environment steps (or global steps) and against wall time."""
     runs = [run for group in groups.values() for run in group]
     steps = all(series(run.rows, "rollout/env_steps")[0] for run in runs)
     unit, length = time_unit(max(max(series(run.rows, "time/wall_s")[1], default=0.0) for run in runs))
@@ -149,7 +149,9 @@ def charts(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
 
 
 def final_table(groups: Mapping[str, list[RunMetrics]]) -> str:
-    """Returns a table of how the runs of each label ended, over their seeds: wall time, and their kinds' headline numbers."""
+    """Returns a table of the final results of each label, over its seeds: wall time, and the headline numbers of their task
+    types.
+    """
     last = [[result for run in runs if (result := _last_result(run)) is not None] for runs in groups.values()]
     columns: dict[str, list[Cell]] = {
         "runs": list(groups),
@@ -180,9 +182,9 @@ def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite:
     """Writes the page.
 
     Args:
-        named: Label and run; runs of one label are seeds of one thing.
+        named: Label and run; runs of one label are seeds of one configuration.
         output: The HTML file.
-        suite: Evaluation suite that is compared; None for the one that judges all of the runs, or `default`.
+        suite: Evaluation suite that is compared; None for the suite that judges all of the runs, or `default`.
 
     Raises:
         RlhpcError: A run has nothing to show, or the page cannot be written.
@@ -210,7 +212,9 @@ def _common_suite(runs: Sequence[RunPaths]) -> str:
 
 
 def _scores(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
-    """What the seeds say together, by the metrics of evaluations that all runs have; nothing of single runs."""
+    """Returns sections with statistics over seeds, one for each evaluation metric that all runs have; none if each label has
+    a single run.
+    """
     runs = [run for group in groups.values() for run in group]
     names = dict.fromkeys(name for run in runs for name, _, _ in kind_of_run(run.paths).compared)
     found = []
@@ -226,11 +230,11 @@ def _scores(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
 
 
 def curves_part(groups: Mapping[str, list[RunMetrics]], of: int | None = None) -> str:
-    """The charts of some runs, as HTML.
+    """Draws the charts of some runs, as HTML.
 
     Args:
         groups: The runs by label.
-        of: How many labels there are in all, if these are the best of them.
+        of: Total number of labels, if these are the best of them.
     """
     drawn = charts(groups)
     if not drawn:

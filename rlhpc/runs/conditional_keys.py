@@ -1,4 +1,4 @@
-"""Rows of keys that are read under a condition alone, as all kinds of run have them; and what of a configuration is unused."""
+"""Conditions of keys that all task types have, and the search for unused keys of a configuration."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import select, typed
 from rlhpc.runs.task_type import find_kind, kind_of
 
-#: Whether something holds of a configuration.
+#: Predicate of a configuration.
 Rule = Callable[[Any], bool]
-#: Of the policy loss.
+#: Condition of the policy loss's keys.
 CLIPPED = Condition(
     ("algorithm.clip_ratio_low", "algorithm.clip_ratio_c"), is_none_of("algorithm.loss_type", "cispo"),
     "by algorithm.loss_type ppo, gspo, decoupled_ppo",
 )  # fmt: skip
-#: Of sections that every run has.
+#: Conditions of sections that every run has.
 COMMON = (Condition(("runner.max_epochs",), lambda cfg: cfg.runner.max_steps == -1, "where runner.max_steps is -1"),)
 
 
 def estimator_conditions(applies: Rule = lambda cfg: True) -> tuple[Condition, ...]:
-    """Rows of the advantage estimator's keys.
+    """Returns the conditions of the advantage estimator's keys.
 
     Args:
-        applies: Whether a run estimates advantages by `algorithm.adv_type`, and by nothing else.
+        applies: True for a run that estimates advantages by `algorithm.adv_type` only.
     """
 
     def read_by(*names: str) -> Rule:
@@ -45,7 +45,7 @@ def estimator_conditions(applies: Rule = lambda cfg: True) -> tuple[Condition, .
 
 
 def trainer_conditions(section: str) -> tuple[Condition, ...]:
-    """Rows of a section that trains a model.
+    """Returns the conditions of a section that trains a model.
 
     Args:
         section: `actor` or `critic`.
@@ -65,7 +65,7 @@ def find_unused(config: ConfigSource, overrides: Sequence[str], *, site: str | N
     """Finds the keys that a user has set and that have no effect in this configuration. Arguments as `load_config`'s.
 
     Raises:
-        ConfigError: As `load_config`, which says it first.
+        ConfigError: As `load_config`.
     """
     layers = read_layers(config, overrides, find_kind, site=site)
     cfg = typed(RunConfig, layers.cfg)
@@ -84,6 +84,6 @@ def _defaults(schema: Schema) -> Mapping[str, Any]:
 
 
 def warn_of_unused(config: ConfigSource, overrides: Sequence[str], *, site: str | None = None) -> None:
-    """Prints those keys to stderr, one a line. Arguments as `find_unused`'s."""
+    """Prints the unused keys to stderr, one a line. Arguments as `find_unused`'s."""
     for key in find_unused(config, overrides, site=site):
         print(f"rlhpc: no effect: {key}", file=sys.stderr)

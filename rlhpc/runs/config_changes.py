@@ -1,8 +1,8 @@
-"""Whether a configuration still describes the run whose name it has: what may change under a name, and what may not.
+"""Comparison of a configuration with a saved run: keys that may change under a run's name, and keys that may not.
 
-Three kinds of keys. Those of evaluation change what the evaluation rules do, and nothing else. Those of the machine, of how
-long the run is and of how its work is cut into pieces are free: a run is continued on other nodes, or made longer. All
-others say what is trained, and a run whose keys of that kind change is another run.
+Keys have three kinds. Evaluation keys change the evaluation rules only. Keys of the machine, of the run's length and of its
+division into segments are changeable on resume: a run can continue on other nodes, or longer. All other keys determine the
+training, and a run in which one of them changes is another run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SHOWN = 6
 
 
 class KeyChange(NamedTuple):
-    """A key with its values before and after."""
+    """Key with its values before and after."""
 
     key: str
     before: Any
@@ -77,8 +77,8 @@ def _is(key: str, names: tuple[str, ...]) -> bool:
 def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | Mapping[str, Any]) -> list[KeyChange]:
     """Returns the changes that make `after` a different run from `before`.
 
-    A key that only one side has does not count, for it came or went with a version of rlhpc; but a key of the user's own does,
-    where both sides have the mapping that it stands in.
+    A key that only one side has does not count, because a version of rlhpc added or removed it. A key that the user chose does
+    count, where both sides have its mapping.
     """
     old, new = _plain(before), _plain(after)
     kind = find_kind(new.get("runner.task_type"))
@@ -104,8 +104,9 @@ def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | M
 
 
 def _agree(key: str, before: Any, after: Any) -> bool:
-    """Whether values are the same. A precision that is what suits the machine, before or after, is: a run with `auto` may
-    change it with its nodes."""
+    """Returns whether values are equal. The dtype `auto` equals any dtype: a run with `auto` may change its precision with
+    its nodes.
+    """
     if before == after or (key.rpartition(".")[2] == "dtype" and "auto" in (before, after)):
         return True
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
@@ -124,13 +125,13 @@ def _is_evaluations(key: str, kind: Kind) -> bool:
 
 
 def training_fingerprint(cfg: RunConfig) -> str:
-    """Fingerprint of everything that determines what is trained."""
+    """Returns the fingerprint of all keys that determine the training."""
     kind = kind_of(cfg)
     return _digest({k: v for k, v in _plain(cfg).items() if not (_is_free(k, kind) or _is_evaluations(k, kind))})
 
 
 def evaluation_fingerprint(cfg: RunConfig) -> str:
-    """Fingerprint of everything but the policy that determines how a checkpoint is evaluated."""
+    """Returns the fingerprint of all keys, other than the policy's, that determine the evaluation of a checkpoint."""
     kind = kind_of(cfg)
     return _digest({k: v for k, v in _plain(cfg).items() if _is_evaluations(k, kind)})
 
@@ -166,11 +167,11 @@ def require_same_run(saved: Path, cfg: RunConfig, *, what: str, way_out: str) ->
 
 
 def differing(cfg: RunConfig, saved: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """Keys whose values differ between a checkpoint and a configuration, in words.
+    """Returns the keys whose values differ between a checkpoint and a configuration, in words.
 
     Args:
         cfg: The configuration.
-        saved: Dotted key → value in the checkpoint; a key that is missing or None is not compared.
+        saved: Dotted key → value in the checkpoint; a missing key or None is not compared.
         keys: The keys to compare.
     """
     found = []
@@ -182,11 +183,11 @@ def differing(cfg: RunConfig, saved: Mapping[str, Any], keys: Sequence[str]) -> 
 
 
 def saved_values(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
-    """Values from a JSON or YAML file of a checkpoint, by dotted key; empty if it cannot be read.
+    """Returns values from a JSON or YAML file of a checkpoint, by dotted key; empty if the file cannot be read.
 
     Args:
         path: The file.
-        keys: The keys to read; by default those at the top level.
+        keys: Keys to read; by default those at the top level.
     """
     try:
         content = (read_json if path.suffix == ".json" else read_yaml)(read_file(path))
@@ -202,10 +203,10 @@ _KIND = ("runner.task_type",)
 
 
 def check_resume(kind: Kind[Cfg], cfg: Cfg, checkpoint: Path) -> None:
-    """Refuses a checkpoint of another kind of run, another environment or another model.
+    """Raises an error for a checkpoint of another task type, another environment or another model.
 
     Raises:
-        CheckpointError: Names the keys, what the checkpoint has and what the configuration has.
+        CheckpointError: Names the keys, with the values of the checkpoint and of the configuration.
     """
     # A checkpoint without config.yaml is refused, or taken, by the ranks that read it.
     differ = differing(cfg, saved_values(checkpoint / CONFIG, _KIND), _KIND)

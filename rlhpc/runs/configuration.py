@@ -1,4 +1,4 @@
-"""`load_config`: files and overrides, read as the kind of run that they are of, and checked."""
+"""Configuration loading: `load_config` reads files and overrides as a configuration of their task type, and checks it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def load_config(
 
 
 def _check_suites(layers: ConfigLayers, source: str) -> None:
-    """Checks what each suite changes, as its evaluation will read it: better now than after training."""
+    """Checks the changes of each suite as its evaluation will read them, so that mistakes appear before training."""
     for name, changes in typed(RunConfig, layers.cfg).workflow.suites.items():
         own = layers.copy()
         try:

@@ -1,4 +1,4 @@
-"""What a driver does for ranks that come and go: it listens for them, keeps account of them, and looks after their jobs."""
+"""Elastic ranks in the driver: it listens for joining ranks, records them, and manages their helper jobs."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ _ENDING = ("COMPLETING", "STAGE_OUT")
 
 
 class HelperJobs:
-    """The jobs of helpers of a run.
+    """Helper jobs of a run.
 
     Args:
         paths: The run.
-        plan: What they are.
-        useful: Ranks for which there is something to do, besides those that the run started with.
-        job_gone: Told the id of a job that has ended: none of its ranks can live.
-        present: Ranks that take part, by job id; 0 for jobs whose ranks did and have left.
-        faulty: Jobs of which a rank has raised something: their machine may be broken, and the next one, too.
+        plan: Plan of the jobs.
+        useful: Number of ranks that can be used in addition to those that the run started with.
+        job_gone: Called with the id of a job that has ended: none of its ranks can be alive.
+        present: Number of present ranks, by job id; 0 for jobs whose ranks have left.
+        faulty: Jobs of which a rank raised an error: their machine may be broken, and so may the next.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class HelperJobs:
         self._thread = threading.Thread(target=self._run, name="rlhpc-helpers", daemon=True)
 
     def start(self) -> None:
-        """Begins to look after them; without Slurm there are none, and a note says so."""
+        """Starts to manage the jobs; without Slurm it prints a note instead."""
         if shutil.which("sbatch") is None:
             note("cluster.elastic: there is no sbatch here, so no ranks join; the run goes on without")
             return
@@ -89,18 +89,18 @@ class HelperJobs:
         self._thread.start()
 
     def saw(self, row: Mapping[str, float]) -> None:
-        """A step's metrics: what the actor has waited for rollouts says whether there are too few."""
+        """Records a step's metrics: the actor's wait for rollouts shows whether there are too few rollout ranks."""
         whole = row.get("time/step_s", 0.0)
         if whole > 0:
             share = min(1.0, row.get("time/rollout_s", 0.0) / whole)
             self._waited = share if self._waited is None else (1 - _FRESH) * self._waited + _FRESH * share
 
     def stop(self, *, again: bool, killed: bool = False) -> None:
-        """The driver ends.
+        """Stops to manage the jobs when the driver ends.
 
         Args:
-            again: Another driver takes the run up: the helpers wait for it.
-            killed: Only Slurm knows whether one does: those that run find out, and those in the queue go.
+            again: Another driver continues the run: the helpers wait for it.
+            killed: Only Slurm knows whether another driver follows: running helpers find out, queued ones are cancelled.
         """
         self._ended.set()
         if self._thread.is_alive():
@@ -113,7 +113,7 @@ class HelperJobs:
 
     @property
     def jobs(self) -> list[HelperJobRecord]:
-        """All that were ever submitted, as far as they are kept."""
+        """All jobs that were ever submitted and are still recorded."""
         return list(self._record.jobs.values())
 
     # -- the thread -----------------------------------------------------------------------------------------------
@@ -130,13 +130,13 @@ class HelperJobs:
             self._ended.wait(self.plan.look_s)
 
     def _say(self, text: str) -> None:
-        """Notes it for the user, unless it is what was said last."""
+        """Prints a note for the user, unless it repeats the last one."""
         if text != self._said and not self._ended.is_set():
             self._said = text
             note(f"cluster.elastic: {text}")
 
     def look(self) -> None:
-        """Looks once at the queue and at the run, and does what the rule says."""
+        """Queries the queue and the run once, and applies the rule's decision."""
         queue = jobs_named(self._name)
         if queue is None:
             self._say("Slurm does not answer; the run goes on with the ranks that there are")
@@ -150,7 +150,7 @@ class HelperJobs:
             self._record.write(self.paths, self.plan.group)
 
     def _reconcile(self, queue: Sequence[QueuedJob], now: float) -> None:
-        """Takes over what the queue says: also of jobs that an earlier driver submitted, or whose id nobody wrote down."""
+        """Updates the records from the queue, including jobs that an earlier driver submitted or whose id was not recorded."""
         present, record = self._present(), self._record
         there = {job.id: job for job in queue}
         for job in queue:
@@ -184,7 +184,7 @@ class HelperJobs:
                 self._say(f"job {mine.id} ended ({mine.state}) before a rank of it had joined; see {log_file}")
 
     def _bound(self, job: HelperJobRecord, now: float) -> None:
-        """Says when a job ran that is gone: what nobody has seen counts as if it had run for as long as it could."""
+        """Sets start and end of an ended job: unobserved time counts as if the job had run as long as it could."""
         seen, walltime = self._last_seen.pop(job.id, job.submitted), 60.0 * self.plan.minutes
         cancelled = job.leaving is not None and job.state == JobState.CANCELLED.value
         if job.started is None and (job.joined or not cancelled):
@@ -235,24 +235,26 @@ class HelperJobs:
 
 
 def _joined(present: Mapping[str, int], job: str) -> int:
-    """How many ranks of a job have taken part at the same time: at least one, if one has left before anybody looked."""
+    """Returns the largest number of ranks of a job that were present at the same time: at least one, if a rank left before it
+    was observed.
+    """
     return max(1, present[job]) if job in present else 0
 
 
 def asked_ranks(paths: RunPaths, group: str) -> int | None:
-    """How many ranks somebody has asked for with `rlhpc scale`; None if nobody has."""
+    """Returns the number of ranks requested with `rlhpc scale`; None without a request."""
     found = (read_json_file(paths.asked_ranks) or {}).get(group) if paths.asked_ranks.exists() else None
     return found if isinstance(found, int) else None
 
 
 class Elastic:
-    """One start of a run, as far as it concerns ranks that join.
+    """Elastic ranks of one start of a run.
 
     Args:
         section: Section `cluster`.
         paths: The run.
-        placements: Where the ranks are that it starts with, by group.
-        useful: Ranks beyond which there is nothing more to do, by group.
+        placements: Placements of the ranks that it starts with, by group.
+        useful: Maximum number of ranks that can be used, by group.
     """
 
     def __init__(
@@ -269,7 +271,9 @@ class Elastic:
         self._restarts = False
 
     def address(self, cluster: Cluster) -> str | None:
-        """Where to listen for ranks on other hosts; None if nobody is to come, or if the run listens there anyway."""
+        """Returns the address to listen on for ranks on other hosts; None if no ranks can join, or if the run listens there
+        anyway.
+        """
         if not self._plans or any(not node.is_local for node in cluster.nodes):
             return None
         try:
@@ -279,7 +283,7 @@ class Elastic:
             return None
 
     def open(self, session: Session) -> None:
-        """The session is there: who joins is written down."""
+        """Starts to record joining ranks, once the session runs."""
         self._attendance = Attendance(self._paths.attendance)
         session.membership.heard = self._attendance.note
         self._helpers = [
@@ -291,25 +295,26 @@ class Elastic:
         ]  # fmt: skip
 
     def start(self, session: Session) -> None:
-        """The first step is about to begin: from now on ranks may join."""
+        """Lets ranks join, just before the first step."""
         session.membership.is_open = True
         for helpers in self._helpers:
             helpers.start()
 
     def saw(self, row: Mapping[str, float]) -> None:
-        """A step's metrics."""
+        """Records a step's metrics."""
         for helpers in self._helpers:
             helpers.saw(row)
 
     def failed(self, error: BaseException) -> None:
-        """The start has failed: in a job, it may be made again."""
+        """Marks the start as failed; in a job it may be repeated."""
         self._restarts = (
             isinstance(error, RlhpcError) and error.restartable and os.environ.get(MAX_RESTARTS, "0") != "0"
         )
 
     def close(self, stop: StopRequest) -> None:
-        """The session is over. A job that was told to end may be requeued, which only Slurm knows: `rlhpc cancel` ends the
-        helpers' jobs itself."""
+        """Ends the helpers' jobs after the session. A job that was told to end may be requeued, which only Slurm knows:
+        `rlhpc cancel` ends the helpers' jobs itself.
+        """
         again = self._restarts or stop.exit_code == EXIT_REQUEUE
         for helpers in self._helpers:
             helpers.stop(again=again, killed=stop.exit_code > 128 and in_slurm_job(os.environ))

@@ -1,4 +1,4 @@
-"""Training from Python: a run in a process of its own, and the handle by which a script or a notebook follows it."""
+"""Training from Python: a run in a separate process, and its handle for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _living: list[TrainingRun] = []
 
 
 def load_for_training(config: ConfigSource, overrides: Sequence[str] = (), *, segment: int | None = None) -> RunConfig:
-    """Reads the configuration of a run that is to be trained here and now, and warns of keys that have no effect in it.
+    """Reads the configuration of a run that is to be trained here and now, and warns of keys that have no effect.
 
     Args:
         config, overrides: See `load_config`.
-        segment: Which of its segments; None for the whole run.
+        segment: Number of a segment; None for the complete run.
 
     Raises:
-        ConfigError: It is wrong, has no such segment, or needs more memory than there is.
+        ConfigError: It is wrong, has no such segment, or needs more memory than available.
     """
     cfg = load_config(config, overrides)
     if segment is not None and not 0 <= segment < cfg.runner.segments:
@@ -65,12 +65,12 @@ def load_for_training(config: ConfigSource, overrides: Sequence[str] = (), *, se
 
 
 def train(config: ConfigSource, /, **overrides: Any) -> TrainingRun:
-    """Starts a run in a process of its own, as `rlhpc train` does, and returns its handle at once.
+    """Starts a run in a separate process, as `rlhpc train` does, and returns its handle at once.
 
     The run ends with the Python process that started it: it saves first, as after Ctrl-C.
 
     Args:
-        config: YAML file; or, in its place, a mapping of sections, or what `load_config` returned.
+        config: YAML file, a mapping of sections, or the result of `load_config`.
         overrides: Keys with their values: `**{"runner.max_steps": 10}`, or a section at a time, `runner={"max_steps": 10}`.
 
     Raises:
@@ -86,13 +86,13 @@ def train(config: ConfigSource, /, **overrides: Any) -> TrainingRun:
 
 
 class TrainingRun:
-    """A run that a process of its own trains.
+    """Run that a separate process trains.
 
-    Used as a context manager, it ends with the block, and saves first.
+    As a context manager it ends the run at the end of the block; the run saves first.
 
     Args:
-        cfg: Configuration, as `load_for_training` gives it.
-        source: What the configuration is called.
+        cfg: Configuration from `load_for_training`.
+        source: Name of the configuration.
     """
 
     def __init__(self, cfg: RunConfig, source: str) -> None:
@@ -114,8 +114,9 @@ class TrainingRun:
         _living.append(self)
 
     def _start(self, command: list[str]) -> None:
-        """Starts the driver from a thread that lives as long as it does: the kernel binds a process to the thread that
-        started it, and the caller's may end at any time."""
+        """Starts the driver from a thread that lives as long as the driver: the kernel binds a process to the thread that
+        started it, and the caller's thread may end at any time.
+        """
         environment = {MAX_RESTARTS: "0", "PYTHONPATH": python_path()}
         tried, errors = threading.Event(), list[BaseException]()
 
@@ -141,7 +142,7 @@ class TrainingRun:
             raise errors[0]
 
     def _remove_traces(self) -> None:
-        """Removes what was made for a driver that has started nothing; keeps its message."""
+        """Removes the files of a driver that has started nothing; keeps its message."""
         self._failure = first_failure(self._files.driver_err, self._offset)
         if self.paths.config.exists():  # it has begun: a full disk is a user's error, too
             return
@@ -159,7 +160,7 @@ class TrainingRun:
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
+        """Run folder."""
         return self.paths.root
 
     @property
@@ -172,40 +173,40 @@ class TrainingRun:
 
     @property
     def step(self) -> int:
-        """Steps done, by the metrics."""
+        """Completed steps, by the metrics."""
         row = self._last_row()
         return int(row["step"]) if row else 0
 
     @property
     def checkpoint(self) -> Path | None:
-        """The best checkpoint of a run that keeps one (`runner.keep_best`), else the newest complete one; None before the
-        first."""
+        """Best checkpoint of a run with `runner.keep_best`, else the newest complete one; None before the first."""
         step = self.paths.chosen_step()
         return None if step is None else self.paths.checkpoint(step)
 
     def done(self) -> bool:
-        """Returns whether the run has ended, in whatever state."""
+        """Returns whether the run has ended, in any state."""
         return self._ended.is_set()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Returns a row for each step so far, with its number as `step`; `pandas.DataFrame` takes them. Values that are not
-        finite are None."""
+        """Returns a row for each step so far, with its number as `step`; `pandas.DataFrame` accepts them. Non-finite values
+        are None.
+        """
         return [] if self._is_old() else read_metrics(self.paths.metrics)
 
     def _is_old(self) -> bool:
-        """Returns whether the metrics are still those of an earlier start that saved nothing."""
+        """Returns whether the metrics are those of an earlier start that saved nothing."""
         return self._old_metrics is not None and _identity(self.paths.metrics) == self._old_metrics
 
     def _last_row(self) -> dict[str, Any] | None:
-        """The newest row, read from the end of the file: it is asked for twice a second."""
+        """Returns the newest row, read from the end of the file because it is needed twice a second."""
         rows = [] if self._is_old() else read_last_metrics(self.paths.metrics)
         return rows[-1] if rows else None
 
     def report(self) -> Path:
-        """Writes the report of what there is so far, and returns its page.
+        """Writes the report of the run so far, and returns its page.
 
         Raises:
-            RlhpcError: There is nothing yet, or the page cannot be written.
+            RlhpcError: The run has written nothing yet, or the page cannot be written.
         """
         from rlhpc.runs.report import write_report
 
@@ -218,15 +219,15 @@ class TrainingRun:
         first; a second one ends it at once.
 
         Args:
-            timeout_s: How long at most; None for as long as it takes.
+            timeout_s: Maximum wait in seconds; None waits without a limit.
 
         Returns:
             The run.
 
         Raises:
-            DriverRejected: What was asked for cannot be done; nothing was trained.
-            DriverFailed: The run failed, with its first error; or somebody else ended it.
-            DeadlineExceeded: `timeout_s` is over; the run goes on.
+            DriverRejected: The request cannot be carried out; nothing was trained.
+            DriverFailed: The run failed, with its first error; or it was ended from elsewhere.
+            DeadlineExceeded: `timeout_s` has passed; the run continues.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -269,7 +270,7 @@ class TrainingRun:
         raise DriverFailed(f"run {self.folder} failed: {message}\n(log: {log})", exit_code=abs(code), log_path=str(log))
 
     def cancel(self, grace_s: float = _GRACE_S) -> None:
-        """Ends the run, which saves first; returns when it has ended. Does nothing to a run that has ended.
+        """Ends the run, which saves first; returns when it has ended. Has no effect on a run that has ended.
 
         Args:
             grace_s: Seconds after which it is killed.
@@ -306,7 +307,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
-    """Returns values that change when a file is written anew; None where there is no file."""
+    """Returns values that change when a file is replaced; None if the file does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -315,10 +316,10 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 
 
 def _make_folders(folder: Path) -> list[Path]:
-    """Makes a folder and those above it; returns those that were not there, outermost first.
+    """Creates a folder and its parents; returns the created ones, outermost first.
 
     Raises:
-        ConfigError: It cannot be made.
+        ConfigError: It cannot be created.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
     try:
@@ -331,7 +332,7 @@ def _make_folders(folder: Path) -> list[Path]:
 
 
 def _end_all(owner: int = os.getpid()) -> None:
-    """Ends the runs of this process when it ends, and lets them save."""
+    """Ends the runs of this process at its exit, and lets them save."""
     if os.getpid() != owner:  # a fork of it
         return
     for run in (living := list(_living)):

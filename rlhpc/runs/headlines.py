@@ -30,12 +30,12 @@ Curve = tuple[list[float], list[float]]
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """One run: its metrics and its evaluations.
+    """Metrics and evaluations of one run.
 
     Attributes:
-        paths: Its folder.
-        rows: Its metrics.
-        evaluations: Its evaluations on one suite.
+        paths: Files of the run.
+        rows: Metrics of the run, one row a step.
+        evaluations: Evaluations of the run on one suite.
     """
 
     paths: RunPaths
@@ -43,7 +43,7 @@ class RunMetrics:
     evaluations: list[dict[str, Any]]
 
     def curve(self, name: str, against: str) -> Curve:
-        """Returns a metric of training, smoothed as reports do, or a result of evaluations (`eval/`)."""
+        """Returns a training metric, smoothed as in reports, or a result of evaluations (`eval/`)."""
         if name.startswith("eval/"):
             at = dict(zip(*series(self.rows, against), strict=True))  # step → x
             pairs = [(at[one.step], one.value) for one in self.evaluated(name) if one.step in at]
@@ -52,12 +52,13 @@ class RunMetrics:
         return x, running_mean(y) if len(y) >= 60 else y
 
     def evaluated(self, name: str) -> list[Evaluated]:
-        """Returns a result of all evaluations, those in training and those of checkpoints."""
+        """Returns one result of all evaluations, during training and of checkpoints."""
         return evaluations_of(self.rows, self.evaluations, name.removeprefix("eval/"))
 
     def final(self, name: str) -> Evaluated | None:
-        """Returns the last value of a metric, and of an evaluation that of the best checkpoint, where the run keeps one; None
-        without a value."""
+        """Returns the last value of a metric; for an evaluation, that of the best checkpoint if the run tracks one. Returns
+        None without a value.
+        """
         if name.startswith("eval/"):
             evaluated = self.evaluated(name)
             best = self.paths.best_step()
@@ -67,7 +68,7 @@ class RunMetrics:
 
 
 def read_run(paths: RunPaths) -> RunMetrics:
-    """Reads what the headline numbers of a run need: its last rows, and its evaluations on the suite that judges it."""
+    """Reads the inputs of a run's headline numbers: its last rows, and its evaluations on the suite that judges it."""
     results = read_all_results(paths)
     suites = {str(result["suite"]) for result in results}
     suite = next(iter(suites)) if len(suites) == 1 else judging_suite(paths, results)
@@ -82,10 +83,10 @@ def run_headlines(folders: Sequence[RunPaths]) -> dict[str, list[str]]:
 def headline_columns(groups: Mapping[str, Sequence[RunMetrics]]) -> dict[str, list[str]]:
     """Returns the headline numbers of groups of runs as columns: title → a text for each group.
 
-    The columns are those of the runs' kinds; one that no run has a number for is left out.
+    The columns are those of the runs' task types; columns without any number are omitted.
 
     Args:
-        groups: Runs by label; those of one label are seeds of one configuration, whose numbers are means.
+        groups: Runs by label; runs of one label are seeds of one configuration, and their numbers are averaged.
     """
     runs = [run for group in groups.values() for run in group]
     headlines: dict[Headline, None] = {}
@@ -102,7 +103,7 @@ NO_VALUE = "–"
 
 
 def _with_k(headline: Headline, runs: Sequence[RunMetrics]) -> Headline | None:
-    """Returns a headline with its k, where it is of pass@k; None if no run has several samples of a problem."""
+    """Returns a headline with its k, if it is pass@k; None if no run has several samples of a problem."""
     if headline.metric != f"eval/{PASS_AT_K}":
         return headline
     results = {name for run in runs for result in run.evaluations for name in result}
@@ -112,8 +113,9 @@ def _with_k(headline: Headline, runs: Sequence[RunMetrics]) -> Headline | None:
 
 
 def _cell(headline: Headline, runs: Sequence[RunMetrics]) -> str:
-    """Returns the number of a group: of a share the mean with its 95 % interval, over seeds or, of one run, as its evaluation
-    says; of other numbers the mean with the lowest and the highest, where they differ."""
+    """Returns the number of a group. A share is the mean with its 95 % interval, over seeds or, for one run, from its
+    evaluation; another number is the mean with the lowest and the highest value, if they differ.
+    """
     finals = [final for run in runs if (final := run.final(headline.metric)) is not None]
     if not finals:
         return NO_VALUE

@@ -1,4 +1,4 @@
-"""Names of models: folders, and names of the Hugging Face hub with what is in its cache. Nothing is asked of the hub."""
+"""Model names: folders, and Hugging Face hub names with the contents of the local cache. Sends no request to the hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_hub_name(name: str) -> bool:
-    """Returns whether a model's name is one of the hub, and no path of a folder."""
+    """Returns whether a model's name is a hub name and not the path of a folder."""
     folder = expand_home(name)
     is_path = folder.is_dir() or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     return not is_path
@@ -32,7 +32,7 @@ def cached_config(name: str) -> Path | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Returns whether a model's folder has files of a tokenizer."""
+    """Returns whether a model's folder has tokenizer files."""
     return any(folder.glob("*token*")) or any(folder.glob("vocab.*"))
 
 
@@ -42,7 +42,7 @@ def model_resource(cfg: RunConfig, path: str | None, maker: str = "") -> Resourc
     Args:
         cfg: The configuration.
         path: The model's folder or name.
-        maker: What writes that folder before the start, if anything does.
+        maker: Writer of that folder before the start; empty if the folder must exist.
     """
     if not path or path.startswith("builtin:"):
         return FILES

@@ -1,4 +1,4 @@
-"""report/index.html: one page about a run that needs nothing but itself (no script, no font, no network)."""
+"""Report of a run: report/index.html, a self-contained page without scripts, fonts or network access."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _NAMED = 20
 
 
 def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
-    """Write every curve of the run as a self-contained SVG file.
+    """Writes every curve of the run as a self-contained SVG file.
 
     Args:
-        paths: The run; a curve without data says so.
-        out_dir: Created if missing.
+        paths: Files of the run; a curve without data shows a note.
+        out_dir: Output folder; created if missing.
 
     Returns:
-        The files: always those of `Kind.curves`, others if something was logged.
+        The files: always those of `Kind.curves`, others if their metrics were logged.
     """
     charts = kind_of_run(paths).charts(paths, read_metrics(paths.metrics))
     written = []
@@ -65,19 +65,19 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
 
 
 def write_report(paths: RunPaths, output: Path | None = None) -> Path:
-    """Write the report of a run, finished or not; pieces that are not there yet say so.
+    """Writes the report of a run, finished or not; missing pieces are replaced by a note.
 
     A language model's report has a second page, samples.html, if evaluations have left samples.
 
     Args:
         paths: The run.
-        output: Write the page there, without what refers to other files (films, samples): for use in another place.
+        output: Write the page to this file, without references to other files (films, samples), for use in another folder.
 
     Returns:
         The HTML file.
 
     Raises:
-        UserError: There is no such run.
+        UserError: The run does not exist.
         RlhpcError: The page cannot be written.
     """
     if not paths.root.is_dir():
@@ -108,7 +108,7 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
 
 
 def _left_out(paths: RunPaths) -> str:
-    """Names what is not shown, because it has a wrong type."""
+    """Lists values that are not displayed because they have a wrong type."""
     lines = left_out(paths)
     if len(lines) > _NAMED:
         lines = [*lines[:_NAMED], f"and {len(lines) - _NAMED} files more"]

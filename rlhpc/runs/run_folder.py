@@ -1,4 +1,4 @@
-"""A run's folder, opened for training: where it continues, what it leaves, what `rlhpc status` reads."""
+"""Run folder of a training start: the checkpoint to continue from, the files of the run, and the status for `rlhpc status`."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _STATUS_EVERY_S = 2.0
 
 
 def note(text: str) -> None:
-    """Prints a note for the person at the terminal that is not an error."""
+    """Prints a note to the terminal that is not an error."""
     print(f"rlhpc: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass
 class RunFolder:
-    """One start of a run.
+    """Run folder of one start of a run.
 
     Attributes:
         paths: Names of its files.
-        segment: Which segment this start trains; None for the whole run.
+        segment: Number of the segment that this start trains; None for the complete run.
         end_step: Step at which this start ends.
-        total: Steps of the whole run.
-        resume: Where it continues.
-        foreign: Whether it continues from another run's checkpoint.
+        total: Steps of the complete run.
+        resume: Checkpoint that it continues from.
+        foreign: True if that is another run's checkpoint.
         marks: Unix times at which stages of the start were reached.
     """
 
@@ -60,15 +60,15 @@ class RunFolder:
 
     @classmethod
     def plan(cls, cfg: RunConfig, segment: int | None = None, *, resume_with: bool = False) -> RunFolder:
-        """Finds out where the run continues; writes nothing.
+        """Determines the checkpoint from which the run continues; writes nothing.
 
         Args:
             cfg: The configuration.
-            segment: Which of `runner.segments`; None for the whole run.
+            segment: Number of a segment, below `runner.segments`; None for the complete run.
             resume_with: Continue the run even if its configuration has changed.
 
         Raises:
-            ConfigError: The folder has checkpoints and nobody said what to do with them, or they are of another configuration,
+            ConfigError: The folder has checkpoints and `runner.resume_dir` is not set, or they are of another configuration,
                 or the segment does not exist.
             OwnershipError: The folder, or one in it that others must not see, is another user's or open to others.
             CheckpointError: `runner.resume_dir` names a checkpoint that cannot be used.
@@ -92,7 +92,7 @@ class RunFolder:
         """Creates the folder and writes config.yaml and provenance.json; called once per start.
 
         Raises:
-            ConfigError: It cannot be written.
+            ConfigError: The folder cannot be written.
         """
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
@@ -108,11 +108,11 @@ class RunFolder:
         write_provenance(self.paths, cfg, [*sys.orig_argv])
 
     def mark(self, name: str) -> None:
-        """Records the time at which a stage of the start is first reached."""
+        """Stores the time at which a stage of the start is first reached."""
         self.marks.setdefault(name, time.time())
 
     def write_marks(self, registry: Path) -> None:
-        """Writes `timeline.json` to the generation's folder: how long each stage of this start took."""
+        """Writes `timeline.json`, with the duration of each stage of this start, to the generation's folder."""
         self._write(
             registry / "timeline.json", json.dumps({"driver": self.started, **self.marks}).encode() + b"\n", "times"
         )
@@ -142,7 +142,7 @@ class RunFolder:
         self._write(self.paths.driver_state, json.dumps(record, indent=1).encode() + b"\n", "the run's status")
 
     def finished_segments(self) -> list[int]:
-        """Steps at which finished segments ended."""
+        """Returns the steps at which finished segments ended."""
         found = (read_json_file(path) for path in self.paths.segments.glob("*.json"))
         return [int(record["global_step"]) for record in found if record and "global_step" in record]
 
@@ -165,7 +165,7 @@ class RunFolder:
         return record
 
     def _write(self, path: Path, data: bytes, what: str) -> None:
-        """Replaces a file in the run folder, but does not recreate a folder that somebody removed."""
+        """Replaces a file in the run folder, but does not recreate a run folder that was removed."""
         try:
             if not self.paths.root.is_dir():
                 raise StaleGeneration(f"the run folder {self.paths.root} was removed while the run went on: it ends")
@@ -177,14 +177,14 @@ class RunFolder:
 def resolve_resume(
     cfg: RunConfig, segment: int | None = None, *, resume_with: bool = False
 ) -> tuple[str | None, list[Path]]:
-    """Says what a run resumes from; refuses a folder that is another user's, or has checkpoints that nobody wants to continue.
-    Reads no checkpoint.
+    """Determines the checkpoint from which a run resumes. Raises an error for another user's folder, and for existing
+    checkpoints without `runner.resume_dir`. Reads no checkpoint.
 
     Args:
         cfg, segment, resume_with: See `RunFolder.plan`.
 
     Returns:
-        What to resume from, as `runner.resume_dir` says it, and the complete checkpoints that are there.
+        The checkpoint to resume from, in the form of `runner.resume_dir`, and the complete checkpoints that exist.
 
     Raises:
         ConfigError, OwnershipError: See `RunFolder.plan`.
@@ -213,12 +213,12 @@ def resolve_resume(
 
 
 def read_segment_done(paths: RunPaths, segment: int) -> dict[str, Any] | None:
-    """What a finished segment wrote; None if the segment is not finished."""
+    """Returns the record of a finished segment; None if the segment is not finished."""
     return read_json_file(paths.segment_done(segment))
 
 
 def keep_traceback(folder: RunFolder, error: BaseException) -> None:
-    """Writes the traceback of an unforeseen error to the driver's log; a note on the error says where."""
+    """Writes the traceback of an unexpected error to the driver's log; a note on the error names the file."""
     if isinstance(error, (RlhpcError, KeyboardInterrupt, SystemExit)):
         return
     path = folder.paths.segment_logs(folder.segment or 0) / "driver.err"

@@ -1,4 +1,6 @@
-"""One name, one run: what is asked before a start, and what a submitted job is given to read."""
+"""Run identity: a run's name stands for one configuration. Checks before a start, and the configuration file of a submitted
+job.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ _WAY_OUT = (
 
 
 def has_begun(paths: RunPaths) -> bool:
-    """Whether there is something of a run that another configuration would continue."""
+    """Returns whether the run has checkpoints or finished segments that another configuration would continue."""
     return bool(paths.complete_steps()) or any(paths.segments.glob("*.json"))
 
 
 def check_same_run(paths: RunPaths, cfg: RunConfig, *, resume_with: bool = False) -> None:
-    """Refuses to take another run for this one.
+    """Raises an error if the configuration describes another run than the one in the folder.
 
     Args:
         paths: The run folder that the configuration names.
@@ -38,23 +40,23 @@ def check_same_run(paths: RunPaths, cfg: RunConfig, *, resume_with: bool = False
         resume_with: The user wants to continue the run with a changed configuration.
 
     Raises:
-        ConfigError: What is trained differs from what the run trained so far; names the keys.
+        ConfigError: The training differs from that of the run so far; names the keys.
     """
     if not resume_with and has_begun(paths):
         require_same_run(paths.config, cfg, what=f"run {paths.root}", way_out=_WAY_OUT)
 
 
 def make_longer(paths: RunPaths, cfg: RunConfig, segment: int, *, wait: bool = False) -> None:
-    """Opens a finished segment again where the run is longer now than when it finished.
+    """Reopens a finished segment of a run that is now longer than when the segment finished.
 
     Args:
         paths: The run folder.
         cfg: The configuration, perhaps with a later end.
         segment: The segment that is to be trained.
-        wait: Let the job that finished the segment end first; not from within that job.
+        wait: Wait until the job that finished the segment has ended; not allowed within that job.
 
     Raises:
-        ConfigError: The run would be shorter, or segments that others follow would end elsewhere.
+        ConfigError: The run would be shorter, or segments with successors would end at another step.
         SubmitError: The job that finished the segment does not end.
     """
     goal = None
@@ -72,7 +74,7 @@ def write_config(path: Path, cfg: RunConfig, comment: str) -> None:
     """Writes a configuration for a driver to read, with a comment in its first line.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The file cannot be written.
     """
     try:
         replace_durably(path, f"# {comment}\n{config_to_yaml(cfg)}".encode())
@@ -81,9 +83,9 @@ def write_config(path: Path, cfg: RunConfig, comment: str) -> None:
 
 
 class SubmittedConfig:
-    """The configuration as it was when a segment was submitted, which its job reads.
+    """Configuration at the submission of a segment, which its job reads.
 
-    A job may wait for days and start several times; the user's file may be another by then.
+    A job may wait for days and start several times, and the user's file may change in that time.
     """
 
     def __init__(self, files: SegmentFiles, cfg: RunConfig, source: str | Path) -> None:
@@ -91,10 +93,10 @@ class SubmittedConfig:
         self._files, self._cfg, self._source = files, cfg, source
 
     def __call__(self, live: bool) -> None:
-        """Under the submission's lock: writes it, or compares it with that of the job that is there already.
+        """Writes the configuration, or compares it with that of a live job; called under the submission's lock.
 
         Raises:
-            ConfigError: The live job trains something else.
+            ConfigError: The live job has a different training configuration.
         """
         if live:
             root = self._files.paths.root

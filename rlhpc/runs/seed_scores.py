@@ -1,4 +1,4 @@
-"""What several seeds say together: the part of a comparison that is about one number a run."""
+"""Statistics over seeds: the part of a comparison about one score per run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _METHOD = (
 
 @dataclass(frozen=True)
 class ConfigScores:
-    """One configuration with the scores of its seeds.
+    """Scores of the seeds of one configuration.
 
     Attributes:
-        label: What it is called.
-        scores: One number for each run that has one.
-        planned: How many runs it has, with and without a score.
+        label: Label of the configuration.
+        scores: One number for each run with a score.
+        planned: Number of its runs, with and without a score.
     """
 
     label: str
@@ -61,29 +61,29 @@ _LESS_IS_BETTER = frozenset(
 
 
 def goal_of(metric: str) -> str:
-    """Returns which way a metric is better, by its name: `maximize` or `minimize`."""
+    """Returns the direction in which a metric is better, by its name: `maximize` or `minimize`."""
     words = metric.rpartition("/")[2].split("_")
     return "maximize" if _LESS_IS_BETTER.isdisjoint(words) or "per" in words else "minimize"
 
 
 class HasScores(Protocol):
-    """A run, as far as its scores go."""
+    """Run with metrics and evaluations."""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Its metrics, one row a step."""
+        """Metrics, one row a step."""
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Its evaluations on one suite."""
+        """Evaluations on one suite."""
 
 
 def scores_at(runs: Sequence[HasScores], metric: str) -> tuple[int | None, list[float]]:
-    """Returns the scores of runs at one step, the last that all of them have, from one source: evaluations of checkpoints or,
-    where not all have one of the same step, the rows of training.
+    """Returns the scores of runs at the last step that all of them have, from one source: evaluations of checkpoints or, where
+    not all runs have an evaluation of the same step, the rows of training.
 
     Returns:
-        The step, None where they have none in common; and a score for each run.
+        The step, None without a common one; and a score for each run.
     """
     for scores in ([_evaluated(run, metric) for run in runs], [_logged(run, metric) for run in runs]):
         if common := set.intersection(*map(set, scores)) if scores else set():
@@ -104,23 +104,23 @@ def _logged(run: HasScores, metric: str) -> dict[float, float]:
 
 
 def metric_of(kind: Kind[Any], runs: Sequence[HasScores]) -> str | None:
-    """Returns the first metric by which runs of a kind are compared and that all of them have at some step."""
+    """Returns the first metric by which runs of a task type are compared and that all of them have at some step."""
     names = list(dict.fromkeys(name for name, _, _ in kind.compared))
     return next((name for name in names if runs and scores_at(runs, name)[0] is not None), None)
 
 
 def ranked(found: Sequence[ConfigScores], goal: str) -> list[ConfigScores]:
-    """Those with scores, the best interquartile mean first."""
+    """Returns the configurations with scores, the best interquartile mean first."""
     sign = -1 if goal == "maximize" else 1
     return sorted((one for one in found if one.scores), key=lambda one: sign * interquartile_mean(one.scores).value)
 
 
 def scores_part(configurations: Sequence[ConfigScores], title: str, goal: str, metric: str) -> str:
-    """Table and chart of the scores, as HTML; the best configuration comes first.
+    """Renders table and chart of the scores as HTML; the best configuration comes first.
 
     Args:
-        configurations: In the order in which their curves are drawn.
-        title: What the scores are.
+        configurations: Configurations in the order of their curves.
+        title: Title of the scores.
         goal: `maximize` or `minimize`.
         metric: Name of the metric.
     """
@@ -158,6 +158,6 @@ def scores_part(configurations: Sequence[ConfigScores], title: str, goal: str, m
 
 
 def estimate_text(estimate: Estimate) -> str:
-    """Returns a number with its interval; without one that has no width: there is one seed, or all are alike."""
+    """Formats a number with its interval; without an interval of zero width, from one seed or from equal values."""
     value, low, high = map(number, estimate)
     return f"{value} ({low} … {high})" if estimate.low < estimate.high else value

@@ -1,4 +1,4 @@
-"""`rlhpc plan --when`: when a run would start and end, in each of several shapes, as the scheduler and `rlhpc tune` say."""
+"""Start estimate (`rlhpc plan --when`): start and end of a run in several job shapes, from the scheduler and `rlhpc tune`."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ SAME_S = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class JobShape:
-    """A way to ask for nodes.
+    """Shape of a job: nodes, partition and walltime.
 
     Attributes:
-        nodes, accelerators: In all.
-        partition: As the job would name it; "" for the default or those of node groups.
-        walltime: Minutes; None for the partition's own.
-        overrides: What makes the configuration ask for it.
-        configured: It is what the configuration asks for.
-        script: Asks for it.
-        train_s: Seconds that training takes; None if nobody knows.
+        nodes, accelerators: Totals.
+        partition: Partition in the job's directives; "" for the default or those of node groups.
+        walltime: Minutes; None for the partition's default.
+        overrides: Overrides that make the configuration request this shape.
+        configured: True for the shape that the configuration requests.
+        script: Job script that requests it.
+        train_s: Seconds that training takes; None if unknown.
         usable_s: Seconds of a job in which it trains; None without a walltime.
-        idle_gpus: Its partition's nodes have GPUs, and it asks for none.
+        idle_gpus: True if the partition's nodes have GPUs and the shape requests none.
     """
 
     nodes: int
@@ -62,8 +62,7 @@ class JobShape:
 
     @property
     def jobs(self) -> int | None:
-        """Returns the number of jobs that it takes one after the other; None if it is not known, or a job has no time to
-        train."""
+        """Number of consecutive jobs that the run takes; None if it is unknown, or a job has no time to train."""
         if self.train_s is None or self.usable_s == 0:
             return None
         return 1 if self.usable_s is None else math.ceil(self.train_s / self.usable_s)
@@ -76,25 +75,27 @@ class JobShape:
 
 @dataclasses.dataclass(frozen=True)
 class StartTimes:
-    """When a shape would start; and end, if every further job starts at once."""
+    """Start of a job shape, and its end if every further job starts at once."""
 
     shape: JobShape
     start: Start
 
     @property
     def end(self) -> float | None:
-        """Unix time; None if it does not start, never ends, or nobody knows how long it takes."""
+        """Unix time of the end; None if the run does not start, never ends, or its duration is unknown."""
         train_s = self.shape.train_s
         return None if self.start.at is None or train_s is None or self.never_ends else self.start.at + train_s
 
     @property
     def never_ends(self) -> bool:
-        """Tells whether its walltime is less than what is kept free at the end of a job, so that no job trains."""
+        """True if the walltime is shorter than the reserve at the end of a job, so that no job trains."""
         return self.shape.usable_s == 0
 
     @property
     def rank(self) -> tuple[bool, float, int, bool, bool]:
-        """Sooner ends come first; without ends, sooner starts; then fewer jobs, no GPUs that idle, and what is configured."""
+        """Sort key: sooner ends first, or sooner starts without ends; then fewer jobs, no idle GPUs, and the configured
+        shape.
+        """
         at = self.start.at if self.end is None else self.end
         return (
             at is None or self.never_ends,
@@ -107,14 +108,14 @@ class StartTimes:
 
 @dataclasses.dataclass(frozen=True)
 class StartEstimate:
-    """All that is to be said.
+    """Start estimate of all job shapes.
 
     Attributes:
-        answers: The best first.
-        allowed: What the account may use, if Slurm tells.
-        why_no_end: Why nobody knows how long it takes; "" if somebody does.
-        left_out: Shapes that the configuration does not allow, and why.
-        now: Unix time of the questions.
+        answers: Start times of the shapes, the best first.
+        allowed: Allowance of the account, if Slurm reports it.
+        why_no_end: Reason for an unknown duration; "" if the duration is known.
+        left_out: Shapes that the configuration does not allow, with the reasons.
+        now: Unix time of the queries.
     """
 
     answers: Sequence[StartTimes]
@@ -163,7 +164,7 @@ def outlook(
 def _alternatives(
     asked: TuneRequest, cfg: RunConfig, nodes: Sequence[int], partitions: Sequence[str]
 ) -> list[tuple[int, str | None]]:
-    """Numbers of nodes with partitions, what is configured first."""
+    """Returns pairs of a number of nodes and a partition, the configured pair first."""
     count, partition = cfg.cluster.num_nodes, cfg.cluster.partition
     if cfg.cluster.node_groups:
         return [(count, None)]
@@ -173,7 +174,7 @@ def _alternatives(
 
 
 def _of_site(site: str | None) -> list[str]:
-    """The partitions that a site file names."""
+    """Returns the partitions that a site file names."""
     if not site:
         return []
     names: list[str] = []
@@ -184,7 +185,7 @@ def _of_site(site: str | None) -> list[str]:
 
 
 def _costs(asked: TuneRequest, cfg: RunConfig) -> tuple[Space | None, str]:
-    """What `rlhpc tune` found out about this run; or why there is nothing."""
+    """Returns the measurements of `rlhpc tune` for this run, or the reason why they are not available."""
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     record = read_json_file(paths.tuned)
     if record is None:
@@ -208,7 +209,7 @@ def _costs(asked: TuneRequest, cfg: RunConfig) -> tuple[Space | None, str]:
 def _shapes(
     asked: TuneRequest, cfg: RunConfig, nodes: int, partition: str | None, space: Space | None
 ) -> list[JobShape]:
-    """A number of nodes in a partition, with each walltime that may be worth it.
+    """Returns a number of nodes in a partition with each candidate walltime.
 
     Raises:
         ConfigError, PlacementError: The configuration cannot be placed on them.
@@ -253,12 +254,14 @@ def _walltime(cfg: RunConfig) -> int | None:
 
 
 def _reserve_s(cfg: RunConfig) -> float:
-    """Seconds at the end of a job in which it does not train."""
+    """Returns the seconds at the end of a job in which it does not train."""
     return float(max(cfg.cluster.signal_lead_s, cfg.runner.save_reserve_s))
 
 
 def walltimes(cfg: RunConfig, train_s: float | None) -> list[int | None]:
-    """The configured walltime; if that is longer, one that just holds the run; and a quarter, which fits into gaps."""
+    """Returns the configured walltime; if that is longer than needed, one that just fits the run; and a quarter of it, which
+    fits into gaps.
+    """
     configured = _walltime(cfg)
     if any(group.time for group in cfg.cluster.node_groups):
         return [configured]  # each component has its own
@@ -273,7 +276,7 @@ def walltimes(cfg: RunConfig, train_s: float | None) -> list[int | None]:
 
 
 def render(found: StartEstimate) -> str:
-    """What `rlhpc plan --when` prints."""
+    """Formats the output of `rlhpc plan --when`."""
     unit = "GPU-hours" if any(answer.shape.accelerators for answer in found.answers) else "node hours"
     table = [["", "nodes", "GPUs", "partition", "walltime", "start", "end", "jobs", unit]]
     for index, answer in enumerate(found.answers):
@@ -300,7 +303,7 @@ def render(found: StartEstimate) -> str:
 
 
 def verdict(found: StartEstimate) -> list[str]:
-    """What the best is, and what it is better than; and the words that make the configuration ask for it."""
+    """Formats the best shape, the shape that it is better than, and the overrides that request it."""
     possible = [answer for answer in found.answers if answer.start.at is not None]
     if not possible:
         return ["no shape would start: rlhpc doctor says what this cluster allows"]
@@ -335,7 +338,7 @@ def _some(count: int, noun: str) -> str:
 
 
 def moment(at: float, now: float) -> str:
-    """A time as a person says it: now, the hour of today, a weekday, or a date."""
+    """Formats a time for a reader: now, the hour of today, a weekday, or a date."""
     if at - now < SAME_S:
         return "now"
     local, today = time.localtime(at), time.localtime(now)
@@ -345,7 +348,7 @@ def moment(at: float, now: float) -> str:
 
 
 def _account(found: StartEstimate) -> list[str]:
-    """What the account has left, and which shapes need more."""
+    """Formats the remaining allowance of the account, and the shapes that need more."""
     allowed = found.allowed
     if allowed is None:
         return ["what the account may use is not known: sshare does not tell"]
@@ -366,7 +369,7 @@ def _word(resource: str) -> str:
 
 
 def _beyond(shape: JobShape, minutes: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Limits that a shape's run would exceed."""
+    """Returns the limits that a shape's run would exceed."""
     needs: dict[str, Any] = {"gres/gpu": shape.accelerators, "node": shape.nodes}
     found = []
     for resource, count in needs.items():

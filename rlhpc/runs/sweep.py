@@ -1,4 +1,4 @@
-"""A sweep as its runs: each with a configuration of its own, checked, and with preparations that are made once."""
+"""Sweep of runs: each run has its own checked configuration, and shared preparations run once."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _RECORDED = ("env",)
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of a sweep.
+    """Run of a sweep.
 
     Attributes:
-        point: Its name and values.
-        overrides: What makes the file's configuration its own, for `load_config` and every command.
-        cfg: That configuration.
-        prepares: What this run makes for itself and for those that need the same: `sft`, `demos`.
+        point: Name and values of the run.
+        overrides: Overrides that turn the file's configuration into the run's, for `load_config` and every command.
+        cfg: Configuration of the run.
+        prepares: Preparations that this run makes for itself and for runs that need the same: `sft`, `demos`.
     """
 
     point: Point
@@ -53,14 +53,14 @@ class SweepRun:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep.
+    """Sweep with its runs.
 
     Attributes:
-        name: Of its folder.
-        paths: Its files.
-        source: The file that describes it.
-        section: What its section says.
-        runs: Its runs.
+        name: Name of its folder.
+        paths: Files of the sweep.
+        source: File that describes the sweep.
+        section: Content of section `sweep`.
+        runs: Runs of the sweep.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Sweep:
     runs: tuple[SweepRun, ...]
 
     def facts(self) -> dict[str, Any]:
-        """What `sweep.json` says, but for the time."""
+        """Returns the content of `sweep.json`, without the time."""
         return {
             "name": self.name,
             "config": str(Path(self.source).absolute()),
@@ -86,10 +86,10 @@ class Sweep:
         }  # fmt: skip
 
     def begin(self) -> None:
-        """Writes `sweep.json`, and takes back an earlier cancellation: somebody starts the sweep.
+        """Writes `sweep.json` at the start of the sweep, and revokes an earlier cancellation.
 
         Raises:
-            RlhpcError: It cannot be written.
+            RlhpcError: The file cannot be written.
         """
         text = json.dumps({**self.facts(), "written": time.time()}, indent=2, default=str)
         try:
@@ -112,7 +112,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
         The sweep; None if the file is the configuration of a single run.
 
     Raises:
-        ConfigError: Of the sweep, or of one of its runs, which it names with its values.
+        ConfigError: The sweep, or one of its runs, is wrong; the message names the run with its values.
     """
     source = str(find_config(path))
     files = read_files(Path(source))
@@ -142,7 +142,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
 
 
 def check_begun(sweep: Sweep, *, resume_with: bool = False) -> None:
-    """Refuses runs that have begun with another configuration, before one of them is started.
+    """Raises an error for runs that have started with another configuration, before one of them is started.
 
     Raises:
         ConfigError: Names the run, and the keys that differ.
@@ -170,7 +170,7 @@ def _load(
 
 
 def sft_of(source: str, cfg: RunConfig, site: str | None) -> tuple[str, RunConfig] | None:
-    """File and configuration of the run on demonstrations that comes before a run; None if none does."""
+    """Returns file and configuration of the SFT run that precedes a run; None without one."""
     wanted = kind_of(cfg).preparation(cfg).sft
     if wanted is None:
         return None
@@ -179,16 +179,16 @@ def sft_of(source: str, cfg: RunConfig, site: str | None) -> tuple[str, RunConfi
 
 
 def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Path:
-    """Returns the folder into which the workflow exports the policy of the run on demonstrations: `export/chosen`, unless this
-    run names the folder of its last step.
+    """Returns the folder into which the workflow exports the policy of the SFT run: `export/chosen`, unless this run names
+    the folder of that run's last step.
 
     Args:
         source: File of this run.
         cfg: Its configuration.
-        first: What `sft_of` returned.
+        first: Result of `sft_of`.
 
     Raises:
-        ConfigError: This run names the folder of a step, and that run may choose another one, or has several segments.
+        ConfigError: This run names the folder of a step, and the SFT run may choose another step, or has several segments.
     """
     path, sft = first
     if sft.runner.segments > 1:
@@ -213,7 +213,8 @@ def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Pat
 def _prepared(
     run: SweepRun, source: str, paths: SweepPaths, said_by: str, common: Sequence[str], site: str | None
 ) -> SweepRun:
-    """The run with its preparations in folders named by their content, where they would be named after the run.
+    """Returns the run with its preparations in folders named by their content, if they would be named after the run.
+    References to these folders in its configuration change with them.
 
     What else of its configuration names such a folder names the new one.
     """
@@ -243,7 +244,7 @@ def _prepared(
 
 
 def _moved(cfg: RunConfig, old: Path, new: Path) -> Iterator[str]:
-    """Overrides that make what names a folder or file, or something below it, name another."""
+    """Yields overrides that replace a folder or file, or paths below it, by another."""
     before = os.path.abspath(old)
     place = os.path.relpath(new) if new.is_relative_to(Path.cwd()) else str(new)
     for key, value in _texts(plain(cfg)):
@@ -262,19 +263,21 @@ def _texts(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def _recording(cfg: RunConfig) -> Any:
-    """What decides which episodes an expert records, but for the seed."""
+    """Returns the values that determine an expert's recorded episodes, except the seed."""
     content = plain(cfg)
     demos = kind_of(cfg).preparation(cfg).demos
     return [{key: content.get(key) for key in _RECORDED}, *(demos[1:] if demos else ()), kind_of(cfg).recording(cfg)[1]]
 
 
 def recording_key(cfg: RunConfig) -> str:
-    """Fingerprint of the demonstrations that runs of a sweep share; the seed is that of the run that records them."""
+    """Returns the fingerprint of the demonstrations that runs of a sweep share; the seed is that of the run that records
+    them.
+    """
     return digest(_recording(cfg))
 
 
 def _shared(runs: Sequence[SweepRun], source: str, said_by: str, site: str | None) -> Iterator[SweepRun]:
-    """The runs, of which the first that needs a preparation makes it.
+    """Yields the runs; the first run that needs a preparation makes it.
 
     Raises:
         ConfigError: Two runs name one folder or file for preparations that differ.
@@ -302,7 +305,7 @@ def _shared(runs: Sequence[SweepRun], source: str, said_by: str, site: str | Non
 
 
 def rule_prefixes(names: Sequence[str]) -> dict[str, str]:
-    """What the names of each run's rules begin with in the workflow: its own name, as far as a rule may have it."""
+    """Returns the prefix of each run's rule names in the workflow: the run's name, in the characters of a rule."""
     found: dict[str, str] = {}
     for name in names:
         prefix = "run_" + re.sub(r"\W", "_", name) + "_"
@@ -314,10 +317,10 @@ def rule_prefixes(names: Sequence[str]) -> dict[str, str]:
 
 
 def read_sweep(paths: SweepPaths) -> dict[str, Any]:
-    """The content of `sweep.json`.
+    """Returns the content of `sweep.json`.
 
     Raises:
-        RlhpcError: It is not what a sweep wrote.
+        RlhpcError: The file was not written by a sweep.
     """
     found = read_json_file(paths.record)
     runs = (found or {}).get("runs")
@@ -329,6 +332,6 @@ def read_sweep(paths: SweepPaths) -> dict[str, Any]:
 
 
 def runs_of(paths: SweepPaths) -> list[RunPaths]:
-    """The folders of all runs that a sweep names now, whether they have begun or not, and of what they share."""
+    """Returns the folders of all runs that a sweep currently names, started or not, and of their shared preparations."""
     named = [paths.run(str(run["name"])) for run in read_sweep(paths)["runs"]]
     return [*named, *(RunPaths(found) for found in sorted(paths.root.glob("sft-*")) if found.is_dir())]

@@ -1,4 +1,4 @@
-"""The page of a sweep: which values are better, by how much and how surely; and how each run ended."""
+"""Sweep page: ranking of the values with statistics over seeds, and the state of each run."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _BAD = ("failed", "dead", "cancelled")
 
 @dataclass(frozen=True)
 class SweepRanking:
-    """A sweep's configurations by their scores.
+    """Configurations of a sweep, ranked by their scores.
 
     Attributes:
         record: Content of `sweep.json`.
-        states: Name of a run → what it does.
-        runs: Name of a run → what it has to show; None for one without a step.
-        metric: The metric that is compared; None if finished runs have none in common.
+        states: Name of a run → its state.
+        runs: Name of a run → its metrics; None for a run without a step.
+        metric: The metric that is compared; None if finished runs have no metric in common.
         goal: `maximize` or `minimize`.
         step: The step of the scores; None without any.
         scores: Name of a run → its score.
-        configurations: With the scores of their seeds, in the order of the record.
+        configurations: Configurations with the scores of their seeds, in the order of the record.
     """
 
     record: dict[str, Any]
@@ -66,7 +66,7 @@ def rank_sweep(sweep: SweepPaths, suite: str | None = None, metric: str | None =
     Args:
         sweep: Its files.
         suite: Evaluation suite that is compared; None for that of the sweep.
-        metric: The metric that is compared; None for the sweep's, or the first of its kind of run.
+        metric: The metric that is compared; None for the sweep's, or the first of its task type.
 
     Raises:
         RlhpcError: `sweep.json` cannot be read.
@@ -105,13 +105,13 @@ def render_ranking(ranking: SweepRanking) -> list[str]:
 
 
 def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, metric: str | None = None) -> Path:
-    """Writes the page of the runs that a sweep names now, of those that have something to show.
+    """Writes the page of the runs that a sweep currently names and that have metrics.
 
     Args:
         sweep: Its files.
         output: The HTML file.
         suite: Evaluation suite that is compared; None for that of the sweep.
-        metric: What is compared; None for what the sweep says, or what its kind of run is compared by.
+        metric: Metric that is compared; None for that of the sweep or of its task type.
 
     Raises:
         RlhpcError: `sweep.json` cannot be read, or the page cannot be written.
@@ -196,7 +196,7 @@ def _runs_table(
     scores: Mapping[str, float],
     metric: str | None,
 ) -> str:
-    """Every run with its state; those that have a report lead to it."""
+    """Renders every run with its state, as a table; runs with a report link to it."""
     head = ["run", "state", "step", metric or "score", "note"]
     lines = []
     for run in named:

@@ -1,6 +1,6 @@
-"""What a kind of run is: one object that the command line, the workflow, the report and the checks ask.
+"""Task type of a run: one object that the command line, the workflow, the report and the checks use.
 
-`runner.task_type` names it. The two wings have those that come with rlhpc; others are entry points of group
+`runner.task_type` names it. The language and embodied packages have the built-in ones; others are entry points of group
 `rlhpc.kinds`, or `module:NAME`.
 """
 
@@ -29,10 +29,10 @@ from rlhpc.runtime.text import shown
 
 @dataclass(frozen=True)
 class Preparation:
-    """What the workflow does before training.
+    """Steps of the workflow before training.
 
     Attributes:
-        sft: Configuration of a run that comes first, relative to this run's; and what is changed in it.
+        sft: Configuration of a run that comes first, relative to this run's; and its overrides.
         demos: The file for an expert's episodes, the expert, and how many episodes to record.
         evaluates_start: Whether the model is also evaluated before training, as step 0.
     """
@@ -44,16 +44,16 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Exporting:
-    """What `rlhpc convert` was asked for.
+    """Options of `rlhpc convert`.
 
     Attributes:
         licence: SPDX identifier for the model card.
-        adapter_only: With LoRA: the adapter alone.
-        base: With LoRA: where the adapted model is now, if it has moved.
-        dtype: Of the written weights; None keeps that of training.
-        critic: The critic rather than the policy.
-        released: As the model's family is released, for its own code.
-        trust_code: Import what the checkpoint names as `module:Class`.
+        adapter_only: With LoRA: write only the adapter.
+        base: With LoRA: present path of the adapted model, if it has moved.
+        dtype: Dtype of the written weights; None keeps that of training.
+        critic: Write the critic rather than the policy.
+        released: Write the format in which the model's family is released, for its own code.
+        trust_code: Import names of the form `module:Class` in the checkpoint.
     """
 
     licence: str | None = None
@@ -67,10 +67,10 @@ class Exporting:
 
 @dataclass(frozen=True)
 class Headline:
-    """A number by which runs of a kind are judged: a column of tables, and of `rlhpc status`.
+    """Number by which runs of a task type are judged: a column of tables, and of `rlhpc status`.
 
     Attributes:
-        metric: Name in metrics.jsonl; `eval/…` for a result of evaluations, `eval/pass_at_k` for that of the largest k.
+        metric: Name in metrics.jsonl; `eval/…` for a result of evaluations, `eval/pass_at_k` for the largest k.
         title: Title of the column.
         form: `share` (a percentage with its interval), `count`, or `number`.
     """
@@ -85,12 +85,12 @@ class PlayOptions:
     """Options of `rlhpc play`; None stands for the default.
 
     Attributes:
-        film: Where the film goes if there is no display.
-        episodes: How many episodes are played.
-        seed: Of the environment, or of sampling.
+        film: File of the film if no display is available.
+        episodes: Number of episodes to play.
+        seed: Seed of the environment, or of sampling.
         system: First message of a conversation.
-        max_tokens: Most tokens of a reply.
-        trust_code: Import what the checkpoint names as `module:Class`.
+        max_tokens: Maximum number of tokens of a reply.
+        trust_code: Import names of the form `module:Class` in the checkpoint.
     """
 
     film: Path
@@ -103,16 +103,16 @@ class PlayOptions:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a report that depend on the kind of run, as HTML and SVG.
+    """Parts of a report that depend on the task type, as HTML and SVG.
 
     Attributes:
-        subject: What is trained on what, for the subtitle.
+        subject: Model and task, for the subtitle.
         cards: The key figures.
         curves: Learning curves, the most important first.
         evaluation: Plot and table of the evaluations.
         times: Curves of time.
-        evaluated: Step → what its first evaluation says, for the table of checkpoints.
-        trained: The metric that the table of checkpoints shows, and its title.
+        evaluated: Step → result of its first evaluation, for the table of checkpoints.
+        trained: Metric in the table of checkpoints, and its title.
     """
 
     subject: str
@@ -148,7 +148,7 @@ Cfg = TypeVar("Cfg", bound=RunConfig)
 
 @dataclass(frozen=True)
 class Kind(Generic[Cfg]):
-    """A kind of run. Nothing here is heavy: methods import what they need.
+    """Task type of runs. Construction is cheap: methods import their dependencies.
 
     Attributes:
         name: Its name in `runner.task_type`.
@@ -156,20 +156,20 @@ class Kind(Generic[Cfg]):
         roles: Group → its worker class, as `module:Class`.
         runner: Class of the loop that drives them, as `module:Class`; called with the configuration and the groups by name.
         preload: Modules that the fork server imports.
-        curves: Curves that its report always has, file name → title.
+        curves: Curves that its report always has: file name → title.
         compared: Metrics by which runs are compared: name, title, axis; those of evaluations begin with `eval/`.
         headlines: Numbers by which its runs are judged, the most important first; empty for those of `compared`.
         ranges: Key → the range of its number.
-        choices: Key → the words it may have.
-        conditions: Keys that a run reads under a condition alone; it always reads the others.
-        evaluation: Keys, or sections (with a dot at the end), that change what evaluations do, and nothing else.
-        free: Those of the machine and of how the work is cut into pieces: a run goes on with others.
+        choices: Key → its allowed words.
+        conditions: Keys that a run reads only under a condition; it always reads the others.
+        evaluation: Keys, or sections (with a dot at the end), that change evaluations and nothing else.
+        free: Keys changeable on resume: those of the machine and of the division of the work.
         expendable: Groups that may be lost and restarted in a submitted run.
-        independent: Those of them whose ranks have no collectives among themselves: one that dies is restarted alone.
-        workload: What a step consists of, for `rlhpc tune`: a function of the configuration and of the steps by which those
-            who sample may be ahead at most, as `module:function`, that gives a `Workload`; "" if nobody knows.
-        account: What its ranks hold in memory, for `rlhpc plan`: a `rlhpc.runs.memory.plan.Accounting`, as `module:function`;
-            "" if nobody knows.
+        independent: Expendable groups whose ranks have no collectives among themselves: a dead rank is restarted alone.
+        workload: Workload of a step, for `rlhpc tune`: a function as `module:function` that takes the configuration and the
+            maximum staleness in steps, and returns a `Workload`; "" if unknown.
+        account: Memory account of its ranks, for `rlhpc plan`: a `rlhpc.runs.memory.plan.Accounting`, as `module:function`;
+            "" if unknown.
     """
 
     name: str
@@ -192,11 +192,11 @@ class Kind(Generic[Cfg]):
 
     @functools.cached_property
     def schema(self) -> Schema:
-        """The keys of its configuration."""
+        """Schema of its configuration."""
         return Schema(self.config, self.name)
 
     def whose(self, key: str) -> str:
-        """The complaint about a key that another kind of run has; empty if none has it."""
+        """Returns the complaint about a key that another task type has; empty if none has it."""
         owners = [kind.name for kind in all_kinds() if kind.name != self.name and key in kind.schema]
         if not owners:
             return ""
@@ -206,41 +206,47 @@ class Kind(Generic[Cfg]):
     # -- groups ---------------------------------------------------------------------------------------------------
 
     def roles_of(self, cfg: Cfg) -> Mapping[str, str]:
-        """The groups of a run with this configuration, and their worker classes: `roles`, and whatever it asks for besides."""
+        """Returns the groups of a run with this configuration and their worker classes: `roles`, and groups that the
+        configuration adds.
+        """
         del cfg
         return self.roles
 
     def components(self, cfg: Cfg) -> Sequence[str]:
-        """The names that `cluster.component_placement` may have, for messages."""
+        """Returns the names that `cluster.component_placement` may have, for messages."""
         return list(self.roles_of(cfg))
 
     def expendable_of(self, cfg: Cfg) -> frozenset[str]:
-        """`expendable`, of those groups."""
+        """Returns the expendable groups of a run with this configuration."""
         del cfg
         return self.expendable
 
     def independent_of(self, cfg: Cfg) -> frozenset[str]:
-        """`independent`, of those groups."""
+        """Returns the independent groups of a run with this configuration."""
         del cfg
         return self.independent
 
     def elastic_of(self, cfg: Cfg) -> dict[str, int]:
-        """Groups that go on without ranks that have ended, and how many they need at least."""
+        """Returns the groups that continue without ranks that have ended, and the minimum number of ranks of each."""
         del cfg
         return {}
 
     def patience_of(self, cfg: Cfg) -> dict[str, float]:
-        """Of the groups of `elastic_of`, those whose ranks are taken for lost sooner than others: the seconds of silence."""
+        """Returns the seconds of silence after which ranks of a group are declared lost, for elastic groups with a shorter
+        time than usual.
+        """
         del cfg
         return {}
 
     def why_fixed(self, cfg: Cfg) -> str:
-        """Why no group of `elastic_of` is in this run, and what would have to change, for messages; "" if nothing would do."""
+        """Returns the reason why this run has no elastic groups, and the change that would allow them, for messages; "" if no
+        change would.
+        """
         del cfg
         return ""
 
     def most_useful(self, cfg: Cfg, started: Mapping[str, int]) -> dict[str, int]:
-        """Of the groups of `elastic_of`: ranks beyond which there is nothing more to do at a time.
+        """Returns the maximum number of ranks that each elastic group can use at a time.
 
         Args:
             cfg: The configuration.
@@ -252,24 +258,24 @@ class Kind(Generic[Cfg]):
     # -- configuration --------------------------------------------------------------------------------------------
 
     def missing(self, cfg: Cfg) -> list[str]:
-        """Required keys that are not set."""
+        """Returns the required keys that are not set."""
         del cfg
         return []
 
     def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
-        """Refuses names and combinations that cannot work; imports no torch, and writes nothing.
+        """Raises an error for names and combinations that cannot work; imports no torch, and writes nothing.
 
         Args:
             cfg: The configuration.
             fail: Makes the error for a key and the rule that it breaks.
-            training: Also check what only training needs.
+            training: Also check values that only training needs.
 
         Raises:
-            ConfigError: The first rule that is broken.
+            ConfigError: The first broken rule.
         """
 
     def check_placement(self, cfg: Cfg, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Refuses counts of processes that do not fit.
+        """Raises an error for numbers of processes that do not fit.
 
         Args:
             cfg: The configuration.
@@ -281,45 +287,45 @@ class Kind(Generic[Cfg]):
         """
 
     def checks(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Yields what has to hold before a run starts and its configuration alone does not tell, in the order of a start.
+        """Yields the checks before a start that need more than the configuration, in the order of a start.
 
-        `rlhpc train` makes all of these checks; `rlhpc plan` and `submit` make those that need files alone.
+        `rlhpc train` runs all of these checks; `rlhpc plan` and `submit` run those that need only files.
 
         Args:
-            cfg: The configuration, as `prepare` or `trial` gave it.
+            cfg: The configuration from `prepare` or `trial`.
             ranks: Number of processes of each group.
         """
         del cfg, ranks
         return iter(())
 
     def together_of(self, cfg: Cfg) -> dict[str, int]:
-        """Groups of which so many neighbouring ranks are one replica: they come, go and end together."""
+        """Returns the number of neighbouring ranks that form one replica, by group; they join, leave and end as a unit."""
         del cfg
         return {}
 
     def placed(self, cfg: Cfg, replicas: Mapping[str, int]) -> Cfg:
-        """The configuration, with what follows from the placement written down.
+        """Returns the configuration with the values that follow from the placement.
 
         Args:
             cfg: The configuration.
-            replicas: How many neighbouring ranks of each group are one engine.
+            replicas: Number of neighbouring ranks that form one engine, by group.
         """
         del replicas
         return cfg
 
     def prepare(self, cfg: Cfg, *, resumes: bool) -> Cfg:
-        """The configuration as its ranks get it; the caller's stays as it is.
+        """Returns the configuration for the ranks; the caller's stays unchanged.
 
         Args:
             cfg: The configuration.
-            resumes: The run goes on from a checkpoint.
+            resumes: The run continues from a checkpoint.
         """
         del resumes
         return cfg
 
     @contextlib.contextmanager
     def trial(self, cfg: Cfg) -> Iterator[Cfg]:
-        """Yields the configuration for `checks`, as `prepare` gives it; nothing that this makes remains.
+        """Yields the configuration for `checks`, as from `prepare`, and removes everything that this creates.
 
         Args:
             cfg: The configuration.
@@ -327,7 +333,7 @@ class Kind(Generic[Cfg]):
         yield self.prepare(cfg, resumes=False)
 
     def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
-        """How a checkpoint of this kind differs from this run: keys with its value there and here."""
+        """Returns the keys in which a checkpoint of this task type differs from this run, with both values."""
         del cfg, checkpoint
         return []
 
@@ -337,17 +343,17 @@ class Kind(Generic[Cfg]):
     # -- workflow -------------------------------------------------------------------------------------------------
 
     def preparation(self, cfg: Cfg) -> Preparation:
-        """What the workflow does before training."""
+        """Returns the steps of the workflow before training."""
         del cfg
         return Preparation()
 
     def recording(self, cfg: Cfg) -> tuple[int, bool]:
-        """How many episodes of the last policy are recorded, and whether only those that succeeded."""
+        """Returns the number of recorded episodes of the last policy, and whether only successful ones are recorded."""
         del cfg
         return 0, False
 
     def goal(self, cfg: Cfg) -> Any:
-        """What can end a segment before its planned step; None if nothing can."""
+        """Returns the goal that can end a segment before its planned step; None without one."""
         return early_end(cfg)
 
     def evaluation_metrics(self, cfg: Cfg) -> Sequence[str]:
@@ -367,9 +373,9 @@ class Kind(Generic[Cfg]):
             cfg: The configuration.
             checkpoint: Its folder.
             suite: Name of the evaluation.
-            episodes: How many; None for what the configuration says.
-            output: Where the result is written; None writes nothing.
-            trust_code: Import what the checkpoint names as `module:Class`.
+            episodes: Number of episodes; None for that of the configuration.
+            output: File for the result; None writes nothing.
+            trust_code: Import names of the form `module:Class` in the checkpoint.
 
         Returns:
             The result in a line.
@@ -377,11 +383,11 @@ class Kind(Generic[Cfg]):
         raise ConfigError(f"runs of kind {self.name} are not evaluated")
 
     def evaluate_model(self, cfg: Cfg, *, suite: str, output: Path | None) -> str:
-        """Evaluates the model that the configuration names, without a checkpoint; the result in a line."""
+        """Evaluates the model that the configuration names, without a checkpoint; returns the result in a line."""
         raise ConfigError(f"--model is for language models; {self.name} runs have none. Give a checkpoint")
 
     def play(self, cfg: Cfg, checkpoint: Path, options: PlayOptions) -> str:
-        """Shows a checkpoint's policy at work, or talks with it.
+        """Plays episodes with a checkpoint's policy, or chats with its model.
 
         Args:
             cfg: The configuration.
@@ -389,7 +395,7 @@ class Kind(Generic[Cfg]):
             options: Options.
 
         Returns:
-            The result in a line; "" where there is nothing to say.
+            The result in a line; "" without a result.
         """
         raise ConfigError(f"runs of kind {self.name} have nothing to play; rlhpc eval evaluates their checkpoints")
 
@@ -409,12 +415,12 @@ class Kind(Generic[Cfg]):
     # -- report ---------------------------------------------------------------------------------------------------
 
     def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
-        """Every chart of a run as SVG, by file name."""
+        """Returns every chart of a run as SVG, by file name."""
         del paths, rows
         return {}
 
     def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
-        """The parts of the report that are this kind's own.
+        """Returns the parts of the report that depend on the task type.
 
         Args:
             paths: The run.
@@ -426,29 +432,29 @@ class Kind(Generic[Cfg]):
 
 
 def early_end(cfg: RunConfig) -> list[Any] | None:
-    """Returns what ends a run that gets no better, as far as its configuration says; None if nothing does."""
+    """Returns the settings that end a run without improvement; None if the configuration has no early end."""
     return [cfg.runner.keep_best, cfg.runner.patience] if cfg.runner.patience > 0 else None
 
 
 def kind_names() -> list[str]:
-    """All names that `runner.task_type` may have, apart from `module:NAME`."""
+    """Returns all names that `runner.task_type` may have, except `module:NAME`."""
     return [*KINDS.built_in, *sorted(offered(KINDS.group))]
 
 
 def all_kinds() -> list[Kind]:
-    """All kinds of run that have a name: built-in and from entry points."""
+    """Returns all task types with a name: built-in ones and entry points."""
     return [find_kind(name) for name in kind_names()]
 
 
 def find_kind(name: str | None = None, source: str = "configuration") -> Kind[Any]:
-    """The kind of run that `runner.task_type` names.
+    """Returns the task type that `runner.task_type` names.
 
     Args:
-        name: In any case; None for the default.
-        source: Where the name is from, for messages.
+        name: Name in upper or lower case; None for the default.
+        source: Source of the name, for messages.
 
     Raises:
-        ConfigError: There is no such kind of run; says which there are.
+        ConfigError: The task type does not exist; the message lists the existing ones.
     """
     wanted = DEFAULT if name is None else name
     if path := KINDS.path(wanted):
@@ -466,17 +472,17 @@ def _checked(found: Any, name: str, source: str) -> Kind[Any]:
 
 
 def kind_of(cfg: Cfg) -> Kind[Cfg]:
-    """The kind of run that a configuration is for."""
+    """Returns the task type that a configuration is for."""
     return find_kind(cfg.runner.task_type)
 
 
 def kind_of_run(paths: RunPaths) -> Kind[Any]:
-    """The kind of a run, from its config.yaml; the default kind if that cannot be read."""
+    """Returns the task type of a run, from its config.yaml; the default if the file cannot be read."""
     return _kind_of_file(paths.config) or find_kind()
 
 
 def kind_of_checkpoint(checkpoint: Path) -> Kind[Any]:
-    """The kind of the run that made a checkpoint, from its config.yaml; the default kind if that cannot be read."""
+    """Returns the task type of a checkpoint's run, from its config.yaml; the default if the file cannot be read."""
     return _kind_of_file(checkpoint / CONFIG) or find_kind()
 
 

@@ -1,4 +1,4 @@
-"""`rlhpc train`: the composition root. Checks everything first, then Cluster → placement → groups → runner."""
+"""Composition root of `rlhpc train`: checks everything first, then builds cluster, placement, groups and runner."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
     """Trains a run, or one segment of it, to its end.
 
     Args:
-        cfg: Configuration, as `load_config` gives it.
-        segment: Which of `runner.segments`; it starts from the newest checkpoint and leaves `segments/<k>.json`. A
-            segment that is finished is not trained again.
-        resume_with: A run that has begun is continued even where the configuration says now that something else is trained.
+        cfg: Configuration from `load_config`.
+        segment: Number of a segment, below `runner.segments`; it starts from the newest checkpoint and writes
+            `segments/<k>.json`. A finished segment is not trained again.
+        resume_with: Continue a started run even if its training configuration has changed.
 
     Returns:
-        What the runner's `run` returns, and exit_code: 0, or that of a signal that ended the run early.
+        The result of the runner's `run`, and exit_code: 0, or that of a signal that ended the run early.
 
     Raises:
-        ConfigError, PlacementError, CheckpointError: Before anything was written.
-        WorkerFailed: A rank failed; the first one that did.
+        ConfigError, PlacementError, CheckpointError: A check failed; nothing was written.
+        WorkerFailed: A rank failed; the error is that of the first failed rank.
     """
     kind, given = kind_of(cfg), cfg
     require_live_allocation()

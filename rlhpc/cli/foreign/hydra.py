@@ -40,14 +40,14 @@ _RESOLVERS: Mapping[str, Callable[..., Any]] = {
 
 @dataclass
 class Composed:
-    """One configuration of several files.
+    """Configuration composed of several files.
 
     Attributes:
         leaves: Dotted key → value; a list is one value.
-        files: What was read, in the order of precedence, the last one winning.
-        unresolved: Keys whose references could not be followed, with the reason; their values are as written.
-        skipped: Entries of `defaults:` that concern Hydra alone.
-        texts: Dotted key → how its number or boolean is written.
+        files: Files in order of precedence; the last one wins.
+        unresolved: Keys whose references could not be resolved, with the reason; their values are as written.
+        skipped: Entries of `defaults:` that concern only Hydra.
+        texts: Dotted key → text of its number or boolean.
     """
 
     leaves: dict[str, Any] = field(default_factory=dict)
@@ -58,10 +58,10 @@ class Composed:
 
 
 def compose(path: Path) -> Composed:
-    """Reads a configuration and all that its `defaults:` name.
+    """Reads a configuration and all files that its `defaults:` name.
 
     Raises:
-        ConfigError: A file is missing, is not YAML or no mapping, or they include each other.
+        ConfigError: A file is missing, is not YAML or not a mapping, or files include each other.
     """
     found = Composed()
     tree = _read(path, found, (), [])
@@ -107,7 +107,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _search_path(content: Mapping[str, Any]) -> list[Path]:
-    """Folders that `hydra.searchpath` names, as far as they are on this machine."""
+    """Returns the folders of `hydra.searchpath` that exist on this machine."""
     section = content.get("hydra")
     listed = section.get("searchpath") if isinstance(section, dict) else None
     folders = []
@@ -119,7 +119,7 @@ def _search_path(content: Mapping[str, Any]) -> list[Path]:
 
 
 def _groups(entry: Any, path: Path, found: Composed) -> list[tuple[str, list[str]]]:
-    """(file without suffix, package) of an entry of `defaults:`."""
+    """Returns pairs of file without suffix and package, for an entry of `defaults:`."""
     if isinstance(entry, dict) and len(entry) == 1:
         key, option = next(iter(entry.items()))
         if str(key).startswith(("override ", "hydra/")) or option is None:
@@ -141,7 +141,7 @@ def _package(package: str, group: str) -> list[str]:
 
 
 def _find(name: str, path: Path, search: list[Path]) -> Path:
-    """The file of a group: beside the one that names it, in a folder above that, or on the search path."""
+    """Returns the file of a group: next to the file that names it, in a folder above that, or on the search path."""
     folders = [path.parent, *search, *list(path.parent.parents)[:2]]
     for folder in folders:
         if (file := (folder / f"{name.removesuffix('.yaml')}.yaml").resolve()).is_file():
@@ -198,7 +198,7 @@ def _paths(tree: Mapping[Any, Any], parents: tuple[Any, ...] = ()) -> Iterator[t
 
 
 def _hidden(value: Any, texts: list[str]) -> Any:
-    """The content, with a mark in place of each text that names an environment variable."""
+    """Returns the content with a placeholder for each text that names an environment variable."""
     if isinstance(value, dict):
         return {key: _hidden(below, texts) for key, below in value.items()}
     if isinstance(value, list):

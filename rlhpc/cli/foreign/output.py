@@ -1,4 +1,4 @@
-"""What a foreign configuration was translated to, as a YAML file with comments and as a report."""
+"""Output of a translated configuration: a YAML file with comments, and a report."""
 
 from __future__ import annotations
 
@@ -87,18 +87,18 @@ def report(made: Translation, source: str, project: str, files: Sequence[Path], 
 
 
 def _default(translation: Translation, key: str, project: str) -> str:
-    """Returns the comment at a value that comes from the foreign project's defaults alone."""
+    """Returns the comment at a value that comes only from the foreign project's defaults."""
     keys = translation.defaults.get(key, ())
     return f"{project}'s default of {', '.join(keys)}" if keys and not translation.origin[key] else ""
 
 
 def _origin(names: Sequence[str]) -> str:
-    """Theirs, as far as they fit on a line; the report has all."""
+    """Formats the foreign keys, as far as they fit on a line; the report lists all."""
     return ", ".join(names) if len(names) < 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 class _Leaf:
-    """A value, and the comment behind it."""
+    """Value with the comment behind it."""
 
     def __init__(self, value: Any, comment: str) -> None:
         self.value, self.comment = value, comment

@@ -23,7 +23,7 @@ def translate(found: Composed, source: str) -> Translation:
     """Translates a composed configuration.
 
     Raises:
-        ConfigError: It is none of RLinf's, or of a kind of run that rlhpc does not have.
+        ConfigError: It is not an RLinf configuration, or its task type has no counterpart in rlhpc.
     """
     leaves = found.leaves
     task, loss = str(leaves.get("runner.task_type")), str(leaves.get("algorithm.loss_type"))
@@ -96,7 +96,7 @@ def _resume(read: Reading) -> Any:
 
 
 def _placement(read: Reading) -> Any:
-    """Components by the names that the kind of run has here."""
+    """Returns the components by rlhpc's names."""
     if read.leaves["runner.task_type"] == "reasoning":
         known = ("actor", "rollout", "critic") if rlinf_defaults.has_critic(read.leaves) else ("actor", "rollout")
     else:
@@ -124,7 +124,7 @@ _ELSEWHERE = {
 
 
 def _accelerators(read: Reading) -> Any:
-    """How many accelerators a node has, if the placement counts them."""
+    """Returns the number of accelerators of a node, if the placement counts them."""
     ranks: list[int] = []
     for place in read.below("cluster.component_placement").values():
         for part in str(place).split(","):

@@ -1,4 +1,4 @@
-"""RLinf's configurations of embodied runs: what is played, PPO and GRPO, SAC, policies."""
+"""Translation tables of RLinf's embodied runs: environments, PPO and GRPO, SAC, policies."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ DTYPES = {"32": "float32", "fp32": "float32", "bf16": "bfloat16", "16": "float16
 
 
 def optimizer_rows(group: str) -> Rows:
-    """Settings of a group's optimizer that have the same name in both."""
+    """Returns the settings of a group's optimizer that have the same name in both projects."""
     names = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
     return [(key, key) for key in (f"{group}.optim.{name}" for name in names)]
 
 
 def adapter_rows() -> Rows:
-    """Adapters: RLinf's `lora_alpha` is their rank (models/__init__.py), so that they are not scaled."""
+    """Returns the rows of adapters: RLinf's `lora_alpha` equals their rank (models/__init__.py), so
+    that they are not scaled.
+    """
 
     def rank(read: Reading) -> Any:
         return int(read("actor.model.lora_rank", 32)) if read("actor.model.is_lora", False) else NOTHING
@@ -28,7 +30,9 @@ def adapter_rows() -> Rows:
 
 
 def choice(key: str, known: Mapping[str, Any], why: str = "") -> Rule:
-    """A value by its name; another one stays as it is, for a part that is registered under it."""
+    """Returns a rule that translates a value by its name; an unknown value stays unchanged, for a component registered under
+    that name.
+    """
 
     def rule(read: Reading) -> Any:
         value = read(key)
@@ -64,7 +68,7 @@ def _is_grpo(read: Reading) -> bool:
 
 
 def _decisions(read: Reading) -> int:
-    """Decisions that a slot makes in one of RLinf's rollouts."""
+    """Returns the decisions that a slot makes in one of RLinf's rollouts."""
     chunk = int(read("actor.model.num_action_chunks", 1))
     longest = int(read("env.train.max_steps_per_rollout_epoch", 0) or read("env.train.max_episode_steps", 1))
     return max(1, longest // chunk)
@@ -75,13 +79,14 @@ def _rounds(read: Reading) -> int:
 
 
 def _in_parts(read: Reading) -> bool:
-    """Whether the rounds of a rollout are `algorithm.rollout_parts`."""
+    """Returns whether the rounds of a rollout are `algorithm.rollout_parts`."""
     return bool(read("env.train.auto_reset", False)) or read("algorithm.loss_type") in ("actor", "actor_critic")
 
 
 def _slots(read: Reading) -> int:
-    """Number of slots. Where each rollout plays one episode in every slot and has no parts, further rounds become further
-    slots."""
+    """Returns the number of slots. If each rollout plays one episode in every slot and has no parts, further rounds become
+    further slots.
+    """
     slots, rounds = int(read("env.train.total_num_envs", 8)), 1
     if not _in_parts(read) and (rounds := _rounds(read)) > 1:
         read.leave(
@@ -245,7 +250,7 @@ def _value_clip(read: Reading) -> Any:
 
 
 def _without_use(read: Reading) -> Any:
-    """Leaves out keys that have no effect in this configuration, though they would in another."""
+    """Omits keys that have no effect in this configuration, though they would in another."""
     if read.leaves.get("actor.optim.value_lr") == read.leaves.get("actor.optim.lr"):
         read.leave("actor.optim.value_lr", "policy and critic share one learning rate", False)
     if _is_grpo(read):
@@ -289,7 +294,7 @@ PPO: Rows = [
 
 
 def _ratio(read: Reading) -> float:
-    """Updates per transition; RLinf counts them per step of the runner."""
+    """Returns the updates per transition; RLinf counts them per step of the runner."""
     transitions = int(read("env.train.total_num_envs", 8)) * _decisions(read) * _rounds(read)
     return int(read("algorithm.update_epoch")) / transitions
 
@@ -335,7 +340,7 @@ def _is_mlp(read: Reading) -> bool:
 
 
 def _seeing(rule: str | Rule) -> Rule:
-    """The rule, applied to vision-language-action models only."""
+    """Returns the rule restricted to vision-language-action models."""
 
     def seeing(read: Reading) -> Any:
         if read.leaves.get("actor.model.model_type", "mlp_policy") in _FROM_NOTHING:

@@ -1,4 +1,4 @@
-"""RLinf's configurations of language models."""
+"""Translation tables of RLinf's language models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _clip(side: str) -> Rule:
 
 
 def _dtype(key: str, fallback: str) -> Rule:
-    """A precision; `fallback` takes the place of float16, which trains with a loss scale that rlhpc does not have."""
+    """Returns a rule for a precision; `fallback` replaces float16, which needs a loss scale that rlhpc does not have."""
 
     def rule(read: Reading) -> Any:
         name = DTYPES.get(str(read(key, "bf16")).lower().removesuffix("-mixed"), "bfloat16")
@@ -47,7 +47,7 @@ def _dtype(key: str, fallback: str) -> Rule:
 
 
 def _engine_dtype(read: Reading) -> Any:
-    """The engine's precision, if it is not the actor's."""
+    """Returns the engine's precision, if it differs from the actor's."""
     same = read("rollout.model.precision") in (None, read.leaves.get("actor.model.precision"))
     return NOTHING if same else _dtype("rollout.model.precision", "float16")(read)
 
@@ -129,7 +129,7 @@ def _language_normalization(read: Reading) -> str:
 
 
 def _by_trainer(group: str, megatron: str, fsdp: str) -> Rule:
-    """The key that the group's trainer in RLinf reads."""
+    """Returns a rule for the key that the group's trainer in RLinf reads."""
     megatron, fsdp = f"{group}.{megatron}", f"{group}.{fsdp}"
 
     def rule(read: Reading) -> Any:
@@ -186,7 +186,7 @@ def _optimizer(group: str) -> Rule:
 
 
 def _trained(group: str) -> Rows:
-    """Rows of a group that trains."""
+    """Returns the rows of a trained group."""
     return [
         (f"{group}.training_backend", _trainer(group)),
         (f"{group}.max_tokens_per_micro_batch", _pass_tokens),

@@ -1,4 +1,4 @@
-"""RLinf's keys without a counterpart, and why. The first pattern that fits a key counts."""
+"""Keys of RLinf without a counterpart, with the reasons. The first pattern that fits a key counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a foreign configuration is translated: rules that read its keys, and a record of what became of each."""
+"""Translation rules of a foreign configuration: they read its keys, and record the outcome for each."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Reading:
         self.looked: set[str] = set()
 
     def __call__(self, key: str, default: Any = None) -> Any:
-        """A value; where the key is missing or null, the foreign project's default, or else `default`."""
+        """Returns a value; if the key is missing or null, the foreign project's default, or else `default`."""
         if key in self.leaves:
             self.looked.add(key)
         value = self.leaves.get(key)
         return self.defaults.get(key, default) if value is None or value == "None" else value
 
     def below(self, prefix: str) -> dict[str, Any]:
-        """All below a key, by the rest of their names."""
+        """Returns all values below a key, by the remainders of their names."""
         found = {key: value for key, value in self.leaves.items() if key.startswith(f"{prefix}.")}
         self.looked |= set(found)
         return {key[len(prefix) + 1 :]: value for key, value in found.items()}
 
     def leave(self, key: str, why: str, differs: bool = True) -> Any:
-        """Says why a key is left out; returns `NOTHING`, so that a rule can end with it."""
+        """Records why a key is omitted; returns `UNSET`, so that a rule can end with it."""
         if key in self.written:
             self.said[key] = (why, differs)
         return NOTHING
@@ -92,7 +92,7 @@ class Translation:
 
     @property
     def used(self) -> list[str]:
-        """Foreign keys that something was made of."""
+        """Foreign keys that contribute to the result."""
         made = {key for keys in self.origin.values() for key in keys}
         return [key for key in self.theirs if key in made]
 
@@ -104,15 +104,15 @@ def translated(
     unmatched: Sequence[Left],
     defaults: Mapping[str, Any] | None = None,
 ) -> Translation:
-    """Translates by a table.
+    """Translates a configuration by a table.
 
     Args:
-        kind: What kind of run it is, in words.
+        kind: Task type, in words.
         leaves: The foreign configuration.
-        rules: (our key, their key whose value is taken as it is, or a rule). A row without a key of ours only says
-            why theirs are left out.
-        unmatched: What has no counterpart; the first pattern that fits says why.
-        defaults: Values that the foreign project computes with where a key is left out.
+        rules: (key of rlhpc, foreign key whose value is copied, or a rule). A row without a key of rlhpc only records
+            why foreign keys are omitted.
+        unmatched: Keys without a counterpart; the first pattern that fits gives the reason.
+        defaults: Values that the foreign project uses for omitted keys.
     """
     read, translation = Reading(leaves, defaults), Translation(kind, theirs=dict(leaves))
     idle: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a logger is, and what it is told about the run."""
+"""Logger interface, and the facts about the run that a logger receives."""
 
 from __future__ import annotations
 
@@ -21,50 +21,52 @@ _stdout = sys.stdout
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The run whose rows a logger gets."""
+    """Facts about the run whose rows a logger receives."""
 
     name: str
     """`runner.name`."""
     folder: Path
-    """The run folder; a logger keeps its files in a folder of its own below it."""
+    """The run folder; a logger writes its files to its own folder below it."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The configuration, nested, without secrets."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """What the logger must know when the run is resumed, such as the service's id of the run: JSON-able, kept in
+    """State that the logger needs when the run is resumed, such as the service's id of the run: JSON values, stored in
     `loggers.json` after `open`, `commit` and `close`. Empty at a fresh start."""
 
 
 class RunLogger(Protocol):
-    """A place for metric rows. Built with what `runner.logger.kwargs` has for its name.
+    """Destination of metric rows, built with the arguments under its name in `runner.logger.kwargs`.
 
-    All methods are called on one thread, which is not the one that trains. Whatever they raise ends this logger with
-    a warning; the run and the other loggers go on.
+    All methods are called on one thread, which is not the training thread. Any exception ends this logger with a
+    warning; the run and the other loggers continue.
     """
 
     def open(self, run: RunFacts, resume_step: int | None) -> int | None:
-        """Begins, or goes on where the run is resumed.
+        """Starts the logger, or continues if the run is resumed.
 
         Args:
             run: The run.
             resume_step: The step that the run continues from; None for a fresh start.
 
         Returns:
-            The last step that is there already. Rows up to it are not given to `log`; those after it that
-            metrics.jsonl has are given first. None: nothing is there.
+            The last step that the destination already has. `log` receives no rows up to it; later rows of metrics.jsonl
+            are passed first. None if it has no rows.
         """
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         """Adds a row; values may be NaN. Steps ascend; a step may come twice, with other metrics."""
 
     def commit(self) -> None:
-        """A checkpoint is about to be written: what was logged should not be lost."""
+        """Makes the logged rows durable as far as possible, because a checkpoint is about to be written."""
 
     def close(self) -> None:
-        """The end of this start; the run may be resumed later. Also called after a failure of `open` or `log`."""
+        """Closes the logger at the end of this start; the run may be resumed later. Also called after a failure of `open` or
+        `log`.
+        """
 
 
 class ServiceLogger:
-    """What the loggers share whose library has an object for a run, with `log` and `finish`; `open` puts it into `_run`."""
+    """Base class of loggers whose library has a run object with `log` and `finish`; `open` stores it in `_run`."""
 
     _run: Any = None
 
@@ -72,7 +74,9 @@ class ServiceLogger:
         self._run.log(dict(row), step=step)
 
     def commit(self) -> None:
-        """The library writes by itself; what a killed start had in memory is handed over again at a resume."""
+        """Does nothing: the library writes by itself, and rows that a killed start had in memory are passed again at a
+        resume.
+        """
 
     def close(self) -> None:
         if self._run is not None:
@@ -81,10 +85,10 @@ class ServiceLogger:
 
 
 def require(name: str) -> Any:
-    """The package that a logger is called after, which not everybody has.
+    """Imports the optional package that a logger is named after.
 
     Raises:
-        ConfigError: It is not there; says what to install.
+        ConfigError: The package is missing; the message names what to install.
     """
     return required(name, f"logger {name!r} needs a package that cannot be imported", name)
 
@@ -121,10 +125,10 @@ _SECRET_IN_URL = re.compile(r"([?&](?:\w*token|\w*key|password|secret)=)[^&\s]+"
 
 
 def public_config(raw: Any, resolved: Any) -> Any:
-    """A configuration without secrets.
+    """Returns a configuration without secrets.
 
-    Hidden are texts whose key says that they are secret, all texts below `headers` and the like, and user names and
-    keys within addresses. What comes from the environment stays `${oc.env:NAME}`.
+    It hides texts whose key names a secret, all texts below `headers` and similar sections, and user names and keys within
+    addresses. References to the environment stay `${oc.env:NAME}`.
 
     Args:
         raw: Nested containers as written, interpolations unresolved.
@@ -151,7 +155,7 @@ def _public(key: str, raw: Any, value: Any, *, hidden: bool) -> Any:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys joined by dots; lists stay whole."""
+    """Returns nested keys joined by dots; lists are not flattened."""
     out: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -168,7 +172,7 @@ _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """The whole records of a file, up to where a killed process stopped."""
+    """Yields the complete records of a file, up to the point where a process was killed."""
     raw = path.read_bytes()
     at, record = _HEADER, b""
     while at + _HEADER <= len(raw):

@@ -1,4 +1,4 @@
-"""One logger on a thread of its own: the network, a full disk or a hanging service never hold up training."""
+"""Feed of a logger on a separate thread, so that the network, a full disk or a hanging service never delays training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Row = tuple[int, Mapping[str, float]]
 
 
 class Memory:
-    """`loggers.json`: what each logger must know when the run is resumed."""
+    """State of the loggers for a resumed run (`loggers.json`)."""
 
     def __init__(self, path: Path, *, fresh: bool) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -38,11 +38,11 @@ class Memory:
             self._content = {key: value for key, value in found.items() if isinstance(value, dict)}
 
     def recall(self, name: str) -> dict[str, Any]:
-        """A copy of what a logger had kept."""
+        """Returns a copy of a logger's stored state."""
         return dict(self._content.get(name, {}))
 
     def keep(self, name: str, content: dict[str, Any]) -> None:
-        """Replaces it, in the file too."""
+        """Replaces a logger's state, also in the file."""
         with self._lock:
             if self._content.get(name, {}) != content:
                 self._content[name] = dict(content)
@@ -50,7 +50,7 @@ class Memory:
 
 
 class Feed:
-    """Gives rows to one logger, in order, and ends it at its first failure with a warning."""
+    """Feed of one logger: passes rows in order, and ends at the first failure with a warning."""
 
     def __init__(
         self,
@@ -61,15 +61,15 @@ class Feed:
         resume_step: int | None = None,
         backlog: Sequence[Row] = (),
     ) -> None:
-        """Starts.
+        """Starts the thread.
 
         Args:
-            name: Of the logger, for messages and `loggers.json`.
-            logger: Not yet opened.
+            name: Name of the logger, for messages and `loggers.json`.
+            logger: Logger that is not yet open.
             run: Facts of the run; its memory is the logger's.
-            memory: All loggers' memories.
+            memory: State of all loggers.
             resume_step: As for `RunLogger.open`.
-            backlog: Rows that metrics.jsonl has from earlier starts: what the logger lacks of them it gets first.
+            backlog: Rows of metrics.jsonl from earlier starts; the logger first receives those that it lacks.
         """
         self._name, self._logger, self._run, self._memory = name, logger, run, memory
         self._resume_step, self._backlog = resume_step, backlog
@@ -79,7 +79,7 @@ class Feed:
         self._thread.start()
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
-        """Hands a row over; returns at once."""
+        """Queues a row; returns at once."""
         self._put((step, row))
 
     def commit(self) -> None:
@@ -91,7 +91,7 @@ class Feed:
         self._put(_END)
 
     def wait(self, deadline: float) -> None:
-        """Until it has ended, or until `deadline` (of `time.monotonic`), with a warning."""
+        """Waits until the logger has ended, or until `deadline` (of `time.monotonic`), with a warning."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive() and not self._over:
             self._give_up("it did not end in time")
@@ -142,7 +142,7 @@ class Feed:
 
 
 def end_all(feeds: Iterable[Feed]) -> None:
-    """Ends all at once, within `CLOSE_S` seconds together."""
+    """Ends all feeds at once, within `CLOSE_S` seconds."""
     feeds = list(feeds)
     for feed in feeds:
         feed.end()

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""MLflow logger."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _LONGEST_VALUE = 6000
 
 
 class MLflowLogger:
-    """A run of MLflow; in the run's own database, `<run>/mlflow.db`, where no server is named."""
+    """Logger to an MLflow run; without a server it writes to the run's own database, `<run>/mlflow.db`."""
 
     def __init__(
         self, *, tracking_uri: str | None = None, experiment: str = "rlhpc", tags: Mapping[str, str] | None = None
     ) -> None:
-        """
+        """Creates the logger.
+
         Args:
             tracking_uri: The server or store; by default `MLFLOW_TRACKING_URI`, else the run's own database.
-            experiment: MLflow's experiment; it is made where it does not exist.
-            tags: Of the run.
+            experiment: MLflow's experiment; created if it does not exist.
+            tags: Tags of the run.
         """
         self._uri, self._experiment, self._tags = tracking_uri, experiment, dict(tags or {})
         self._client: Any = None
@@ -63,7 +64,7 @@ class MLflowLogger:
             self._client.log_batch(self._run_id, metrics=metrics[begin : begin + _METRICS], synchronous=True)
 
     def commit(self) -> None:
-        """Each row was a transaction."""
+        """Does nothing: each row was a transaction."""
 
     def close(self) -> None:
         if self._run_id:
@@ -85,5 +86,5 @@ class MLflowLogger:
 
 
 def _allowed(name: str) -> str:
-    """MLflow's names have letters, digits and `_-. /` only."""
+    """Returns a name with the characters that MLflow allows: letters, digits and `_-. /`."""
     return re.sub(r"[^\w\-. /]", "_", name)[:250]

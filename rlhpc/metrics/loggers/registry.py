@@ -1,4 +1,4 @@
-"""Loggers by name: built in, an entry point of group `rlhpc.loggers`, or `module:Class`."""
+"""Registry of loggers: built in, an entry point of group `rlhpc.loggers`, or `module:Class`."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _PACKAGES = {"mlflow": ("mlflow", "sqlalchemy", "alembic")}
 
 
 def logger_names() -> list[str]:
-    """All names."""
+    """Returns all names of loggers."""
     return [JSONL, *LOGGERS.names()]
 
 
 def find_logger(name: str) -> Callable[..., RunLogger]:
-    """The class of a logger; imports nothing of the service.
+    """Returns the class of a logger; imports no package of the service.
 
     Raises:
-        ConfigError: Unknown, or its package is not installed.
+        ConfigError: The logger is unknown, or its package is not installed.
     """
     lower = name.lower()
     if ":" not in name and lower not in LOGGERS.names():
@@ -56,14 +56,14 @@ def find_logger(name: str) -> Callable[..., RunLogger]:
 
 
 def build_loggers(names: Iterable[str], kwargs: Mapping[str, Any]) -> dict[str, RunLogger]:
-    """The loggers of a run by name, without `jsonl`, not yet opened.
+    """Returns the loggers of a run by name, without `jsonl`, not yet open.
 
     Args:
         names: `runner.logger.logger_backends`.
-        kwargs: `runner.logger.kwargs`: name → what its class is built with.
+        kwargs: `runner.logger.kwargs`: name → arguments of its class.
 
     Raises:
-        ConfigError: A name is unknown, a package is missing, or an argument is not taken.
+        ConfigError: A name is unknown, a package is missing, or an argument is not accepted.
     """
     classes = {name: find_logger(name) for name in names if name.lower() != JSONL}
     known = {*map(str.lower, classes), *logger_names()}
@@ -77,7 +77,7 @@ def build_loggers(names: Iterable[str], kwargs: Mapping[str, Any]) -> dict[str, 
 
 
 def check_loggers(names: Iterable[str], kwargs: Mapping[str, Any]) -> None:
-    """Whether a run can have these loggers; raises as `build_loggers` does and writes nothing."""
+    """Checks that a run can have these loggers; raises as `build_loggers` does and writes nothing."""
     build_loggers(names, kwargs)
 
 

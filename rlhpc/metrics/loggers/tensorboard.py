@@ -1,7 +1,7 @@
-"""TensorBoard's event files, through one handle.
+"""TensorBoard logger: event files, through one handle.
 
-tensorboard's own writer, where TensorFlow is missing, opens and closes its file for each record, and torch's makes a
-record of each scalar: on a shared file system every metric of every step costs a round trip for an open and a close.
+Without TensorFlow, tensorboard's own writer opens and closes its file for each record, and torch's writer makes a record
+of each scalar: on a shared file system every metric of every step costs a round trip for an open and a close.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LAST = "step"
 
 
 class TensorBoardLogger:
-    """One event a row, with all its scalars; one write an event."""
+    """Logger to TensorBoard's event files: one event a row, with all its scalars; one write an event."""
 
     def __init__(self) -> None:
         self._folder = Path()
@@ -50,7 +50,7 @@ class TensorBoardLogger:
         self._memory[_LAST] = step
 
     def commit(self) -> None:
-        """Nothing waits in memory."""
+        """Does nothing: no rows wait in memory."""
 
     def close(self) -> None:
         if self._file is not None:

@@ -1,4 +1,4 @@
-"""Whether a run's ranks fit where they are placed: the accounts of all groups, added up by accelerator and by node."""
+"""Memory plan: the accounts of all groups, summed by accelerator and by node, compared with the available memory."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ _ASK_S = 10.0
 
 
 def parse_bytes(text: str) -> float | None:
-    """Bytes of what Slurm would write: `80G`, `512M`; a bare number is in MiB. None for what is no size, or 0 (all there
-    is)."""
+    """Parses a size in Slurm's form into bytes: `80G`, `512M`; a bare number is in MiB. Returns None for another form, or for
+    0 (all memory).
+    """
     found = _SIZE.fullmatch(text.strip())
     return float(found[1]) * (1 << _UNITS[found[2].upper()]) or None if found else None
 
 
 def accelerator_room(cfg: RunConfig, cluster: Cluster, node: int) -> tuple[float | None, str]:
-    """Bytes of an accelerator of a node, and who says so.
+    """Returns the bytes of an accelerator of a node, and the source of the number.
 
     Args:
         cfg: The configuration.
@@ -69,13 +70,13 @@ def _found_here() -> float | None:
 
 
 def host_room(cfg: RunConfig, cluster: Cluster, node: int, *, here: bool) -> tuple[float | None, str]:
-    """Bytes of a node that the run may use, and who says so.
+    """Returns the bytes of a node that the run may use, and the source of the number.
 
     Args:
         cfg: The configuration.
         cluster: The nodes.
         node: Rank of the node.
-        here: Whether the run starts on this machine, rather than in a job.
+        here: True if the run starts on this machine rather than in a job.
     """
     for raw in read_key(cfg.cluster, "node_groups", ()):
         label = str(read_key(raw, "label"))
@@ -96,16 +97,16 @@ _SHM = 0.5
 
 
 class Accounting(Protocol):
-    """What a kind of run names as its `account`."""
+    """Function of a task type that returns the memory accounts of its groups (`Kind.account`)."""
 
     def __call__(self, cfg: Any, ranks: Mapping[str, GroupRanks], *, build: bool, measure: bool) -> Sequence[Account]:
-        """What a rank of each group holds.
+        """Returns the memory account of a rank of each group.
 
         Args:
             cfg: The configuration.
-            ranks: The groups, and where they are.
-            build: Whether models may be built, without their weights, to be looked at; that imports torch.
-            measure: Whether also what takes longer may be done, such as to make an environment.
+            ranks: Ranks of each group.
+            build: Allow building models without their weights for inspection; that imports torch.
+            measure: Also allow slower measurements, such as the creation of an environment.
         """
 
 
@@ -134,23 +135,23 @@ class MemoryPool:
 
     @property
     def nbytes(self) -> float:
-        """What is there at most."""
+        """Maximum use in bytes."""
         always = math.fsum(n for group, n in self.held.items() if group not in self.turns)
         return always + max((n for group, n in self.held.items() if group in self.turns), default=0.0)
 
     @property
     def fits(self) -> bool | None:
-        """None if nobody knows."""
+        """True if the groups fit; None if `room` is unknown."""
         return None if self.room is None else self.nbytes <= self.usable * self.room
 
     @property
     def refused(self) -> bool:
-        """Whether it is certain that it does not fit."""
+        """True if the groups certainly do not fit."""
         least = self.nbytes if self.least is None else self.least
         return self.room is not None and least > self.usable * self.room
 
     def left_for(self, group: str) -> float | None:
-        """Bytes that the others leave a group."""
+        """Returns the bytes that the other groups leave to a group."""
         if self.room is None:
             return None
         others = {name: n for name, n in self.held.items() if name != group and not ({name, group} <= self.turns)}
@@ -174,7 +175,7 @@ class MemoryPlan:
     accelerated: Mapping[str, bool]
 
     def refusals(self) -> list[str]:
-        """Why it cannot fit; one for each group or place."""
+        """Returns the reasons why the run cannot fit, one for each group or pool."""
         found = [
             f"{account.group}: {words}" + _fitting(account, self.left.get(account.group))
             for account in self.accounts
@@ -184,18 +185,18 @@ class MemoryPlan:
         return found + [_overfull(self, place) for place in self.places if place.refused and said != set(place.held)]
 
     def doubts(self) -> list[str]:
-        """What may not fit: where ranks have a node's memory alone, and micro-batches may be smaller than they may be."""
+        """Returns the pools that may overflow: host memory of ranks, if micro-batches are not smaller than their limit."""
         return [_overfull(self, place) for place in self.places if place.fits is False and not place.refused]
 
 
 def memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: bool = False) -> MemoryPlan:
-    """Works out what each group's ranks hold, and what that makes where they are.
+    """Computes the memory of each group's ranks, and the totals of each memory pool.
 
     Args:
         cfg: The configuration.
-        plan: What would be started where.
-        build: Whether models of families that are not known by their configuration may be built to be looked at.
-        measure: Whether also what takes longer may be done.
+        plan: Placement of all ranks.
+        build: Allow building models for inspection if their family is not known by its configuration.
+        measure: Also allow slower measurements.
     """
     cluster = Cluster.planned(cfg.cluster)
     asked: dict[str, GroupRanks] = {}
@@ -211,7 +212,7 @@ def memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: b
 
 
 def _placed(cfg: RunConfig, cluster: Cluster) -> RunConfig:
-    """The configuration with what follows from the placement: how many ranks an engine has."""
+    """Returns the configuration with the values that follow from the placement: the number of ranks of an engine."""
     placement = HybridComponentPlacement(cfg, cluster)
     found = {name: placement.get_strategy(name).replica for name in placement.components}
     placed: RunConfig = kind_of(cfg).placed(cfg, found)
@@ -227,7 +228,7 @@ def _accounts(cfg: RunConfig, asked: Mapping[str, GroupRanks], build: bool, meas
 
 
 def memory_at_start(cfg: RunConfig, launcher: str) -> MemoryPlan | None:
-    """Returns what a start of the run goes by; None where it goes by nothing.
+    """Returns the memory plan that a start of the run checks; None if it checks none.
 
     Args:
         cfg: The configuration.
@@ -244,15 +245,15 @@ def memory_at_start(cfg: RunConfig, launcher: str) -> MemoryPlan | None:
 
 
 def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
-    """Refuses a run whose ranks cannot fit, before anything is started or submitted.
+    """Raises an error for a run whose ranks cannot fit, before anything is started or submitted.
 
     Args:
-        cfg: The configuration; `cluster.memory_check` says whether it is refused, warned of, or not looked at.
-        source: What the configuration is called.
+        cfg: The configuration; `cluster.memory_check` selects an error, a warning, or no check.
+        source: Name of the configuration.
         launcher: `slurm` or `local`.
 
     Raises:
-        ConfigError: It does not fit; names the term that is too large, and the nearest sizes that fit.
+        ConfigError: The run does not fit; names the largest term, and the nearest sizes that fit.
     """
     accounted = memory_at_start(cfg, launcher)
     if accounted is None:
@@ -366,7 +367,7 @@ def _rest(place: MemoryPool) -> tuple[Mapping[str, float], float | None, str, fl
 
 
 def _overfull(plan: MemoryPlan, place: MemoryPool) -> str:
-    """What is too much in a place, who is it, and what would fit."""
+    """Formats the excess of a pool, the groups in it, and changes that would fit."""
     assert place.room is not None
     kept = f", of which {1 - place.usable:.0%} is left free" if place.usable < 1 else ""
     words = f"{place.name}: {gib(place.nbytes)} would be there, and it has {gib(place.room)} ({place.said}{kept})"
@@ -392,11 +393,11 @@ _NAME = 38
 
 
 def render_memory(plan: MemoryPlan, *, measure: bool = False) -> str:
-    """The accounts of all groups, and the places where they are.
+    """Formats the accounts of all groups, and their memory pools.
 
     Args:
-        plan: The accounts.
-        measure: Also has PyTorch follow a step of those who train.
+        plan: The memory plan.
+        measure: Also let PyTorch trace a step of the trained groups.
     """
     if not plan.accounts:
         return ""

@@ -1,4 +1,4 @@
-"""From short runs to costs: which runs there are, and what each of them says."""
+"""Calibration of the cost model: short runs, and the costs computed from each of them."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _BOUND = "import os, sys; os.sched_setaffinity(0, eval(sys.argv[1])); os.execv(s
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """What a short run showed.
+    """Measurements of a short run.
 
     Attributes:
-        step_s: Seconds from the end of a step to that of the next, the median.
+        step_s: Median of the seconds from the end of a step to the end of the next.
         metrics: Metric → its median over the steps.
-        memory: Group → most bytes of host memory of a rank on this machine, shared pages in proportion.
-        device_memory: Group → most bytes of accelerator memory of a rank on this machine.
+        memory: Group → maximum bytes of host memory of a rank on this machine, shared pages in proportion.
+        device_memory: Group → maximum bytes of accelerator memory of a rank on this machine.
     """
 
     step_s: float
@@ -56,11 +56,11 @@ class MeasuredCosts:
 
 @dataclass(frozen=True)
 class ShortRuns:
-    """Runs a configuration for a few steps at a time.
+    """Short runs of a configuration, a few steps each.
 
     Attributes:
         config: File of the configuration, with all values resolved.
-        folder: Where the short runs have their folders, which are removed, and `logs`, which stay.
+        folder: Folder of the short runs' folders, which are removed, and of `logs`, which stay.
         always: Overrides of every run.
         steps: Steps that count.
         deadline_s: Seconds that a run may take.
@@ -76,12 +76,12 @@ class ShortRuns:
         """Runs the configuration with some changes.
 
         Args:
-            name: Of the run and of its log.
+            name: Name of the run and of its log.
             overrides: The changes.
-            cores: Cores that it may use; empty for all.
+            cores: Cores that the run may use; empty for all.
 
         Raises:
-            RlhpcError: It failed, with the words that it ended with, or did not end in time.
+            RlhpcError: The run failed, with its last message, or did not end in time.
         """
         log = self.folder / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ class _Watched:
 
 
 def _watch(command: Sequence[str], output: Any, paths: RunPaths, deadline_s: float) -> _Watched:
-    """Runs a command to its end, and looks at how much memory the run's ranks have."""
+    """Runs a command to its end, and samples the memory of the run's ranks."""
     found, begun, looked = _Watched(), time.monotonic(), 0.0
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
     try:
@@ -136,7 +136,7 @@ def _watch(command: Sequence[str], output: Any, paths: RunPaths, deadline_s: flo
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a run that is still at work: it need not save."""
+    """Ends a run that is still working; it need not save."""
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # the second one ends it at once
         if process.poll() is not None:
             return
@@ -147,7 +147,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _look(paths: RunPaths, found: _Watched) -> None:
-    """Notes the most memory that a rank of each group has had so far."""
+    """Updates the maximum memory of a rank of each group so far."""
     here, pids = node_name(), dict[int, str]()
     for file in paths.registry.glob("*/members/*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -164,7 +164,7 @@ def _look(paths: RunPaths, found: _Watched) -> None:
 
 
 def _device_memory() -> dict[int, float]:
-    """Bytes of accelerator memory of each process that computes on one."""
+    """Returns the bytes of accelerator memory of each process that computes on one."""
     found: dict[int, float] = {}
     for line in _nvidia_smi("--query-compute-apps=pid,used_memory"):
         pid, _, held = line.partition(",")
@@ -174,7 +174,7 @@ def _device_memory() -> dict[int, float]:
 
 
 def device_size() -> int:
-    """Bytes of the smallest accelerator's memory; 0 if there is none, or nobody knows."""
+    """Returns the bytes of the smallest accelerator's memory; 0 without an accelerator, or if unknown."""
     sizes = [int(line) for line in _nvidia_smi("--query-gpu=memory.total") if line.strip().isdigit()]
     return min(sizes, default=0) * 2**20
 
@@ -196,7 +196,7 @@ def _nvidia_smi(query: str) -> list[str]:
 
 
 def _failure(name: str, code: int, log: Path) -> RlhpcError:
-    """What to say about a run that failed: its own last words."""
+    """Returns the error of a failed run, with the run's last message."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     marked = next((i for i, line in enumerate(lines) if line.startswith("rlhpc: error: ")), None)
     words = "\n".join(lines[-1:] if marked is None else lines[marked:]).removeprefix("rlhpc: error: ")
@@ -225,14 +225,14 @@ _STEADY = 0.1
 
 @dataclasses.dataclass
 class Calibration:
-    """Measures what the phases of a workload cost on this machine.
+    """Measurement of the costs of a workload's phases on this machine.
 
     Attributes:
-        workload: What a step consists of.
-        shape: The machines of the configuration.
-        configured: The configuration's places and settings.
-        runs: Makes short runs.
-        say: Tells somebody what goes on.
+        workload: Phases of a step.
+        shape: Machines of the configuration.
+        configured: Placement and settings of the configuration.
+        runs: Short runs.
+        say: Prints progress messages.
     """
 
     workload: Workload
@@ -253,10 +253,10 @@ class Calibration:
         self.refused: dict[str, str] = {}
 
     def costs(self) -> Costs:
-        """Makes all short runs.
+        """Makes all short runs and returns the costs.
 
         Raises:
-            RlhpcError: The configuration itself does not run.
+            RlhpcError: The unchanged configuration does not run.
         """
         for name in ("plain", "again"):
             self._add(self._level(self._plain(name), self.first[-1].step_s))
@@ -275,12 +275,12 @@ class Calibration:
         return dataclasses.replace(costs.times(usual / self.first[0].step_s), spread=self._spread())
 
     def _spread(self) -> float:
-        """How far runs of the same thing, from the beginning to the end of all this, were apart."""
+        """Returns the relative spread of equal runs, from the beginning to the end of the calibration."""
         steps = [found.step_s for found in self.first]
         return (max(steps) - min(steps)) / statistics.fmean(steps)
 
     def knobs(self) -> tuple[Knob, ...]:
-        """The keys with those of their values that runs did not fail with."""
+        """Returns the keys with the values whose runs did not fail."""
         return tuple(
             Knob(knob.key, tuple(v for v in knob.values if word_of(knob.key, v) not in self.refused))
             for knob in self.workload.knobs
@@ -294,7 +294,7 @@ class Calibration:
         return found
 
     def _try(self, name: str, words: Sequence[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts | None:
-        """Makes a run that the costs can do without."""
+        """Makes a run that is optional for the costs."""
         try:
             found = self._run(name, words, cores)
             if self._spread() <= _STEADY:
@@ -309,12 +309,12 @@ class Calibration:
             return None
 
     def _plain(self, name: str) -> MeasuredCosts:
-        """Runs the configuration as it is."""
+        """Runs the unchanged configuration."""
         self.first.append(self._run(name, ()))
         return self.first[-1]
 
     def _level(self, found: MeasuredCosts, now: float) -> MeasuredCosts:
-        """A run as it would have been at first, from the seconds of a plain step at its time."""
+        """Returns a run's measurements as they would have been at first, from the seconds of a plain step at its time."""
         drift = now / self.first[0].step_s
         metrics = {name: value / drift if name.startswith("time/") else value for name, value in found.metrics.items()}
         return dataclasses.replace(found, step_s=found.step_s / drift, metrics=metrics)
@@ -327,7 +327,7 @@ class Calibration:
     # -- what they say --------------------------------------------------------------------------------------------
 
     def _without_factors(self) -> Costs:
-        """Curves, what is in no phase, threads and memory."""
+        """Returns curves, overhead, threads and memory."""
         curves = {name: Curve.through(samples) for name, samples in self.samples.items()}
         plain = [self._level(found, found.step_s) for found in self.first]
         turns = [phase for phase in self.workload.phases if phase.turn]
@@ -350,7 +350,7 @@ class Calibration:
         return QueueingModel(self.workload, costs, self.shape)
 
     def _threads(self) -> dict[str, int]:
-        """Threads of a rank of each group, as the runtime gives them."""
+        """Returns the threads of a rank of each group, as the runtime assigns them."""
         on_node: dict[int, int] = {}
         nodes: dict[str, set[int]] = {}
         for group, place in self.plain.places.items():
@@ -363,7 +363,7 @@ class Calibration:
         }
 
     def _scaling(self, costs: Costs) -> dict[str, float]:
-        """How the phases speed up with threads: one run in which each rank has one."""
+        """Measures the speed-up of the phases with threads: one run in which each rank has one thread."""
         ranks = sum(len(place.processes) for place in self.plain.places.values())
         granted = sorted(os.sched_getaffinity(0))
         if max(costs.threads.values()) < 2 or len(self.shape.cores) > 1 or "SLURM_JOB_ID" in os.environ:
@@ -405,7 +405,7 @@ class Calibration:
         }
 
     def _with(self, costs: Costs, knob: Knob, value: Any) -> Costs:
-        """The costs with what a value of a key changes."""
+        """Returns the costs with the changes by a value of a key."""
         word = word_of(knob.key, value)
         found = self._try(f"{knob.key.rpartition('.')[2]}_{value}", [word])
         if found is None:
@@ -422,7 +422,7 @@ class Calibration:
         return dataclasses.replace(costs, extra_s={**costs.extra_s, word: extra})
 
     def _is_work(self, knob: Knob, name: str) -> bool:
-        """Whether a phase's metric still says how long its group is at work: where steps overlap, waits say something else."""
+        """Returns whether a phase's metric still measures the work of its group; where steps overlap, waits do not."""
         phase = next(phase for phase in self.workload.phases if phase.name == name)
         return knob.key != self.workload.staleness or not phase.waits
 

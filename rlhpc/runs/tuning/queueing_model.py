@@ -1,10 +1,10 @@
-"""How long a step takes at a place: a closed queueing network, bounded as Denning and Buzen (1978) do.
+"""Predicted step time of a placement: a closed queueing network with the bounds of Denning and Buzen (1978).
 
-Stations are the groups, and the machines that they share. `K` customers go round: the stages of a rollout between policy and
-simulators, and the steps that may be under way at once (staleness + 1) between those who sample and those who train. A round
-then takes at least `max(D / K, D_max)`, where `D` is what one customer needs at all stations and `D_max` what the busiest
-station has to do for all of them; with service times as steady as here, it takes about that long. An all-reduce among `n`
-ranks takes `2 (n - 1) / n` of what it takes among two (Patarasuk and Yuan 2009).
+Stations are the groups, and the machines that they share. `K` customers circulate: the stages of a rollout between policy and
+simulators, and the concurrent steps (staleness + 1) between rollout and training. A round then takes at least
+`max(D / K, D_max)`, where `D` is the demand of one customer at all stations and `D_max` the demand of all customers at the
+busiest station; with steady service times as here, it takes about that long. An all-reduce among `n` ranks takes
+`2 (n - 1) / n` times as long as among two (Patarasuk and Yuan 2009).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rlhpc.runs.tuning.workload import Phase, Workload
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of a candidate.
+    """Predicted step time and memory of a candidate.
 
     Attributes:
         step_s: Seconds of a step.
-        idle: Share of the accelerators' time, or of the cores' where there are none, in which nobody works on them.
+        idle: Idle share of the accelerators' time, or of the cores' time without accelerators.
         memory: Bytes of host memory on the fullest node.
         device_memory: Bytes on the fullest accelerator.
         phases: Phase → seconds a step.
@@ -40,12 +40,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class QueueingModel:
-    """Predicts steps of a workload.
+    """Model of the step time of a workload.
 
     Attributes:
-        workload: What a step consists of.
-        costs: What was measured.
-        shape: The machines.
+        workload: Phases of a step.
+        costs: Measured costs.
+        shape: Machines.
     """
 
     workload: Workload
@@ -60,7 +60,7 @@ class QueueingModel:
         return self._period(candidate, self._seconds(candidate, threads), {})
 
     def predict(self, candidate: Candidate) -> Prediction:
-        """What is expected of a candidate."""
+        """Returns the prediction for a candidate."""
         everyone = self._on_nodes(candidate, tuple(candidate.places))
         threads = {
             group: min(max(1, self.shape.cores[node] // everyone[node]) for node in self._on_nodes(candidate, (group,)))
@@ -78,7 +78,7 @@ class QueueingModel:
     # -- seconds of the phases ------------------------------------------------------------------------------------
 
     def _seconds(self, candidate: Candidate, threads: Mapping[str, int]) -> dict[str, float]:
-        """Seconds a step of each phase, for one of its ranks that has its threads' cores to itself."""
+        """Returns the seconds per step of each phase, for a rank that has its threads' cores to itself."""
         workload, costs = self.workload, self.costs
         words = [word_of(key, value) for key, value in candidate.settings.items()]
         found = {}
@@ -95,18 +95,18 @@ class QueueingModel:
         return found
 
     def _crowd(self, candidate: Candidate, phase: Phase, threads: Mapping[str, int]) -> float:
-        """How many times longer a phase takes because its own ranks on a node have more threads than there are cores."""
+        """Returns the slow-down of a phase whose ranks on a node have more threads than the node has cores."""
         if not self._by_cores(candidate, phase):
             return 1.0
         here = self._on_nodes(candidate, (phase.group,))
         return max(1.0, *(count * threads[phase.group] / self.shape.cores[node] for node, count in here.items()))
 
     def stages(self, candidate: Candidate) -> int:
-        """Number of stages in which phases that take turns overlap."""
+        """Returns the number of stages in which alternating phases overlap."""
         return int(candidate.settings.get(self.workload.stages) or 1)
 
     def staleness(self, candidate: Candidate) -> int:
-        """Steps that those who sample may be ahead."""
+        """Returns the maximum staleness of the rollout in steps."""
         return int(candidate.settings.get(self.workload.staleness) or 0)
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class QueueingModel:
         return phase.on_cores or self.shape.pools[candidate.places[phase.group].label].by_node
 
     def _on_nodes(self, candidate: Candidate, groups: tuple[str, ...]) -> dict[int, int]:
-        """Node → number of ranks of these groups."""
+        """Returns node → number of ranks of these groups."""
         found: dict[int, int] = collections.Counter()
         for group in groups:
             place = candidate.places[group]
@@ -153,7 +153,7 @@ class QueueingModel:
         return found
 
     def _loads(self, candidate: Candidate, own: Mapping[str, float], threads: Mapping[str, int]) -> dict[object, float]:
-        """Seconds a step that each accelerator, and all the cores of each node, are at work."""
+        """Returns the busy seconds per step of each accelerator, and of all cores of each node."""
         loads: dict[object, float] = collections.defaultdict(float)
         for phase in self.workload.phases:
             place = candidate.places[phase.group]
@@ -177,7 +177,7 @@ class QueueingModel:
         return max(0.0, 1.0 - busy / (step * sum(cores)))
 
     def _memory(self, candidate: Candidate) -> tuple[float, float]:
-        """Bytes on the fullest node, and on the fullest accelerator."""
+        """Returns the bytes on the fullest node, and on the fullest accelerator."""
         host: dict[int, float] = collections.defaultdict(float)
         device: dict[tuple[int, int], float] = collections.defaultdict(float)
         for group, place in candidate.places.items():
@@ -189,7 +189,7 @@ class QueueingModel:
         return max(host.values(), default=0.0), max(device.values(), default=0.0)
 
     def fits(self, prediction: Prediction) -> bool:
-        """Whether there is enough memory for it, as far as both are known."""
+        """Returns whether the memory suffices, as far as demand and size are known."""
         return (not self.shape.memory or prediction.memory <= self.shape.memory) and (
             not self.shape.device_memory or prediction.device_memory <= self.shape.device_memory
         )

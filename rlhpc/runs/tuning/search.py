@@ -1,7 +1,7 @@
-"""The best of all places and settings, found exactly: by a bound that does not depend on where ranks are, best first.
+"""Exact search for the best placement and settings: best-first, by a bound that does not depend on the location of ranks.
 
-What is fixed first are the numbers of ranks and the settings. The bound says how fast these can be anywhere; in its order, all
-ways to lay the groups out on the machines are predicted, until no bound is below what has been found.
+The search first fixes the numbers of ranks and the settings. The bound is the shortest step of these in any layout. In its
+order, the search predicts all layouts of the groups on the machines, until no bound is below the best prediction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class RankedCandidate:
-    """A candidate with what is expected of it."""
+    """Candidate with its prediction."""
 
     candidate: Candidate
     prediction: Prediction
@@ -31,24 +31,24 @@ class RankedCandidate:
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates.
+    """Search space of candidates.
 
     Attributes:
         model: Workload, costs and machines.
-        configured: The candidate that the configuration is; groups without a phase stay where it has them.
+        configured: Candidate of the configuration; groups without a phase keep its placement.
     """
 
     model: QueueingModel
     configured: Candidate
 
     def settings(self) -> Iterator[dict[str, Any]]:
-        """All combinations of the keys' values."""
+        """Yields all combinations of the keys' values."""
         knobs = self.model.workload.knobs
         for values in itertools.product(*(knob.values for knob in knobs)):
             yield {knob.key: value for knob, value in zip(knobs, values, strict=True)}
 
     def sizes(self, group: str) -> list[Size]:
-        """All numbers of resources and of ranks on each that a group may have."""
+        """Returns all numbers of resources, with the ranks on each, that a group may have."""
         pool = self.pool(group)
         total = len(pool.resources)
         counts = [n for n in range(1, total + 1) if total <= _SMALL or not total % n or n & (n - 1) == 0]
@@ -64,11 +64,11 @@ class Space:
         return [n for n in range(1, cores + 1) if cores <= _SMALL or not cores % n or n & (n - 1) == 0]
 
     def pool(self, group: str) -> Pool:
-        """The resources that a group's place is counted in."""
+        """Returns the resources in which a group's placement is counted."""
         return self.model.shape.pools[self.configured.places[group].label]
 
     def counted(self) -> Iterator[Candidate]:
-        """Every number of ranks with all settings; each group lies at the beginning of its pool."""
+        """Yields every number of ranks with all settings; each group lies at the beginning of its pool."""
         groups = self.model.workload.groups
         settings = list(self.settings())
         for sizes in itertools.product(*(self.sizes(group) for group in groups)):
@@ -80,7 +80,7 @@ class Space:
                 yield Candidate({**self.configured.places, **places}, chosen)
 
     def laid_out(self, counted: Candidate) -> Iterator[Candidate]:
-        """The same numbers at every offset."""
+        """Yields the same numbers of ranks at every offset."""
         groups = self.model.workload.groups
         starts: list[list[int]] = []
         for group in groups:
@@ -96,7 +96,9 @@ class Space:
             yield Candidate({**counted.places, **places}, counted.settings)
 
     def _joints(self, counted: Candidate, group: str) -> set[int]:
-        """Where a group may begin in a large pool: at its beginning, after other groups, and at its end."""
+        """Returns the offsets at which a group may start in a large pool: at its beginning, after other groups, and at its
+        end.
+        """
         label = counted.places[group].label
         others = [
             len(place.resources) for name, place in counted.places.items() if name != group and place.label == label
@@ -106,7 +108,7 @@ class Space:
 
 
 def order(found: RankedCandidate, configured: Candidate) -> tuple[float, float, float, int, int, str]:
-    """What is better comes first: a shorter step; where that is the same, less memory, then fewer ranks and fewer changes."""
+    """Returns the sort key of a candidate: a shorter step first; then less memory, fewer ranks and fewer changes."""
     candidate, prediction = found.candidate, found.prediction
     ranks = sum(len(place.processes) for place in candidate.places.values())
     changes = sum(configured.settings.get(key) != value for key, value in candidate.settings.items())
@@ -128,13 +130,13 @@ def _looks(found: RankedCandidate) -> object:
 def search(
     space: Space, count: int, allowed: Callable[[Candidate], bool] = lambda candidate: True
 ) -> list[RankedCandidate]:
-    """The best candidates, the best first.
+    """Returns the best candidates, the best first.
 
     Args:
         space: All candidates.
-        count: How many; of several that differ only in where ranks lie, the best of each mode counts, and of several that
-            differ only in settings which change nothing, the one with the fewest changes.
-        allowed: Asked of those that would be among them, since it may take long.
+        count: Number of candidates; of several that differ only in the location of ranks, the best of each mode counts, and of
+            several that differ only in settings without an effect, the one with the fewest changes.
+        allowed: Returns whether a candidate is allowed; called only for candidates to return, since it may be slow.
     """
     model, best = space.model, dict[object, RankedCandidate]()
     refused: set[object] = set()

@@ -1,4 +1,4 @@
-"""Machines, and places on them."""
+"""Shapes of a cluster: pools of resources, and placements of groups on them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlhpc.runtime.placement import HybridComponentPlacement
 
 @dataclass(frozen=True)
 class Pool:
-    """Resources that places are counted in: the accelerators of a node group, or its nodes where it has none.
+    """Pool of resources that placements count: the accelerators of a node group, or its nodes without accelerators.
 
     Attributes:
-        label: The node group.
-        resources: Node, and index of the accelerator there; -1 for the node itself.
+        label: Node group.
+        resources: Node, and index of the accelerator on it; -1 for the node itself.
     """
 
     label: str
@@ -26,17 +26,17 @@ class Pool:
 
     @property
     def by_node(self) -> bool:
-        """Whether the resources are nodes."""
+        """True if the resources are nodes."""
         return all(index < 0 for _, index in self.resources)
 
 
 @dataclass(frozen=True)
 class GroupPlacement:
-    """Where the ranks of a group are.
+    """Placement of the ranks of a group.
 
     Attributes:
         label: Node group.
-        text: As a configuration has it.
+        text: Placement as written in a configuration.
         processes: Resources of each rank.
     """
 
@@ -46,7 +46,7 @@ class GroupPlacement:
 
     @classmethod
     def of(cls, label: str, first: int, count: int, per: int = 1) -> GroupPlacement:
-        """`count` resources from `first` on, with `per` ranks each."""
+        """Returns the placement on `count` resources from `first` on, with `per` ranks each."""
         last = first + count - 1
         resources = str(first) if count == 1 else f"{first}-{last}"
         ranks = count * per
@@ -60,12 +60,12 @@ class GroupPlacement:
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """Machines that a run is granted.
+    """Machines of a run.
 
     Attributes:
-        pools: By label.
-        cores: Of each node.
-        accelerators: Of all nodes.
+        pools: Pools by label.
+        cores: Number of cores of each node.
+        accelerators: Number of accelerators of all nodes.
         memory: Bytes of host memory of a node; 0 if unknown.
         device_memory: Bytes of an accelerator; 0 if unknown.
     """
@@ -78,7 +78,7 @@ class ClusterShape:
 
     @classmethod
     def of(cls, cfg: RunConfig, labels: Iterable[str], memory: int = 0, device_memory: int = 0) -> ClusterShape:
-        """The machines that a configuration asks for, with the resources of these node groups."""
+        """Returns the machines that a configuration requests, with the resources of these node groups."""
         cluster = Cluster.planned(cfg.cluster)
         pools = {}
         for label in labels:
@@ -90,41 +90,43 @@ class ClusterShape:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run: a place for each group, and a value for each key that varies."""
+    """Placement of each group, and value of each key that varies."""
 
     places: Mapping[str, GroupPlacement]
     settings: Mapping[str, Any]
 
     def ranks(self, group: str) -> int:
-        """Number of the group's ranks."""
+        """Returns the number of the group's ranks."""
         return len(self.places[group].processes)
 
     @property
     def mode(self) -> str:
-        """`collocated`: all groups share all they have; `disaggregated`: nobody shares; otherwise `hybrid`."""
+        """Placement mode. `collocated`: all groups share all resources; `disaggregated`: no groups share;
+        otherwise `hybrid`.
+        """
         used = [{(place.label, r) for r in place.resources} for place in self.places.values()]
         if all(one == used[0] for one in used):
             return "collocated"
         return "disaggregated" if sum(map(len, used)) == len(set().union(*used)) else "hybrid"
 
     def placement(self) -> dict[str, Any]:
-        """`cluster.component_placement`."""
+        """Returns the value of `cluster.component_placement`."""
         return {
             group: place.text if place.label == "cluster" else {"node_group": place.label, "placement": place.text}
             for group, place in self.places.items()
         }
 
     def overrides(self) -> list[str]:
-        """As `key=value` words."""
+        """Returns the candidate as `key=value` overrides."""
         words = [word_of(key, value) for key, value in self.settings.items()]
         return [word_of("cluster.component_placement", self.placement()), *words]
 
 
 def placed(cfg: RunConfig) -> dict[str, GroupPlacement]:
-    """Where a configuration puts its groups.
+    """Returns the placement of a configuration's groups.
 
     Raises:
-        PlacementError: A rule is broken.
+        PlacementError: The configuration breaks a placement rule.
     """
     placement = HybridComponentPlacement(cfg, Cluster.planned(cfg.cluster))
     found = {}

@@ -1,4 +1,4 @@
-"""`rlhpc tune`: measure, search, run the best for a few steps, and write down what to change."""
+"""`rlhpc tune`: measures, searches, runs the best candidates for a few steps, and writes the changed configuration."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ NOT_IN_SHORT_RUNS = {
 
 @dataclasses.dataclass(frozen=True)
 class TuneRequest:
-    """What `rlhpc tune` was asked for.
+    """Options of `rlhpc tune`.
 
     Attributes:
-        config: The configuration's file.
-        overrides: And its overrides.
+        config: File of the configuration.
+        overrides: Overrides of the configuration.
         site: Site file.
-        nodes, accelerators: Machines to place the run on, if not those that the configuration asks for.
-        verify: How many of the best are run.
+        nodes, accelerators: Machines to place the run on, if not those that the configuration requests.
+        verify: Number of the best candidates that are run.
         ahead: Largest `algorithm.max_staleness` that is considered; None for the configured one.
-        samples: Number of samples for which hours are given; None for those of the whole run.
+        samples: Number of samples for which hours are computed; None for those of the complete run.
         steps: Steps of a short run that count.
         deadline_s: Seconds that a short run may take.
     """
@@ -74,16 +74,16 @@ class TuneRequest:
     deadline_s: float = 1800.0
 
     def machines(self) -> tuple[str, ...]:
-        """Overrides for the machines."""
+        """Returns the overrides for the machines."""
         words = [] if self.nodes is None else [f"cluster.num_nodes={self.nodes}"]
         return (*words, *([] if self.accelerators is None else [f"cluster.accelerators_per_node={self.accelerators}"]))
 
 
 def workload_of(cfg: RunConfig, ahead: int | None) -> Workload:
-    """What a step of a run consists of.
+    """Returns the workload of a step of a run.
 
     Raises:
-        ConfigError: The kind of run does not say.
+        ConfigError: The task type has no workload.
     """
     kind = kind_of(cfg)
     if not kind.workload:
@@ -99,7 +99,7 @@ def workload_of(cfg: RunConfig, ahead: int | None) -> Workload:
 
 
 def space_of(asked: TuneRequest, workload: Workload, costs: Costs, cfg: RunConfig, *, here: bool) -> Space:
-    """All candidates on the machines that were asked for, which `here` says are like this one."""
+    """Returns all candidates on the requested machines; `here` is true if these are like this machine."""
     target = load_config(asked.config, [*asked.overrides, *asked.machines()], site=asked.site, check=False)
     configured = configured_candidate(cfg, workload)
     labels = {place.label for place in configured.places.values()}
@@ -109,7 +109,7 @@ def space_of(asked: TuneRequest, workload: Workload, costs: Costs, cfg: RunConfi
 
 
 def configured_candidate(cfg: RunConfig, workload: Workload) -> Candidate:
-    """Places and settings as they are configured."""
+    """Returns the placement and settings of the configuration."""
     roles = kind_of(cfg).roles_of(cfg)
     places = {group: place for group, place in placed(cfg).items() if group in roles}
     return Candidate(places, {knob.key: select(cfg, knob.key) for knob in workload.knobs})
@@ -167,7 +167,7 @@ def _find(
     runs: ShortRuns,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measures, searches, and runs the best."""
+    """Measures, searches, and runs the best candidates."""
     labels = {place.label for place in configured.places.values()}
     calibration = Calibration(workload, ClusterShape.of(cfg, labels), configured, runs, say)
     costs = calibration.costs()
@@ -186,14 +186,14 @@ def _find(
 
 
 def is_allowed(request: TuneRequest, candidate: Candidate, *, here: bool) -> bool:
-    """Tells whether a candidate passes the configuration's own checks, and that of memory at a start of it.
+    """Returns whether a candidate passes the configuration's checks, and the memory check of a start.
 
-    What short runs measured of memory holds for their number of ranks alone.
+    The memory that short runs measured is valid only for their number of ranks.
 
     Args:
-        request: What is tuned, and for which machines.
-        candidate: Places and settings.
-        here: The machines are like this one.
+        request: Configuration, options and machines.
+        candidate: Placement and settings.
+        here: True if the machines are like this one.
     """
     words = [*request.overrides, *request.machines(), *candidate.overrides()]
     try:
@@ -272,9 +272,9 @@ def _same(one: Candidate, other: Candidate) -> bool:
 
 
 def _verify(record: dict[str, Any], asked: TuneRequest, runs: ShortRuns, say: Callable[[str], None]) -> None:
-    """Runs the best, and the configuration as it is, for a few steps.
+    """Runs the best candidates, and the unchanged configuration, for a few steps.
 
-    The winner is the fastest; but what is configured stays where the fastest is ahead by no more than runs of the same differ.
+    The winner is the fastest; but the configured candidate wins if the fastest is ahead by no more than equal runs differ.
     """
     if not asked.verify:
         return
@@ -302,7 +302,7 @@ def _verify(record: dict[str, Any], asked: TuneRequest, runs: ShortRuns, say: Ca
 
 
 def _write(paths: RunPaths, asked: TuneRequest, record: dict[str, Any]) -> None:
-    """tune.json, and a configuration that takes the given one and changes what the winner changes."""
+    """Writes tune.json, and a configuration that includes the original one and applies the changes of the winner."""
     winner = record["rows"][record["winner"]]
     given = find_config(asked.config).absolute()
     base = os.path.relpath(given, paths.tuning) if given.is_relative_to(Path.cwd()) else str(given)
@@ -327,12 +327,12 @@ _BUSY = "that much says that others are at work on this machine: measure again w
 
 
 def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
-    """What tune.json has, as text.
+    """Formats the content of tune.json as text.
 
     Args:
-        record: Its content.
-        tuned: The configuration of the winner.
-        command: What to type to run that.
+        record: Content of tune.json.
+        tuned: Configuration of the winner.
+        command: Command that runs it.
     """
     accelerators = record["hours_of"] == "accelerators"
     verified = any(row["measured_step_s"] is not None for row in record["rows"])
@@ -366,7 +366,7 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
 
 
 def _placement(placement: Mapping[str, Any]) -> str:
-    """Groups with the same place together."""
+    """Formats a placement; groups with equal placements are listed in one entry."""
     by_place: dict[str, list[str]] = {}
     for group, place in placement.items():
         text = f"{place['node_group']} {place['placement']}" if isinstance(place, Mapping) else str(place)
