@@ -27,9 +27,9 @@ from rlhpc.runtime.worker import Worker
 
 #: Bytes that are written and summed at a time, while they are in the processor's cache.
 _PIECE = 1 << 20
-#: A file of fewer bytes is written at once: that takes no longer than to be asked later.
+#: A file of fewer bytes is written at once, which takes no longer than a later request.
 _SMALL = 16 << 20
-#: Of what copies take, how much more must be free: training needs some, too.
+#: Factor of free memory over the size of the copies: training needs memory, too.
 _SPARE = 1.25
 
 Value = TypeVar("Value")
@@ -138,7 +138,7 @@ class HostBuffers:
             return None
         for key, tensor in found:
             if not self._fits(key, tensor):
-                pinned = tensor.device.type != "cpu"  # then the copy does not wait for what the accelerator still does
+                pinned = tensor.device.type != "cpu"  # then the copy does not wait for the accelerator
                 self._kept[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self._kept[key].copy_(tensor, non_blocking=True)
         return self._in_place(value, name)

@@ -1,4 +1,4 @@
-"""Reads HDF5 files from untrusted sources: everything that is read lies in the file itself.
+"""HDF5 reader for files from untrusted sources: all data that is read lies in the file itself.
 
 The format lets a data set's bytes lie in any other file (external storage, virtual data sets), and lets a name point
 into one (external links). A file from elsewhere could thus pull this user's own files into the training data.

@@ -24,7 +24,7 @@ from rlhpc.checkpoint.async_writer import SummedFile, write_file
 from rlhpc.runtime.errors import CheckpointError
 
 _ARRAY = "__ndarray__"
-#: What safetensors calls a dtype, in the order that it gives them in a file: the last ones first.
+#: safetensors' names of dtypes, in the reverse of their order in a file.
 _DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
     torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32",

@@ -1,4 +1,4 @@
-"""A run's checkpoints: saving atomically, finding the one to resume from, keeping the last N.
+"""Checkpoints of a run: atomic saves, search for the one to resume from, removal of all but the last N.
 
     with CheckpointWriter(paths, step) as writer:
         writer.add_bytes("runner.json", data)       # or let workers write to writer.path("actor-0.pt") themselves
@@ -41,7 +41,7 @@ from rlhpc.runtime.disk_errors import GO_ON, advice, is_full
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.files import expand_home, follow_umask, fsync_file, fsync_folder, write_durably
 
-# .tmp_: a save in progress or killed. .old_: what a save of the same step replaces. .trash_: being deleted.
+# .tmp_: a save in progress or killed. .old_: replaced by a save of the same step. .trash_: being deleted.
 _LEFTOVER = re.compile(r"^\.(tmp|old|trash)_global_step_(\d+)-[0-9a-f]+$")
 
 
@@ -127,7 +127,7 @@ class CheckpointWriter:
         """Seals the checkpoint and gives it its name. Once this returns, the checkpoint survives a power cut.
 
         Args:
-            meta: JSON-serializable facts kept in the manifest.
+            meta: JSON-serializable data for the manifest.
             known: Names of files that ranks have written or listed, with size and SHA-256 of those that their writers made
                 durable; the others are read. This node's listing may not have them all.
 

@@ -299,7 +299,7 @@ class Channel:
             try:
                 items = service.wait_local(act, timeout, whom)
             except queue.Empty:
-                context.check()  # a loop that asks again and again waits for somebody, too
+                context.check()  # a polling loop waits for another process, too
                 raise QueueEmpty(whom) from None
             return [service.unpack(item.frames) for item in items]
         return [item for item, _ in self._fetch(context, key, target, wait, timeout, taker)]

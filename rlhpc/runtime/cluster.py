@@ -26,7 +26,7 @@ __all__ = ["Cluster", "Node", "NodeGroup", "expand_hostlist", "granted_cpus", "r
 
 #: Labels that always exist: all nodes counted by accelerator, and all nodes counted by node.
 RESERVED_LABELS = ("cluster", "node")
-#: Keys of a node group with which it asks for nodes of its own.
+#: Keys with which a node group requests separate nodes.
 OF_THE_JOB: tuple[Key, ...] = ("accelerators_per_node", "het_component", "partition", "constraint", "gres")
 #: Accelerator kinds that say the nodes' accelerators are not for this run.
 WITHOUT_ACCELERATORS = ("cpu", "none")

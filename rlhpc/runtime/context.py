@@ -125,7 +125,7 @@ class Context:
                 self._members[group, rank] = (epoch, record)
                 return record
             if not (self.registry.root / MEMBERS).is_dir():
-                self.registry.check_current()  # if all of it is gone, nobody will ever arrive
+                self.registry.check_current()  # if the whole registry is gone, no member will ever arrive
                 if known:
                     return known[1]  # old generations' folders were removed, and this one's with them
                 raise StaleGeneration(self.registry.gone())

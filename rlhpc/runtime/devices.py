@@ -116,7 +116,7 @@ def moved(module: Module, device: torch.device) -> Module:
 
 
 def empty_cache() -> None:
-    """Gives memory that torch keeps for later back to the accelerator, for another process; without one, does nothing."""
+    """Returns memory that torch caches to the accelerator, for another process; does nothing without an accelerator."""
     import torch
 
     if torch.accelerator.is_available():

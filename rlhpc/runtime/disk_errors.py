@@ -13,9 +13,9 @@ from typing import Any, TextIO
 
 from rlhpc.runtime.errors import StorageError, UserError
 
-#: A write that failed with one of these fails again until somebody makes room.
+#: Errors of writes that fail again until the disk has capacity.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-#: How to go on after a failure; the next command depends on how the run was started.
+#: How to continue after a failure; the next command depends on how the run was started.
 GO_ON = "the command that started it (rlhpc train: with runner.resume_dir=auto)"
 
 
@@ -120,7 +120,7 @@ def full_among(folders: Iterable[str | Path]) -> Path | None:
 
 
 class _Log(io.FileIO):
-    """A log file that never fails: a line for which there is no room is lost, and the process goes on."""
+    """A log file that never fails: a line that does not fit on the disk is lost, and the process continues."""
 
     def write(self, data: Any) -> int:
         try:

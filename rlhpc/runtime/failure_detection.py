@@ -123,7 +123,7 @@ log = logging.getLogger(__name__)
 TICK_S = 2.0
 SUSPECT_S = 15.0
 LOST_S = 180.0
-#: The same of a rank that has joined: the others do without it, and its job may have been suspended for another.
+#: The same for a joined rank: the others continue without it, and its job may have been suspended for another.
 JOINED_LOST_S = 60.0
 #: How long one that joins may take to its first sign of life, and between two until it is ready.
 ARRIVES_S = 180.0
@@ -165,7 +165,7 @@ class Leases:
     def look(self, members: Iterable[Member]) -> None:
         """Checks all ranks; call it every `TICK_S`. `alive` has the time of each rank's last heartbeat."""
         now = time.monotonic()
-        # a job that was suspended, or a driver that was stopped: nobody could send anything meanwhile
+        # a suspended job, or a stopped driver: no rank could send anything during that time
         away, self.looked = now - self.looked - TICK_S, now
         suspects: list[Member] = []
         for member in members:

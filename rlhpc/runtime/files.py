@@ -127,7 +127,7 @@ def replace_durably(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = 
     if parents:
         path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    # O_EXCL: nobody else's file, and no link, is ever written into
+    # O_EXCL: never writes into an existing file or a link
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(
@@ -164,7 +164,7 @@ def _umask() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)
-    return 0o077  # a kernel before 4.7: leave what there is
+    return 0o077  # a kernel before 4.7: keep the present mode
 
 
 def create_exclusively(path: Path, data: bytes, *, mode: int = 0o666) -> bool:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-#: What Python of any version runs instead of `-P`, which versions before 3.11 refuse.
+#: Code that any Python version runs instead of `-P`, which versions before 3.11 refuse.
 LEAVE_FOLDER = "import sys; sys.path[:1] == [''] and sys.path.pop(0)"
 _RUN_MODULE = f"{LEAVE_FOLDER}; del sys.argv[0]; import runpy; runpy.run_module(sys.argv[0], None, '__main__', True)"
 

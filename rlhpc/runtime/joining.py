@@ -31,7 +31,7 @@ from rlhpc.runtime.worker_spec import LEAVE, WorkerSpec, for_input
 
 log = logging.getLogger(__name__)
 
-#: How long a process that was killed may take to be gone.
+#: Seconds until a killed process is gone.
 _KILLED_S = 10.0
 
 #: Fields of a driver's record by which it is reached.
@@ -85,7 +85,7 @@ class JoinPoint:
         self._driver = driver
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers = Peers(self._context, self.keys, lambda: None)
-        #: Whether the driver has gone on without the rank that went through here, or could not be reached for a while.
+        #: Whether the driver has continued without this rank, or could not be reached for a while.
         self.left = self.silent = False
 
     @property
@@ -181,7 +181,7 @@ class JoinPoint:
 
 
 class Leaving(threading.Event):
-    """Set when a process is to leave.
+    """Event that is set when a process has to leave.
 
     Attributes:
         why: The reason.
@@ -299,7 +299,7 @@ def stay(
             except RlhpcError:
                 if not waits or door.lives():
                     raise
-                continue  # this driver is gone, too
+                continue  # this driver has ended, too
             times, silent = times + 1, door.silent
             if door.left:
                 return times

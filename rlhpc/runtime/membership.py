@@ -101,11 +101,11 @@ _TELL_S = 5.0
 
 
 class RankTable:
-    """All ranks that a session has started: for each name the latest.
+    """Ranks that a session has started: the latest incarnation of each name.
 
     Args:
-        on_change: Called when ranks are added, have arrived or have ended, before anybody else knows of it, with the
-            processes (`host.process_key`) of those that have ended.
+        on_change: Called when ranks are added, have arrived or have ended, before any other code learns of it, with the
+            processes (`host.process_key`) of the ended ranks.
     """
 
     def __init__(self, on_change: Callable[[Sequence[str]], None]) -> None:
@@ -256,7 +256,7 @@ class Membership:
 
     Attributes:
         epoch: How often a rank has come or gone since the groups were launched.
-        is_open: Whether ranks may join at present; earlier and later requests are told to ask again. Initially not.
+        is_open: Whether ranks may join at present; other requests are answered to ask again. Initially not.
         heard: Called with events of joined ranks: `event` (joined, works, left), who, where and why.
         faulty: Jobs of which a rank has raised an exception.
         why_fixed: Reason why no group takes ranks, if the user can change that; for messages.
@@ -339,7 +339,7 @@ class Membership:
             )
 
     def _record(self, departure: _Departure) -> bool:
-        """Writes the departure for the ranks that wait for this one; returns False where that is to be tried again."""
+        """Writes the departure for the ranks that wait for this one; returns False if the write has to be repeated."""
         member, spec = departure.member, departure.member.spec
         if not member.record and member.starter is not self._joined:
             return True

@@ -158,7 +158,7 @@ def _left_in_groups() -> Iterator[int]:
             except (OSError, ValueError):
                 continue  # no such controller here, or one that we may not read
             if most != "max":
-                # The kernel drops files' pages before it kills anybody.
+                # The kernel drops files' pages before it kills a process.
                 yield int(most) - now + max(inactive, default=0)
 
 

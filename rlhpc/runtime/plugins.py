@@ -83,7 +83,7 @@ def offered(group: str) -> dict[str, EntryPoint]:
     """Returns entry points of a group in the installed packages, by name in lower case."""
     found: dict[str, EntryPoint] = {}
     seen: set[str] = set()
-    for folder in dict.fromkeys(sys.path):  # what comes first hides another of the same name, as it does for an import
+    for folder in dict.fromkeys(sys.path):  # the first package hides later ones of the same name, as for an import
         for package, entries in _installed(*_as_it_is(folder)):
             if package not in seen:
                 seen.add(package)

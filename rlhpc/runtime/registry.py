@@ -26,7 +26,7 @@ CURRENT = "current"
 
 #: Folder of the ranks' records.
 MEMBERS = "members"
-#: Members whose groups go on without them.
+#: Kind of the records of members whose groups continue without them.
 LEFT = "left"
 #: Where those who come from outside the cluster are met.
 ROBOTS = "robots"
@@ -97,7 +97,7 @@ class GenerationFolder:
         return f"local-{max(taken, default=-1) + 1}"
 
     def check_current(self) -> None:
-        """Refuses to go on in a generation that is no longer current (fencing).
+        """Checks that this generation is still current (fencing).
 
         Raises:
             StaleGeneration: Another generation has taken over.

@@ -15,7 +15,7 @@ P = ParamSpec("P")
 
 @contextlib.contextmanager
 def logged(message: str) -> Iterator[None]:
-    """Logs an exception of the block under a message, and goes on behind the block."""
+    """Logs an exception of the block under a message, and continues after the block."""
     try:
         yield
     except Exception:

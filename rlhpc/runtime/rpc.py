@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 #: Seconds for all ranks together to say where they are.
 PATIENCE_S = 1.0
 _COMM = str(Path(__file__).resolve().parent / "comm")
-#: A rank with one of these among its innermost frames is waiting for others.
+#: A rank with one of these among its innermost frames waits for other ranks.
 _WAITS = (f"{_COMM}/", "/torch/distributed/")
 _INNERMOST = 12
 
@@ -75,7 +75,7 @@ def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds:
             limit = max(0.01, until - time.monotonic())
             asked.append((record, method, service.peers.begin(choose(record["data"]), b"DOING", [], whom, limit)))
         except (RlhpcError, OSError):
-            continue  # it is gone, which others report
+            continue  # it has ended, which others report
     told = []
     for record, method, pending in asked:
         who = f"{record['group']}[{record['rank']}] on node {record['node']}"
@@ -100,7 +100,7 @@ def worker_failed(error: dict[str, Any], doing: str, record: dict[str, Any]) -> 
     cause = pickle.loads(error["pickled"]) if error["pickled"] else None
     where = f"raised in {doing} on node {record['node']} (pid {record['pid']}, log {record['log_err']})"
     told = f"{error['text']}\n  {where}\n{error['traceback'].rstrip()}"
-    if isinstance(cause, (UserError, NonFinite, StaleGeneration, StrangerConnected)):  # its message says all that helps
+    if isinstance(cause, (UserError, NonFinite, StaleGeneration, StrangerConnected)):  # its message has all that helps
         told = f"{cause}\n  {where}"
     failure = WorkerFailed(
         told,

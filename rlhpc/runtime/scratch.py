@@ -178,11 +178,11 @@ class Scratch:
 
     @classmethod
     def create(cls) -> Scratch:
-        """Makes fresh folders, after removing those of dead sessions. Returns the scratch with its lock held.
+        """Creates new folders, after removing those of dead sessions. Returns the scratch with its lock held.
 
         Raises:
             ConfigError: `cluster.scratch` cannot be used.
-            StorageError: There is no room, or no permission, in /tmp or /dev/shm.
+            StorageError: There is no capacity, or no permission, in /tmp or /dev/shm.
         """
         remove_stale()
         _check_scratch_root()
@@ -243,7 +243,7 @@ class Scratch:
     def hold(self) -> None:
         """Takes the shared lock for the rest of this process's life (the descriptor is kept open on purpose)."""
         if self.token in _held and _held[self.token][0] == os.getpid():
-            return  # a second descriptor would keep the folders for ever: the first is what `leave` gives back
+            return  # a second descriptor would keep the folders forever: `leave` releases the first
         fds: list[int] = []
         try:
             fds.append(os.open(self.sockets / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
@@ -265,7 +265,7 @@ class Scratch:
             os.close(fd)
 
     def leave(self) -> None:
-        """Gives the lock back; the last process of the session on this host removes the folders."""
+        """Releases the lock; the last process of the session on this host removes the folders."""
         if _held.get(self.token, (0,))[0] != os.getpid():
             return
         try:
@@ -322,7 +322,7 @@ def _unusable(scratch: Scratch, error: OSError) -> ConfigError | StorageError:
     return StorageError(f"cannot make {where} on node {node_name()}: {error.strerror or error}. {advice(error, where)}")
 
 
-# -- what others left ---------------------------------------------------------------------------------------------------
+# -- remains of other sessions ------------------------------------------------------------------------------------------------
 
 
 def _own_folder(path: Path) -> bool:
@@ -362,7 +362,7 @@ def _take(folder: Path) -> int | None:
         OSError: There is no lock, or none that a session could have made.
     """
     if _has_lock(folder):
-        # not waited for: a pipe of this name would keep whoever opens it
+        # non-blocking: a pipe of this name would block the open
         fd = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     else:
         fd = os.open(folder, _FOLDER)
@@ -395,7 +395,7 @@ def _taken(folders: list[Path]) -> Iterator[bool]:
         try:
             fd = _take(folder)
         except OSError as error:
-            # without the lock file, a filesystem that has no locks leaves nobody to ask
+            # without the lock file, a filesystem without locks cannot tell
             over = over and not _young(folder) and (known or error.errno not in _NO_LOCKS)
             continue
         if fd is None:

@@ -47,23 +47,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SETTLE_S = 0.3
-#: How long ranks that were killed may take to be gone.
+#: Seconds until killed ranks are gone.
 _KILLED_S = 5.0
-#: A wait of the main thread looks so often whether this process was asked to end.
+#: Seconds between the main thread's checks whether this process was asked to end.
 _LOOK_S = 0.2
 
 
 class Session:
-    """One per driver process; made by `start` or, lazily, by the first launch.
+    """Session of a driver process; created by `start` or, lazily, by the first launch.
 
     Args:
         registry_root: The run's registry folder on the shared filesystem; None keeps it in the node's scratch, for scripts
             that have no run folder.
-        log_dir: Where the workers' stdout and stderr go.
+        log_dir: Folder for the workers' stdout and stderr.
         preload: Modules that the fork server imports besides torch, so that ranks start with them.
         wait_deadline: Seconds after which any wait of any process gives up.
-        tcp_address: This host's address, where processes on other hosts take part. By default, in a Slurm job of several
-            nodes, the one on the route to them; with None elsewhere no TCP port is opened at all.
+        tcp_address: This host's address, if processes on other hosts take part. By default, in a Slurm job of several nodes,
+            the address on the route to them; otherwise None opens no TCP port at all.
         interface: Network interface to take that address from instead, on every node.
     """
 
@@ -85,7 +85,7 @@ class Session:
         # where ranks are job steps the fork server only clears up behind a driver that was killed
         server = ForkServerProcess.take(None if steps else preload)
         self.scratch = server.scratch
-        #: Called by all waits of this process; raises where somebody has asked it to end and there is nothing to save.
+        #: Called by all waits of this process; raises if it was asked to end and there is nothing to save.
         self.interrupted: Callable[[], None] = lambda: None
         self._pid = os.getpid()
         root = registry_root or self.scratch.sockets / "registry"
@@ -159,7 +159,7 @@ class Session:
         """The ranks by name."""
         return self.ranks.members
 
-    # -- what the starters report ---------------------------------------------------------------------------------
+    # -- reports of the starters ---------------------------------------------------------------------------------
 
     @guarded
     def started(self, member: Member, pid: int) -> None:
@@ -218,7 +218,7 @@ class Session:
         for starter, members in by_starter(doomed).items():
             with logged(f"ranks of {members[0].spec.group} could not be asked to end"):
                 starter.end(members)
-            for delay in (starter.grace_s, 2 * starter.grace_s):  # again for those that had no process yet
+            for delay in (starter.grace_s, 2 * starter.grace_s):  # again for ranks that had no process yet
                 timer = threading.Timer(delay, self._kill, [starter, members])
                 timer.daemon = True
                 timer.start()
@@ -245,7 +245,7 @@ class Session:
         failure = self.failure
         if failure is None or not self.failures.spared(failure, self.ranks.all()):
             raise failure or RlhpcError("nothing has failed")
-        time.sleep(_SETTLE_S)  # what died together is reported one by one
+        time.sleep(_SETTLE_S)  # ranks that died together are reported one by one
         self.ranks.settle(patience_s)  # one may be starting again, or joining
         with self.ranks.changed:
             if not self.failures.recoverable(self.ranks.all()):
@@ -261,7 +261,7 @@ class Session:
         try:
             for member in survivors:
                 self.service.peers.post(choose(member.record["data"]), b"ABORT", [b"%d" % self._recovery])
-            for command in (IDLE, RESUME):  # nobody sends any more once all have answered the first
+            for command in (IDLE, RESUME):  # no rank sends any more once all have answered the first
                 groups = records_by_group(survivors)
                 for handle in [self.rpc.call(records, command, (self._recovery,), {}) for records in groups]:
                     handle.wait(patience_s)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 #: Seconds after which a command that has not ended counts as failed.
 TIMEOUT_S = 20.0
-#: What threads wait for: the process, and whether it is apart.
+#: By thread, the command it waits for: the process, and whether it leads a session.
 _asked: dict[int, tuple[subprocess.Popen[str], bool]] = {}
 #: Variables by which a user's own queries have other columns, rows, orders or forms of time than their arguments say.
 _OF_QUERIES = re.compile(
@@ -111,7 +111,7 @@ def give_up(thread: threading.Thread) -> None:
 def _kill(process: subprocess.Popen[str], with_others: bool) -> None:
     if process.poll() is not None:
         return
-    if with_others:  # it leads a session; not yet waited for, its number is nobody else's
+    if with_others:  # it leads a session; it has not been reaped, so no other process has its number
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     else:

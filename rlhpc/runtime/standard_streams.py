@@ -11,7 +11,7 @@ from typing import TextIO
 
 from rlhpc.runtime.text import printable
 
-#: The beginning of what a progress bar writes: it goes over its line once more.
+#: Start of a progress bar's write, which overwrites its line.
 _OVERWRITE = re.compile(r"(\r *)*(\x1b\[2K)?")
 
 

@@ -89,7 +89,7 @@ class TcpListener:
         return admitted
 
     def serve(self, take: Callable[[socket.socket], None], name: str) -> Acceptor:
-        """Starts a thread that accepts, and gives each connection to `take`."""
+        """Starts a thread that accepts connections and calls `take` with each."""
         return Acceptor(self, take, name)
 
     def close(self) -> None:

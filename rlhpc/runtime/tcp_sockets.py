@@ -131,7 +131,7 @@ def loopback_listeners(port: int) -> list[TcpSocket]:
 
 
 def socket_inodes(pids: Iterable[int]) -> set[int] | None:
-    """Returns the inodes of the sockets that some processes hold; None if one of these does not let itself be looked at."""
+    """Returns the inodes of the sockets that some processes hold; None if one of these cannot be inspected."""
     inodes = set[int]()
     for pid in pids:
         try:

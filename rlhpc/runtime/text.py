@@ -19,7 +19,7 @@ _LONGEST_WORD = 500
 _LONGEST_MESSAGE = 3500
 #: Colours and other renditions of text: nothing is lost without them.
 _RENDITION = re.compile(r"\x1b\[[0-9;:]*m")
-#: C0 but tab and line feed, DEL, C1, line separators, and what changes the direction of text.
+#: C0 except tab and line feed, DEL, C1, line separators, and characters that change the direction of text.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 

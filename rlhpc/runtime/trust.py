@@ -70,7 +70,7 @@ class Trust:
             value = word.partition("=")[2]
             try:
                 found.append(read_yaml(value))
-            except Exception:  # not YAML; whoever applies it will say so
+            except Exception:  # not YAML; the code that applies it reports this
                 found.append(value)
         return cls.of(found, everything)
 

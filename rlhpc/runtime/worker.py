@@ -69,8 +69,8 @@ class Worker:
     def forks(cls, *args: Any, **kwargs: Any) -> bool:
         """Returns whether ranks with these arguments may be forked from the fork server.
 
-        False gives each rank a fresh interpreter, for engines that start processes or threads of their own at import, or that
-        check how they were started.
+        False gives each rank a fresh interpreter, for engines that start processes or threads at import, or that check how
+        they were started.
         """
         return True
 
@@ -119,8 +119,8 @@ class Worker:
     def send(self, obj: Any, dst_group_name: str, dst_rank: int, async_op: bool = False) -> AsyncWork | None:
         """Sends any picklable object to a rank of another (or this) group; messages between two ranks arrive in order.
 
-        Tensors keep their dtype; those of an accelerator arrive on the receiver's own, or on the CPU if it has none. Returns
-        once the receiver's process has it, which may be before its `recv`.
+        Tensors keep their dtype; those of an accelerator arrive on the receiver's accelerator, or on the CPU if it has none.
+        Returns once the receiver's process has the object, which may be before its `recv`.
 
         Raises:
             ValueError: A non-contiguous GPU tensor.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rlhpc.runtime.launchers import Member
 
 _clients: dict[int, RpcClient] = {}
-#: How long a rank's killed process may take to be gone before its successor is started.
+#: Seconds within which a killed process must be gone, before its successor is started.
 _GONE_S = 30.0
 
 
@@ -133,7 +133,7 @@ class WorkerGroup:
 
     @property
     def present(self) -> list[int]:
-        """The ranks that take calls: all but those that its session goes on without."""
+        """Ranks that take calls: all except those that the session continues without."""
         self.wait_ready()
         client = _client()
         return [record["rank"] for record in self._records if not client.has_left(record)]
@@ -238,16 +238,16 @@ class WorkerGroup:
             client._check()
             there = [record for record in self._records if not client.has_left(record)]
             records = there if ranks is None else [record for record in there if record["rank"] in ranks]
-            # Those that were meant may have left meanwhile: then nobody answers.
+            # The requested ranks may have left in the meantime: then there is no answer.
             return client.call(records, name, args, kwargs) if records else Handle(client, self.name, name, [])
 
         return call
 
     def shutdown(self, grace: float = 5.0) -> None:
-        """Ends the group and waits: ranks finish their present call, those that take longer than `grace` are killed, and
-        those that are still starting are not waited for.
+        """Ends the group and waits: ranks finish their present call. Ranks that take longer than `grace` are killed, and those
+        that are still starting are not waited for.
 
-        Harmless on a group that has ended or failed; on an attached group it only lets go.
+        Harmless on a group that has ended or failed; an attached group is only detached.
         """
         session = Session.running()
         if self._members and session is not None:

@@ -239,9 +239,9 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
             farewell.say()
         if farewell.over:
             close()
-            return 1  # its run goes on: a status that nobody takes for an end that the driver asked for
+            return 1  # its run continues: a status different from an end that the driver requested
         call = door.next()
-        if call is None:  # it has just been told to leave
+        if call is None:  # it has just got a notice to leave
             continue
         caller, (number, method, *frames) = call
         name, _, epoch = method.decode().partition(" ")

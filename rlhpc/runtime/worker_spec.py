@@ -25,26 +25,26 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rlhpc.runtime.errors import ConfigError
 
-#: What the driver asks of a rank besides its methods: to end; to keep still, and to go on.
+#: Requests of the driver to a rank besides its methods: to end; to pause, and to continue.
 EXIT, IDLE, RESUME = "\0exit", "\0idle", "\0resume"
 
 
 @dataclass
 class WorkerSpec:
-    """Everything that one rank needs, passed through the fork server's pipe (never through files or the environment).
+    """Specification of one rank, passed through the fork server's pipe (never through files or the environment).
 
     Attributes:
-        group, rank, world_size: Which rank it is.
-        node, node_rank, local_rank, local_world_size, accelerators: Where it is.
+        group, rank, world_size: Identity of the rank.
+        node, node_rank, local_rank, local_world_size, accelerators: Its place.
         registry: The generation's registry folder.
         token: Scratch token of the session on this host.
         body: Pickled (class, args, kwargs) of the worker object.
         log_out, log_err: Files for stdout and stderr.
         env: Environment variables to set.
-        sys_path, cwd: Those of the driver, so that the worker imports the same modules.
+        sys_path, cwd: The driver's, so that the worker imports the same modules.
         threads: Cores granted to the rank, for OpenMP and torch.
-        bind_cores: Whether it stays on those near its accelerators.
-        tcp_address: Address to listen on for other hosts; None where all processes share this host.
+        bind_cores: Whether it stays on cores near its accelerators.
+        tcp_address: Address to listen on for other hosts; None if all processes share this host.
         interface: Network interface for that address; None takes the one on the route to the driver.
         driver: The driver's data endpoint, for HELLO and heartbeats.
         wait_deadline: Seconds after which any wait gives up.
@@ -159,7 +159,7 @@ def spec_of(
 
 
 _LENGTH = struct.Struct("!Q")
-#: What a joined rank reads when it is to leave.
+#: Input of a joined rank that has to leave.
 LEAVE = b"L"
 
 

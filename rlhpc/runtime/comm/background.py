@@ -66,7 +66,7 @@ def _run(lane: str, work: queue.SimpleQueue[_Work]) -> None:
                     future.set_result(function())
                 except BaseException as error:
                     future.set_exception(error)
-            del future, function, found  # what came is not kept alive by a thread that waits
+            del future, function, found  # a waiting thread must not keep the operation alive
     finally:
         if (context := installed()) is not None:
             context.service.peers.close()

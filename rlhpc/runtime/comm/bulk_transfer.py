@@ -42,7 +42,7 @@ SIZE = struct.Struct("!H")
 LOST_S = 180
 #: How often a waiting receiver checks whether the run has failed.
 LOOK_S = 0.2
-#: Bytes that one system call asks for: few enough that the receiver can check the run in between.
+#: Bytes per system call: few enough that the receiver can check the run in between.
 CHUNK = 8 << 20
 
 
@@ -113,7 +113,7 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_S // 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, LOST_S // 9)
     wake_every(sock, LOOK_S)
-    # A peer that takes nothing must not hold a sender for ever.
+    # A peer that reads nothing must not block a sender forever.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", LOST_S, 0))
 
 
@@ -130,12 +130,12 @@ _NONCE = 32
 _RANGE, _READER = struct.Struct("!QQ"), struct.Struct("!I")
 _FETCH, _OFFERED, _RELEASE = b"F", b"O", b"R"
 _OK, _ERROR, _NOT_YET, _WITHDRAWN = b"+", b"-", b"~", b"x"
-#: How long a request waits for what is not offered yet, before it is told so.
+#: Seconds that a request waits for data that is not offered yet, before it gets a negative reply.
 _OFFER_S = 0.5
 #: Most handshakes at a time.
 _STRANGERS = 64
 _HANDSHAKE_S = 10.0
-#: Most transfers that a process serves at a time; others wait their turn, which costs nothing: the wire is full.
+#: Maximum of concurrent transfers of a process; further ones wait, which costs nothing: the wire is full.
 MOST_TRANSFERS = 8
 
 
@@ -171,7 +171,7 @@ class BulkServer:
         self.sent = 0
         self._listener = TcpListener(address)
         self.sock = self._listener.sock
-        #: What is published for others: `name@address:port`.
+        #: Published endpoint: `name@address:port`.
         self.endpoint = f"{name}@{address}:{self._listener.address[1]}"
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()

@@ -21,7 +21,7 @@ from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.host import host_id, process_id
 
 _numbers = itertools.count()
-#: How often a sender of what a socket did not take at once checks whether the connection is still open.
+#: Seconds between checks for an open connection while unsent data waits for a socket.
 _LOOK_MS = 1000
 
 
@@ -43,7 +43,7 @@ class _Line:
         poller = select.poll()
         poller.register(self.connection.sock, select.POLLOUT)
         while True:
-            poller.poll(_LOOK_MS)  # a socket that is closed meanwhile does not end it
+            poller.poll(_LOOK_MS)  # the close of a socket in the meantime does not end it
             with self._lock:
                 if self.connection.closed or not self.connection.flush():
                     self._flushing = False
@@ -99,7 +99,7 @@ class CallDoor:
         """Waits for a call; returns the caller and its message, or None if it was interrupted."""
         while not self._calls:
             if self._router is not None:
-                # ZeroMQ's descriptor only signals changes: take what is already there before waiting.
+                # ZeroMQ's descriptor only signals changes: read the messages that have arrived before waiting.
                 self._calls += [(caller, message) for caller, *message in _received(self._router)]
                 if self._calls:
                     break

@@ -52,7 +52,7 @@ class Collectives:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             context = current()
             limit = min(context.wait_deadline, 1800)
-            # Some of a group may have joined one by one, with names of their own.
+            # Some ranks of a group may have joined one by one, with separate names.
             first = self._first or 0
             name = self._spec.incarnation if self._first is None else context.member(self.group, first)["incarnation"]
             dist.init_process_group(
@@ -108,7 +108,7 @@ class Collectives:
 
 #: How often a rank that holds the store and waits checks whether the run has failed.
 _LOOK_S = 0.2
-#: torch keeps only its own half of a store: without a reference here, the Python object would lose its methods.
+#: torch keeps only the C++ half of a store: without a reference here, the Python object would lose its methods.
 _alive: list[ServiceStore] = []
 
 

@@ -322,7 +322,7 @@ class CudaDevice:
         return CudaEvent(torch.cuda.Event.from_ipc_handle(self._device, handle))
 
 
-#: How long copies that the accelerator was asked for may take.
+#: Seconds that enqueued copies on the accelerator may take.
 _PATIENCE_S = 30.0
 _LOOK_S = 0.0005
 _PROCESS = re.compile(r"-(\d+\.\d+)-\d+$")
@@ -407,7 +407,7 @@ class DeviceMappings:
         return opened
 
     def settle(self) -> None:
-        """Gives back the buffers that have been copied by now."""
+        """Releases the buffers that have been copied by now."""
         with self._lock:
             still = []
             for opened, reader in self.reading:
@@ -556,7 +556,7 @@ class DevicePool:
                     self._drop(buffer)
 
     def park(self) -> int:
-        """Gives device memory back; returns how much is still lent, and stays."""
+        """Frees device memory; returns the bytes that are still lent and remain."""
         with self._lock:
             for buffer in list(self._buffers.values()):
                 if buffer.free():

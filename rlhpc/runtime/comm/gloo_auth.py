@@ -43,7 +43,7 @@ _MODULE = "torch.distributed.distributed_c10d"
 #: After so long without a rank's proof it is none: all ranks have been there a moment before. A paused one may come back.
 PROOF_S = 60.0
 _PROOF_BYTES = 32
-#: No number that a role would choose for messages of its own; these are over before the group is anybody's.
+#: A tag that no worker class would choose for its messages; these end before the group is in use.
 _TAG = 0x7268_7063
 
 
@@ -94,7 +94,7 @@ def _guarded(kind: Any, make: Callable[..., None]) -> Callable[..., None]:
     def init(self: Any, store: Any, rank: int, size: int, timeout: Any = None, **options: Any) -> None:
         context = installed()
         if context is None or options or not isinstance(timeout, datetime.timedelta | None):
-            # no rank of a run, or somebody has made the sockets
+            # no rank of a run, or the caller has created the sockets
             make(self, store, rank, size, *(() if timeout is None else (timeout,)), **options)
             return
         token = _meet(store, size)
@@ -125,7 +125,7 @@ def _guarded(kind: Any, make: Callable[..., None]) -> Callable[..., None]:
         finally:
             for descriptor in listening:
                 _close(descriptor)
-        # A split of this group would reuse the sockets, and wait for ever; without them torch refuses it.
+        # A split of this group would reuse the sockets, and wait forever; without them torch refuses it.
         settings._devices = []
         if size > 1:
             _prove(self, rank, size, token, context)
@@ -138,7 +138,7 @@ def _meet(store: Any, size: int) -> bytes:
     if size == 1:
         return b""
     arrived = int(store.add("rlhpc/arrived", 1))
-    # The name of a group that has been destroyed may be given again: each round has its own key.
+    # The name of a destroyed group may be reused: each round has a separate key.
     key = f"rlhpc/all/{-(-arrived // size)}"
     if arrived % size == 0:
         token = secrets.token_hex(16)
@@ -173,7 +173,7 @@ def _descriptors() -> dict[int, str]:
     """Returns the kernel's description of each of this process's descriptors, which tells sockets and pipes apart."""
     described = {}
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # closed in the meantime
             described[int(name)] = os.readlink(f"/proc/self/fd/{name}")
     return described
 
@@ -223,7 +223,7 @@ def _prove(group: Any, rank: int, size: int, token: bytes, context: Context) -> 
         for at in others:
             sent = torch.frombuffer(bytearray(proof(rank, at)), dtype=torch.uint8)
             received[at] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
-            works.append((at, group.send([sent], at, _TAG), sent))  # the tensor must live until it has gone
+            works.append((at, group.send([sent], at, _TAG), sent))  # the tensor must live until it has been sent
             works.append((at, group.recv([received[at]], at, _TAG), None))
         for at, work, _ in works:  # noqa: B007 - the error names the one that it came to
             work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))

@@ -52,8 +52,8 @@ class Mailbox:
     Args:
         path: In a folder that only this user can enter; the file is made if it is missing, and must be new to the pair.
         capacity: Bytes of the largest array; the same at both ends. Memory is used only as it is touched.
-        first: Which end this is.
-        peer: Who the other end is, for messages.
+        first: Whether this is the first end.
+        peer: Name of the other end, for messages.
         deadline: Seconds after which a wait gives up.
         check: Called during long waits; raises to end one.
     """

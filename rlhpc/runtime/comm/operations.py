@@ -245,7 +245,7 @@ def _cancel(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
 
 def _store(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     op, key, *values = (bytes(frame) for frame in frames)
-    if op == b"wait":  # answered once somebody has set it
+    if op == b"wait":  # answered once it has been set
         service.held.when_set(key, answer.frames)
     else:
         answer.frames(*service.held.act(op, key, *values))

@@ -133,10 +133,10 @@ def recv(src_group: str, src_rank: int, *, tag: str = "o") -> Any:
 
 
 def post(obj: Any, key: str, dst_group: str, dst_rank: int) -> bool:
-    """Puts an object into a rank's inbox, for `poll` by the same key there; all of it is there when this returns.
+    """Puts an object into a rank's inbox, for `poll` with the same key there. The inbox has all of it on return.
 
     Returns:
-        Whether the rank takes part: its group may go on without it.
+        Whether the rank takes part: its group may continue without it.
     """
     context = current()
     try:

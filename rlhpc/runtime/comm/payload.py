@@ -19,7 +19,7 @@ from rlhpc.runtime.comm.shared_memory import AND, HEADER, Mappings, SegmentPool,
 from rlhpc.runtime.comm.zero_copy import LEND_LIMIT, PREFIX, Loan, Loans
 from rlhpc.runtime.errors import DeadlineExceeded
 
-#: The first receiver has memory that is still warm from last time; the others give it this long to come.
+#: The first receiver has memory that is still warm from last time; the others wait this long for it.
 _PRECEDENCE_S = 0.05
 _PAUSE_S = 0.001
 
@@ -164,7 +164,7 @@ class Packed:
             self.segment = AND.join(filter(None, (self._path, self._crossing.path)))
 
     def _cross(self, obj: Any, lane: DevicePool, readers: int, holders: Sequence[str]) -> list[Any] | None:
-        """Pickles without the tensors on the accelerator; the buffers, or None where nothing is to stay there."""
+        """Pickles without the tensors on the accelerator; returns the buffers, or None if no tensor can stay there."""
         device = own()
         if device is None:
             return None
@@ -260,7 +260,7 @@ def unpack(
 
 
 def forgo(frames: Sequence[Buffer]) -> None:
-    """Gives up a message's claim on an accelerator's memory, without a look at it."""
+    """Releases a message's claim on an accelerator's memory, without reading it."""
     if len(frames[1]):
         _, _, _, reader, _, _, crossing = pickle.loads(frames[1])
         if crossing:

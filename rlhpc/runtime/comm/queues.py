@@ -18,7 +18,7 @@ from rlhpc.runtime.comm.unix_sockets import UnixConnection
 from rlhpc.runtime.errors import ChannelError
 
 _ids = itertools.count(1)
-#: Keys of a channel whose last consumer is remembered.
+#: Maximum of keys of a channel whose last consumer is remembered.
 _MAX_TAKERS = 4096
 
 
@@ -157,13 +157,13 @@ class ChannelState:
         return True
 
     def get(self, key: str, who: tuple[str, ...], target: float | None, answer: Answer | None) -> bool:
-        """Gives one item (`target` None) or a batch of weight `target`; without an `answer` an empty queue refuses.
+        """Delivers one item (`target` None) or a batch of weight `target`; without an `answer` an empty queue refuses.
 
         Args:
             key: Of the queue.
-            who: Names by which the end of the consumer may become known; none where it needs no acknowledgement.
+            who: Names under which the end of the consumer may be reported; empty if the items need no acknowledgement.
             target: See above.
-            answer: Given the items.
+            answer: Called with the items.
         """
         if answer is None:
             return False
@@ -297,7 +297,7 @@ class RemoteAnswer:
         if isinstance(self.peer, UnixConnection) and self.peer.closed:
             return False
         if not self.number:
-            return True  # posted: nobody is waiting for an answer
+            return True  # posted: no process waits for an answer
         if isinstance(items, str):
             kind = b"refused" if isinstance(items, Refusal) else b"error"
             self.reply(self.peer, [self.number, kind, items.encode()])

@@ -34,7 +34,7 @@ class Landing:
         self._max_idle = max_idle
         # Reentrant: memory may return while this thread collects garbage in `take`.
         self._lock = threading.RLock()
-        #: Memory, and what keeps its pages locked, if they are.
+        #: Memory, and the tensor that keeps its pages locked, if they are.
         self._idle: dict[int, list[tuple[mmap.mmap, Any]]] = {}
         self._idle_bytes = 0
 
@@ -68,7 +68,7 @@ class Landing:
                 self._idle_bytes += capacity
 
 
-#: How long a host is given to have what it passes on, before it is asked for no more.
+#: Seconds that a host has to receive the data it forwards, before it is no longer asked.
 _PATIENCE_S = 10.0
 
 

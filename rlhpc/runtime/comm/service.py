@@ -232,9 +232,9 @@ class Service:
         self.held = HeldValues()
         #: Number of the newest recovery for which the driver wants the main thread's present call to be given up.
         self.aborted = 0
-        #: By connection: why an item was refused whose sender waits for no answer.
+        #: By connection: reason for the refusal of an item whose sender waits for no answer.
         self._refusals: dict[str, bytes] = {}
-        #: How often ranks have come or gone, as far as is known: what was read of a member before is read again.
+        #: How often ranks have come or gone, as far as is known: records that were read earlier are read again.
         self.epoch = 0
         zap = ZapDoor(self.context, keys)
         path = scratch.sockets / f"d-{process_id()}-{next(_numbers)}"
@@ -472,7 +472,7 @@ class Service:
             self.peers.close()
         self.pool.close()
         self.lane.close()
-        # it ends once all sockets of it are closed: a thread that waits at one is told
+        # it ends once all its sockets are closed: threads that wait at one get an error
         threading.Thread(target=self.context.term, name=f"rlhpc-end-{self.name}", daemon=True).start()
 
     # -- the thread -----------------------------------------------------------------------------------------------

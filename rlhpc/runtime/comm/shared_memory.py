@@ -43,7 +43,7 @@ from rlhpc.runtime.scratch import Scratch
 HEADER = mmap.PAGESIZE
 FREE, WRITTEN, USED, KEPT = b"\0", b"\1", b"\2", b"\3"
 ALIGN = 64
-#: Between the paths of what a message claims, where that is both a segment and a buffer on an accelerator.
+#: Separator of the paths that a message claims, if it has both a segment and a buffer on an accelerator.
 AND = "\n"
 POPULATE = getattr(mmap, "MAPPOPULATE", 0)
 #: Readers of a segment whose processes its page can hold.
@@ -298,7 +298,7 @@ class Mappings:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._mapped: dict[str, mmap.mmap] = {}
-        self._pages: dict[str, Any] = {}  # what keeps those of a segment locked
+        self._pages: dict[str, Any] = {}  # tensors that keep the pages of a segment locked
         self._sweep_at = 16
 
     def lease(self, path: str, reader: int, *, own: bool = True) -> memoryview:
@@ -354,7 +354,7 @@ log = logging.getLogger(__name__)
 _IOV_MAX = 512
 #: Segments checked before a new one is made: the oldest in use are the likeliest to be free.
 _LOOKS = 16
-#: Segments in use that a pool keeps track of; what is written beyond them is forgotten as soon as its reader has come.
+#: Maximum of segments in use that a pool tracks; further ones are forgotten as soon as their reader has come.
 _MAX_BUSY = 4096
 #: Two bytes of a segment's first page are no reader's.
 _MAX_READERS = HEADER - 2
@@ -382,7 +382,7 @@ class SegmentPool:
         self._busy: collections.deque[ShmSegment] = collections.deque()
         self._by_path: dict[str, ShmSegment] = {}
         self._warned = False
-        #: Processes that have ended, the latest of them: what is written for one comes too late.
+        #: The latest processes that have ended: data written for one comes too late.
         self._ended: dict[str, None] = {}
 
     def write(

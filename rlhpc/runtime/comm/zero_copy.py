@@ -24,7 +24,7 @@ PREFIX = "loan:"
 LEND_LIMIT = 1 << 20
 #: How long a reader that was handed the item may take to begin, or to say that it has it all.
 _PATIENCE_S = 2.0
-#: A reader that was not there yet gets half the time that the copy would take, at this many bytes per second.
+#: A late reader gets half the time that the copy would take, at this many bytes per second.
 _COPY_RATE = 10e9
 _LOOK_S = 0.2
 _PADDING = memoryview(bytes(64))
@@ -150,7 +150,7 @@ class Loans:
 
 #: Most that is offered at a time; the oldest is withdrawn for the next.
 _MOST = 8
-#: Names of what was withdrawn that are remembered.
+#: Maximum of withdrawn names that are remembered.
 _REMEMBERED = 1024
 
 
@@ -167,7 +167,7 @@ class Offers:
         self._gone: collections.deque[str] = collections.deque(maxlen=_REMEMBERED)
 
     def put(self, name: str, memory: memoryview, times: int) -> None:
-        """Offers memory that stays as it is, until it has been read so many times. A reader keeps it beyond that."""
+        """Offers memory that does not change, until it has been read a number of times. A reader may keep it longer."""
         withdrawn = []
         with self._changed:
             self._held[name] = memory, times
@@ -175,7 +175,7 @@ class Offers:
                 withdrawn.append(self._held.popitem(last=False))
                 self._gone.append(withdrawn[-1][0])
             self._changed.notify_all()
-        # Only now may memory return to where it came from, which has locks of its own.
+        # Only now may memory return to its pool, which has separate locks.
 
     def find(self, name: str, timeout: float) -> memoryview | None:
         """Returns the memory offered under a name; waits up to `timeout` seconds for it, then returns None.

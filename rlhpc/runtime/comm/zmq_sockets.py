@@ -34,7 +34,7 @@ _OVERHEAD = 1 << 10
 _HANDSHAKE_MS = 10_000
 _DIVIDED = b"rlhpc divided\n"
 _LENGTHS = "!%dQ"
-#: What a request raises that was answered with neither `ok` nor `error`.
+#: Exceptions of requests that were answered with neither `ok` nor `error`.
 _FAILURES = {b"refused": ChannelRefused, b"too early": TooEarly}
 #: Requests that ZeroMQ still accepts once its port is shut: few, for each takes one of the descriptors that are left.
 _BACKLOG = 100
@@ -196,7 +196,7 @@ class Peers:
     def __init__(self, context: zmq.Context[Any], keys: CurveKeys, check: Callable[[], None]) -> None:
         self._context, self._keys, self._check = context, keys, check
         self._local = threading.local()
-        #: Keys of processes (`host.process_key`) that the driver has said have ended.
+        #: Keys of processes (`host.process_key`) whose end the driver has reported.
         self.ended = set[str]()
 
     @property

@@ -199,7 +199,7 @@ def main() -> None:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            failed[module] = str(error)  # the rank that needs it will say so in its own log
+            failed[module] = str(error)  # the rank that needs it reports this in its log
     _imported(control)
     gc.collect()
     gc.freeze()  # forked ranks share these pages permanently: the garbage collector must not touch them

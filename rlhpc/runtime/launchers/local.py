@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster, Node
     from rlhpc.runtime.worker_spec import WorkerSpec
 
-#: What a forked rank runs.
+#: Entry point of a forked rank.
 ENTRY = "rlhpc.runtime.worker_process:live"
-#: What every fork server imports.
+#: Modules that every fork server imports.
 PRELOAD = ("torch", "numpy", "zmq", "cloudpickle", "rlhpc.runtime.worker_process", "rlhpc.runtime.worker")
 
 
@@ -47,7 +47,7 @@ class ForkServerProcess:
 
     @classmethod
     def prewarm(cls, preload: Sequence[str]) -> None:
-        """Starts the server that `take` is to give, so that it imports while this process does other things."""
+        """Starts the server that `take` will return, so that its imports overlap with other work of this process."""
         if cls._early is None:
             cls._early = cls(preload)
             atexit.unregister(cls._discard)

@@ -35,7 +35,7 @@ _SIGNALS = {signal.strsignal(number): number for number in range(1, 32)}
 _KEPT_LINES = 40
 #: How long a step that kills a rank may take; after a failure no other is tried for so long.
 _KILL_S, _RETRY_S = 30.0, 30.0
-#: How long the processes of a step may take to be gone when it was killed.
+#: Seconds until the processes of a killed step are gone.
 _GONE_S = 10.0
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class SteppedStarter:
         reports: Receiver of the ranks' events.
     """
 
-    #: How long a step that srun was told to end may take before the controller is asked; and all of it.
+    #: Seconds that srun may take to end a step before the controller is asked; and the total.
     grace_s = 5.0
     limit_s = 15.0
 
@@ -149,7 +149,7 @@ class SteppedStarter:
             step.end()
 
     def kill(self, members: Sequence[Member]) -> None:
-        """Kills steps as a whole where all of their ranks are to end; elsewhere each rank's processes, on its node."""
+        """Kills whole steps if all of their ranks have to end; otherwise each rank's processes, on its node."""
         steps = self._steps_only_of(members)
         for whole_step in steps:
             whole_step.kill()

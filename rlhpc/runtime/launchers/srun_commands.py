@@ -94,7 +94,7 @@ def step_on_nodes(component: int, components: int, nodes: Collection[str], comma
     """Returns the step that runs a command once on each of some nodes of a component, in parallel to the steps that run
     there.
     """
-    # Without --mem=0 a step has to wait until the others leave it memory.
+    # Without --mem=0 a step has to wait until other steps release memory.
     start = [
         "srun",
         "--overlap",
@@ -172,7 +172,7 @@ def _options(ranks: Sequence[RankPlacement], cluster: Cluster) -> list[str]:
     nodes = {rank: cluster.nodes[rank] for rank in counts}
     known = all(node.cpus for node in nodes.values())
     cores = min(max(1, nodes[rank].cpus // count) for rank, count in counts.items()) if known else None
-    # The file of hosts says how many nodes it takes: srun of 24.11 refuses `--nodes` beside it.
+    # The hostfile determines the number of nodes: srun of 24.11 refuses `--nodes` in addition.
     options = [f"--ntasks={len(ranks)}", f"--cpus-per-task={cores or '?'}", "--mem=0"]
     # A rank picks its own among all accelerators of the node. `none` clears the mask that a step would otherwise inherit
     # from component 0.
@@ -181,5 +181,5 @@ def _options(ranks: Sequence[RankPlacement], cluster: Cluster) -> list[str]:
     options.append(f"--gres=gpu:{accelerators}" if accelerators else "--gres=none")
     if cores is not None and any(count * cores > nodes[rank].cpus for rank, count in counts.items()):
         options.append("--overcommit")
-    # The driver decides which others end when a rank dies, whatever the site's defaults are.
+    # The driver decides which other ranks end when a rank dies, whatever the site's defaults are.
     return [*options, "--distribution=arbitrary", "--kill-on-bad-exit=0", "--wait=0"]

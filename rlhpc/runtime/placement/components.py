@@ -30,7 +30,7 @@ class ComponentPlacementStrategy:
         processes: Resource ranks of each process.
         node_group: Label of the node group in which they are counted.
         by_node: The resources are nodes, not accelerators.
-        replica: So many neighbouring ranks are one: an engine. 1 for all components but `ENGINES`.
+        replica: Number of neighbouring ranks that form one engine; 1 for all components but `ENGINES`.
     """
 
     component: str
