@@ -1,4 +1,4 @@
-"""Starts of a run in its log files: a rule line stands between what two starts have written."""
+"""Log files with several starts of a run: a rule line separates the output of two starts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LAST, ALL = "last", "all"
 
 
 def mark_start(folder: Path) -> None:
-    """Writes a rule line to the end of each log in a folder, for a further start: if ranks have written there before."""
+    """Writes a rule line to the end of each log in a folder for a further start, if ranks have written there before."""
     files = [file for pattern in ("*.out", "*.err") for file in folder.glob(pattern) if file.stat().st_size]
-    if not any(_RANK.fullmatch(file.stem) for file in files):  # the driver's own log may have begun
+    if not any(_RANK.fullmatch(file.stem) for file in files):  # the driver's own log may already exist
         return
     number = 1 + max((_number_of(file) for file in files), default=0)
     rule = f"---- start {number}, {time.strftime('%Y-%m-%d %H:%M:%S')} ----\n"
@@ -39,7 +39,7 @@ def lines_of_start(lines: Iterable[str], start: str) -> list[str]:
     """Returns the lines that a start has written.
 
     Args:
-        lines: Those of a log, or its last ones.
+        lines: Lines of a log, or its last ones.
         start: The start's number, `last` or `all`.
     """
     if start == ALL:

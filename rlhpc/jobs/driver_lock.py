@@ -1,4 +1,6 @@
-"""One driver per run: a second one is refused before it can do harm, with a message that names the first."""
+"""Driver lock: one driver per run. A second one is rejected before it changes anything, with a message that names the
+first.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from rlhpc.runtime.network import own_address
 
 @contextlib.contextmanager
 def sole_driver(paths: RunPaths) -> Iterator[None]:
-    """Holds the run for this process until the block or the process ends. An earlier start of this very job, or a process or
-    job that has ended, gives way.
+    """Holds the run for this process until the block or the process ends. An earlier start of the same job, or a process or
+    job
+    that has ended, is replaced.
 
     Raises:
         UserError: Another driver trains this run.
@@ -32,7 +35,7 @@ def sole_driver(paths: RunPaths) -> Iterator[None]:
             content = read_json_file(paths.driver_record)
             _require_dead(paths, content)
             lease.remove_dead(content)
-    except OSError:  # the code that opens the run's folder, or has something to lose, reports what is wrong with it
+    except OSError:  # the code that opens the run's folder reports the error
         yield
         return
     try:
@@ -42,9 +45,9 @@ def sole_driver(paths: RunPaths) -> Iterator[None]:
 
 
 def require_no_driver(paths: RunPaths) -> None:
-    """Refuses a second driver before it looks at anything, and writes nothing.
+    """Rejects a second driver before it reads or writes anything.
 
-    Looking for a checkpoint removes what killed saves left behind, and would take the live driver's save for one.
+    The search for a checkpoint removes the remains of killed saves, and would remove an unfinished save of the live driver.
 
     Raises:
         UserError: Another driver trains this run.
@@ -75,7 +78,7 @@ def _is_elsewhere(content: dict[str, Any]) -> bool:
 
 
 def _is_running(job: str) -> bool | None:
-    """Returns whether a job runs; None where Slurm does not know, or there is none."""
+    """Returns whether a job runs; None if Slurm does not know it, or the job is empty."""
     if not job:
         return None
     report = SlurmProbe().query_one(job)
@@ -84,8 +87,8 @@ def _is_running(job: str) -> bool | None:
     return not report.state.is_terminal
 
 
-def _ending(paths: RunPaths, found: dict[str, Any]) -> str:
-    job = str(found.get("job") or "")
+def _ending(paths: RunPaths, content: dict[str, Any]) -> str:
+    job = str(content.get("job") or "")
     submitted = paths.submit.is_dir()
     return (
         f"rlhpc cancel {paths.root}" if submitted else f"scancel --batch --signal=TERM {job}" if job else "Ctrl-C there"
@@ -93,7 +96,7 @@ def _ending(paths: RunPaths, found: dict[str, Any]) -> str:
 
 
 def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
-    """Asks Slurm once about the job named in the environment; if Slurm does not answer, `srun` will say what is wrong.
+    """Asks Slurm once about the job named in the environment; if Slurm does not answer, `srun` will report the error.
 
     Raises:
         ConfigError: The job is over.
@@ -104,16 +107,16 @@ def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
     report = SlurmProbe().query_one(job)
     over = report.state.is_terminal or (report.state is JobState.UNKNOWN and report.conclusive)
     if over:
-        found = f"it is {report.state.value}" if report.state.is_terminal else "Slurm does not know it any more"
+        reason = f"it is {report.state.value}" if report.state.is_terminal else "Slurm does not know it any more"
         raise ConfigError(
-            f"SLURM_JOB_ID is {job}, but that job is over ({found}): this shell still has the variables of an allocation that "
-            "has ended. To train on this machine: unset SLURM_JOB_ID SLURM_JOBID; for a new allocation: leave this shell, "
-            "then salloc. Nothing was written"
+            f"SLURM_JOB_ID is {job}, but that job is over ({reason}): this shell still has the variables of an allocation "
+            "that has ended. To train on this machine: unset SLURM_JOB_ID SLURM_JOBID; for a new allocation: leave this "
+            "shell, then salloc. Nothing was written"
         )
 
 
 def require_hosts(cluster: Cluster) -> None:
-    """Requires that `srun` can start ranks on other hosts, and that they can connect to this one.
+    """Checks that `srun` can start ranks on other hosts, and that they can connect to this one.
 
     Raises:
         ConfigError: A node is another host, and there is no `srun` here or no route between the hosts.

@@ -1,4 +1,4 @@
-"""submitit's Slurm executor, as this project uses it."""
+"""Executors of submitit, for local and Slurm jobs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhpc.runtime.errors import SubmitError
 
-#: Keeps every Popen alive: one that is garbage-collected while its process is running emits a warning.
+#: Keeps every Popen alive: garbage collection of one whose process is running emits a warning.
 _started: list[subprocess.Popen[bytes]] = []
 _CONTROLLER = (
     "import sys; from pathlib import Path; from submitit.local.local import Controller; "
@@ -21,7 +21,7 @@ _CONTROLLER = (
 
 
 def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int) -> Any:
-    """Makes a `submitit.LocalExecutor` whose controller has a session of its own.
+    """Builds a `submitit.LocalExecutor` whose controller has its own session.
 
     submitit's own executor starts the controller in the submitter's process group and on its terminal, where Ctrl-C, a
     hang-up or a workflow engine that kills its group would end the job. It also hides every GPU from a job that asks
@@ -69,12 +69,12 @@ def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int
 
 
 def python_path() -> str:
-    """PYTHONPATH of this process, plus the folder this package was imported from if it is not installed."""
-    given = os.environ.get("PYTHONPATH", "")
+    """Returns PYTHONPATH of this process, plus the folder this package was imported from if it is not installed."""
+    current = os.environ.get("PYTHONPATH", "")
     home = Path(__file__).resolve().parents[2]
-    if home.name in ("site-packages", "dist-packages") or str(home) in given.split(os.pathsep):
-        return given
-    return os.pathsep.join(part for part in (given, str(home)) if part)
+    if home.name in ("site-packages", "dist-packages") or str(home) in current.split(os.pathsep):
+        return current
+    return os.pathsep.join(part for part in (current, str(home)) if part)
 
 
 #: In minutes; submitit requires a limit, but not every job has one.
@@ -82,7 +82,7 @@ NO_LIMIT_MIN = 10 * 365 * 24 * 60
 
 
 def make_slurm_executor(folder: str, job_name: str, slurm: Mapping[str, Any], *, max_num_timeout: int) -> Any:
-    """Makes a `submitit.SlurmExecutor` whose jobs run one Python in place of the batch shell.
+    """Builds a `submitit.SlurmExecutor` whose jobs run one Python in place of the batch shell.
 
     Args:
         folder: Folder for the jobs' pickles and logs.
@@ -100,21 +100,21 @@ def make_slurm_executor(folder: str, job_name: str, slurm: Mapping[str, Any], *,
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             text = str(super()._make_submission_file_text(command, uid))
-            given, none = f"#SBATCH --time={NO_LIMIT_MIN}\n", self.parameters.get("time") == NO_LIMIT_MIN
-            if none and given not in text:  # otherwise submitit would ask for years
+            parameters, none = f"#SBATCH --time={NO_LIMIT_MIN}\n", self.parameters.get("time") == NO_LIMIT_MIN
+            if none and parameters not in text:  # otherwise submitit would ask for years
                 raise SubmitError(
-                    f"this submitit writes its batch script otherwise than rlhpc knows: no {given.strip()!r}"
+                    f"this submitit writes its batch script otherwise than rlhpc knows: no {parameters.strip()!r}"
                 )
-            return text.replace(given, "")
+            return text.replace(parameters, "")
 
     # "exec": the batch shell becomes this process, so that a signal for the batch shell (B:) reaches it
     python = f"exec {shlex.quote(sys.executable)} -P"
     executor = SlurmExecutor(folder=folder, max_num_timeout=max_num_timeout, python=python)
-    given = dict(slurm)
-    setup = list(given.pop("setup", None) or [])  # may begin with the #SBATCH lines of further components
+    parameters = dict(slurm)
+    setup = list(parameters.pop("setup", None) or [])  # may begin with the #SBATCH lines of further components
     if python_path():
         setup.append(f"export PYTHONPATH={shlex.quote(python_path())}")
-    additional = {"signal": "B:USR2@120", **given.pop("additional_parameters", {})}
+    additional = {"signal": "B:USR2@120", **parameters.pop("additional_parameters", {})}
     if "no-requeue" not in additional:
         additional["requeue"] = True
     executor.update_parameters(
@@ -124,7 +124,7 @@ def make_slurm_executor(folder: str, job_name: str, slurm: Mapping[str, Any], *,
             "ntasks_per_node": 1,
             "use_srun": False,
             "time": NO_LIMIT_MIN,
-            **given,
+            **parameters,
             "setup": setup or None,
             "additional_parameters": additional,
         }

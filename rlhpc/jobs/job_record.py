@@ -1,4 +1,4 @@
-"""The record of a submitted job, and the search for the live job of a segment."""
+"""Record of a submitted job, and the search for the live job of a segment."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rlhpc.runtime.errors import ConfigError, SubmitError, UserError
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What `submit/segment_<k>.json` holds.
+    """Content of `submit/segment_<k>.json`.
 
     Attributes:
-        phase: "submitting" until the job id is known, then "submitted"; "waiting" while the site takes no more jobs,
-            "refused" if it will never take this one.
+        phase: "submitting" until the job id is known, then "submitted"; "waiting" while the site accepts no more jobs,
+            "refused" if it will never accept this one.
         reason: Why the job is waiting or was refused.
         process: The local controller; None for Slurm.
         attempt: Number of this submission, from 1.
@@ -46,17 +46,17 @@ class JobRecord:
 
     @classmethod
     def read(cls, files: SegmentFiles) -> JobRecord | None:
-        """The last submission of a segment, if there was one."""
+        """Returns the last submission of a segment; None without one."""
         value = read_json_file(files.record)
         return None if value is None else cls.from_json(value)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> JobRecord | None:
-        """Inverse of `to_json`; None if the value is not a record."""
-        known = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
-        known["process"] = ProcessId.from_json(known.get("process"))
+        """Reads the value of `to_json`; returns None if the value is not a record."""
+        fields = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
+        fields["process"] = ProcessId.from_json(fields.get("process"))
         try:
-            return cls(**known)
+            return cls(**fields)
         except TypeError:
             return None
 
@@ -68,11 +68,11 @@ class JobRecord:
         write_json(files.record, self.to_json())
 
 
-def job_name(paths: RunPaths, what: str) -> str:
-    """A name unique to run folder and purpose, by which a job can be found whose id was never written down."""
+def job_name(paths: RunPaths, purpose: str) -> str:
+    """Returns a name unique to run folder and purpose, by which a job can be found whose id was never recorded."""
     digest = hashlib.sha256(str(paths.root.resolve()).encode()).hexdigest()[:8]
-    folder = paths.root.name.replace(",", "_")  # squeue takes a comma for the end of a name
-    return f"rlhpc-{folder}-{what}-{digest}"
+    folder = paths.root.name.replace(",", "_")  # squeue separates names by commas
+    return f"rlhpc-{folder}-{purpose}-{digest}"
 
 
 def segment_job_name(files: SegmentFiles) -> str:
@@ -81,10 +81,10 @@ def segment_job_name(files: SegmentFiles) -> str:
 
 
 def end_process(process: ProcessId, paths: RunPaths, signum: int) -> None:
-    """Signals a process of a run on this host; it is no error if the process has already ended.
+    """Signals a process of a run on this host; a process that has already ended is no error.
 
     Raises:
-        UserError: It holds no file of the run folder open, as its logs are: the folder came from elsewhere.
+        UserError: It has no file of the run folder open, such as its logs: the folder was copied from elsewhere.
     """
     below = process.has_open_below(paths.root)
     if below is False and process.alive():
@@ -108,7 +108,7 @@ def probe_for(record: JobRecord, files: SegmentFiles) -> JobProbe:
 
 
 def owner_of(files: SegmentFiles, record: JobRecord, *, alive: bool = False) -> JobRecord:
-    """The record, or the job that holds the claim if two were submitted or the id was never written down.
+    """Returns the record, or the job that holds the claim if two were submitted or the id was never recorded.
 
     `alive`: the holder of the claim is known to be alive.
     """
@@ -133,12 +133,12 @@ def owner_of(files: SegmentFiles, record: JobRecord, *, alive: bool = False) -> 
 
 
 def find_job(files: SegmentFiles) -> JobRecord | None:
-    """The live job of a segment: the recorded job, the one that holds the claim, or one found by name."""
+    """Returns the live job of a segment: the recorded job, the one that holds the claim, or one found by name."""
     record = JobRecord.read(files)
     if record is None:
         return None
-    ended = read_json_file(files.exit)
-    if ended is not None and ended.get("token") == record.token:
+    exit_record = read_json_file(files.exit)
+    if exit_record is not None and exit_record.get("token") == record.token:
         return None
     if record.phase == "refused":
         return None
@@ -150,31 +150,31 @@ def find_job(files: SegmentFiles) -> JobRecord | None:
         job_id = probe.find(segment_job_name(files))
         if job_id is None:
             return None
-        found = replace(record, job_id=job_id, phase="submitted")
-        found.write(files)
-        return found
+        record = replace(record, job_id=job_id, phase="submitted")
+        record.write(files)
+        return record
     if not record.job_id:
         return None
     report = probe.query_one(record.job_id)
     if record.executor == "slurm":
-        gone = report.state.is_terminal or (report.state is JobState.UNKNOWN and report.conclusive)
+        is_over = report.state.is_terminal or (report.state is JobState.UNKNOWN and report.conclusive)
     else:
-        gone = report.state is not JobState.RUNNING and report.conclusive
+        is_over = report.state is not JobState.RUNNING and report.conclusive
         if not report.conclusive and claim is not None:
-            gone = True  # on another host, and it has stopped renewing its claim
-    return None if gone else record
+            is_over = True  # on another host, and it has stopped renewing its claim
+    return None if is_over else record
 
 
 def was_cancelled(files: SegmentFiles) -> JobRecord | None:
-    """The segment's last submission if somebody ended it on purpose, by `rlhpc cancel` or scancel."""
+    """Returns the segment's last submission if it was ended on purpose, by `rlhpc cancel` or scancel."""
     record = JobRecord.read(files)
     if record is None:
         return None
     if files.cancelled(record.token):
         return record
-    ended = read_json_file(files.exit)
-    if ended is not None and ended.get("token") == record.token:
-        return record if ended.get("cancelled") else None
+    exit_record = read_json_file(files.exit)
+    if exit_record is not None and exit_record.get("token") == record.token:
+        return record if exit_record.get("cancelled") else None
     if record.executor == "slurm" and record.job_id:
         return record if probe_for(record, files).query_one(record.job_id).state is JobState.CANCELLED else None
     return None
@@ -187,7 +187,15 @@ _AS_PLANNED = ("max_steps", "segment_end")
 
 
 def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool = False) -> int | None:
-    """The finished segment that the run's new length opens again; None if all finished segments end as planned.
+    """Returns the finished segment that the run's new length opens again; None if all finished segments end as planned.
+
+    Args:
+        paths: The run.
+        ends: New end step of each segment.
+        goal_moved: True if the goal of a segment that ended by reaching it (`runner.stop_return`) has changed.
+
+    Raises:
+        ConfigError: A finished segment would end at another step, and not just because the last one grows.
 
     Args:
         paths: The run.
@@ -197,7 +205,7 @@ def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool 
     Raises:
         ConfigError: A finished segment is to end at another step now, and not just because the last one grows.
     """
-    done = {k: found for k in range(len(ends)) if (found := read_json_file(paths.segment_done(k))) is not None}
+    done = {k: marker for k in range(len(ends)) if (marker := read_json_file(paths.segment_done(k))) is not None}
     later = [k for k in _finished(paths) if k >= len(ends)]
     for segment, record in done.items():
         step = int(record.get("global_step", ends[segment]))
@@ -221,7 +229,7 @@ def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool 
 def wait_for_end(paths: RunPaths, segment: int, *, within_s: float = 60.0) -> None:
     """Waits for the job that finished a segment, which ends a moment after that.
 
-    Opened again earlier, the segment would seem to have a live job, and that job to have left no marker.
+    If it were opened again earlier, the segment would seem to have a live job that left no marker.
 
     Raises:
         SubmitError: It has not ended `within_s` seconds later.
@@ -237,7 +245,7 @@ def wait_for_end(paths: RunPaths, segment: int, *, within_s: float = 60.0) -> No
 
 
 def reopen(paths: RunPaths, segment: int) -> Path:
-    """Moves the marker of a finished segment aside, so that training goes on; returns its new name.
+    """Renames the marker of a finished segment, so that training continues; returns its new name.
 
     The new name still ends in .json, so that the step at which the segment ended before keeps its checkpoint.
     """

@@ -1,6 +1,6 @@
-"""Which job owns a segment.
+"""Ownership of a segment by a job.
 
-Two guards against two races. `SubmitLock` lets one process at a time check and submit. `Claim` is taken by the job itself
+Two guards prevent two races. `SubmitLock` lets one process at a time check and submit. `Claim` is taken by the job itself
 when it starts: claims are numbered files that are created exclusively and never removed, the next number may only be taken
 once the holder of the last one is dead, and the highest number owns the segment. So even two jobs submitted without
 knowledge of each other (a submitter killed between two system calls, a job both requeued and resubmitted) never train at
@@ -26,12 +26,12 @@ from rlhpc.runtime.files import create_exclusively, replace_durably
 
 #: A holder on another host that has not renewed its file for this long is considered dead.
 LEASE_S = 30.0
-#: How often a live holder renews its file.
+#: Interval at which a live holder renews its file.
 RENEW_S = 5.0
 
 
 def look_again(folder: Path) -> int:
-    """When an entry of the folder was last added, removed or renamed, in ns; -1 if there is no folder.
+    """Returns the time at which an entry of the folder was last added, removed or renamed, in ns; -1 if the folder is missing.
 
     Opening it makes NFS ask the server (close-to-open consistency) instead of answering from its cache of names.
     """
@@ -46,7 +46,7 @@ def look_again(folder: Path) -> int:
 
 
 def read_json_file(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file that others replace atomically; None if it is missing or not (yet) readable."""
+    """Returns the JSON object in a file that others replace atomically; None if it is missing or not (yet) readable."""
     look_again(path.parent)
     try:
         value = plain.read_json(plain.read_file(path).decode())
@@ -62,7 +62,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class SegmentFiles:
-    """Paths of the files that a segment keeps under `submit/`, and of its logs."""
+    """Paths of a segment's files under `submit/`, and of its logs."""
 
     paths: RunPaths
     segment: int
@@ -83,7 +83,7 @@ class SegmentFiles:
 
     @property
     def exit(self) -> Path:
-        """Says how the driver ended, if it did so without finishing the segment."""
+        """Record of how the driver ended, if it did so without finishing the segment."""
         return self.paths.submit / f"{self._name}.exit.json"
 
     @property
@@ -93,30 +93,30 @@ class SegmentFiles:
 
     @property
     def cancel(self) -> Path:
-        """Marks a job that somebody ended for good; without it, the end would look like a preemption."""
+        """Marker of a job that was ended for good; without it, the end would look like a preemption."""
         return self.paths.submit / f"{self._name}.cancel.json"
 
     def cancelled(self, token: str) -> bool:
-        """Whether somebody has cancelled the submission with this token."""
+        """Returns whether the submission with this token was cancelled."""
         return (read_json_file(self.cancel) or {}).get("token") == token
 
     def mark_cancelled(self, token: str) -> None:
-        """Records that somebody has cancelled the submission with this token."""
+        """Marks the submission with this token as cancelled."""
         write_json(self.cancel, {"token": token, "time": time.time()})
 
     @property
     def lease(self) -> Path:
-        """Says which process is submitting the segment."""
+        """Lease of the process that is submitting the segment."""
         return self.paths.submit / f"{self._name}.lease"
 
     def claim(self, number: int) -> Path:
         return self.paths.submit / f"{self._name}.claim.{number}.json"
 
     def newest_claim(self) -> int:
-        """Returns the number of the newest claim; 0 if there is none.
+        """Returns the number of the newest claim; 0 without one.
 
-        Claims are never removed and have no gaps: the listing, which may be of some time ago, says where to begin to look
-        them up by name.
+        Claims are never removed and have no gaps. The listing may be outdated, so it only determines where the search by name
+        starts.
         """
         pattern = re.compile(rf"^{self._name}\.claim\.(\d+)\.json$")
         try:
@@ -142,7 +142,8 @@ class SegmentFiles:
 
 
 def renewed_within(path: Path, seconds: float, alive_again: Callable[[], bool] = lambda: False) -> bool:
-    """Watches a file for up to `seconds`: True as soon as its owner renews it, False if nobody does or it is gone.
+    """Watches a file for up to `seconds`; returns True as soon as its owner renews it, False if it is not renewed or is
+    removed.
 
     Only changes count, never the file's age: the clocks of two hosts need not agree.
     """
@@ -191,7 +192,7 @@ class Claim:
 
     @classmethod
     def newest(cls, files: SegmentFiles) -> Claim | None:
-        """The claim with the highest number; None if no job has ever started."""
+        """Returns the claim with the highest number; None if no job has ever started."""
         look_again(files.paths.submit)
         for number in range(files.newest_claim(), 0, -1):
             for _ in range(3):  # without hard links, a half-written claim may be seen
@@ -217,16 +218,16 @@ class Claim:
     def take(
         cls, files: SegmentFiles, *, token: str, job_id: str, executor: str, probe: JobProbe | None = None
     ) -> Claim | None:
-        """Claims the segment for this process; None if another live job has it."""
+        """Claims the segment for this process; returns None if another live job has it."""
         latest = files.newest_claim()
         before = cls.newest(files)
         if before is not None and before.number > latest:
-            return None  # another got in first
+            return None  # another job was faster
         # a requeued Slurm job finds the claim of its own earlier attempt, which is over
         own_earlier = before is not None and executor == "slurm" and before.job_id == job_id
         if before is not None and not own_earlier and before.alive(probe):
             return None
-        mine = cls(
+        claim = cls(
             files=files,
             number=latest + 1,
             token=token,
@@ -236,11 +237,11 @@ class Claim:
             started=time.time(),
             err_offset=files.driver_err.stat().st_size if files.driver_err.exists() else 0,
         )
-        created = create_exclusively(mine.path, json.dumps(mine._to_json()).encode(), mode=0o600)
-        return mine if created else None  # else another got in first
+        created = create_exclusively(claim.path, json.dumps(claim._to_json()).encode(), mode=0o600)
+        return claim if created else None  # otherwise another job was faster
 
     def alive(self, probe: JobProbe | None = None) -> bool:
-        """Whether the job or its driver is alive: judged by pid on this host, by scheduler or renewals elsewhere."""
+        """Returns whether the job or its driver is alive: by pid on this host, by scheduler or renewals elsewhere."""
         here = self.alive_here()
         if here is not None:
             return here
@@ -253,19 +254,19 @@ class Claim:
         return renewed_within(self.path, LEASE_S)
 
     def alive_here(self) -> bool | None:
-        """Like `alive`, judged by the pids alone; None if they belong to another host."""
+        """Returns the same as `alive`, by the pids alone; None if they belong to another host."""
         if self.released:
             return False
-        seen = [p.alive() for p in (self.job, self.driver) if p is not None]
-        return True if True in seen else None if None in seen else False
+        liveness = [p.alive() for p in (self.job, self.driver) if p is not None]
+        return True if True in liveness else None if None in liveness else False
 
     def owns(self) -> bool:
-        """Whether no later job has taken over."""
+        """Returns whether no later job has taken over."""
         look_again(self.path.parent)
         return self.path.exists() and not self.files.claim(self.number + 1).exists()
 
     def renew(self) -> None:
-        """Shows other hosts that the job is alive; a full or stalled disk is no reason to end the job."""
+        """Renews the claim for other hosts; a full or stalled disk does not end the job."""
         with contextlib.suppress(OSError):
             os.utime(self.path)
 
@@ -290,11 +291,11 @@ class Claim:
         }
 
 
-_KEPT = 100
+_MAX_ATTEMPTS = 100
 
 
 class Attempts:
-    """The attempts of one submission; a new submission starts counting afresh.
+    """Attempts of one submission; a new submission starts counting afresh.
 
     Args:
         files: The segment's files.
@@ -303,9 +304,11 @@ class Attempts:
 
     def __init__(self, files: SegmentFiles, token: str) -> None:
         self._path, self._token = files.attempts, token
-        found = read_json_file(self._path) or {}
-        rows = found.get("attempts")
-        self._rows: list[dict[str, Any]] = list(rows) if found.get("token") == token and isinstance(rows, list) else []
+        content = read_json_file(self._path) or {}
+        rows = content.get("attempts")
+        self._rows: list[dict[str, Any]] = (
+            list(rows) if content.get("token") == token and isinstance(rows, list) else []
+        )
 
     @property
     def count(self) -> int:
@@ -313,11 +316,11 @@ class Attempts:
 
     @property
     def last_end(self) -> str:
-        """How the last attempt ended; "" while it is running, or if there was none."""
+        """Description of how the last attempt ended; "" while it is running, or without one."""
         return str(self._rows[-1].get("how") or "") if self._rows and "ended" in self._rows[-1] else ""
 
     def begin(self, step: int, job_id: str) -> None:
-        """Records that the driver starts from checkpoint `step` (-1: none)."""
+        """Adds an attempt: the driver starts from checkpoint `step` (-1: none)."""
         self._rows.append(
             {"number": self.count, "step": step, "job_id": job_id, "began": time.time(), "how": "running"}
         )
@@ -336,7 +339,7 @@ class Attempts:
             self._write()
 
     def idle(self, newest: int) -> int:
-        """How many attempts in a row began at checkpoint `newest` and so have added no checkpoint."""
+        """Returns the number of attempts in a row that began at checkpoint `newest` and so have added no checkpoint."""
         count = 0
         for row in reversed(self._rows):
             if row.get("step") != newest:
@@ -345,9 +348,9 @@ class Attempts:
         return count
 
     def blames(self, node: str) -> bool:
-        """Whether the attempt before the last one also failed on this node."""
+        """Returns whether the attempt before the last one also failed on this node."""
         return len(self._rows) > 1 and self._rows[-2].get("node") == node
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk is no reason not to train
-            write_json(self._path, {"token": self._token, "attempts": self._rows[-_KEPT:]})
+        with contextlib.suppress(OSError):  # a full disk does not stop training
+            write_json(self._path, {"token": self._token, "attempts": self._rows[-_MAX_ATTEMPTS:]})

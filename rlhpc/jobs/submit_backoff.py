@@ -1,4 +1,4 @@
-"""Jobs that cannot be submitted now but may be later: the site limits their number, or Slurm does not answer."""
+"""Submit back-off for jobs that cannot be submitted now: the site limits their number, or Slurm does not answer."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _SILENT = re.compile(
 )
 #: Seconds between two tries, growing from the first number to the second.
 FIRST_S, MOST_S = 10.0, 120.0
-#: How long to wait for a Slurm that does not answer.
+#: Maximum wait for a Slurm that does not answer.
 SILENT_S = 900.0
 
 
 class NotNow(SubmitError):
-    """The job was not submitted, and may be later.
+    """Temporary refusal: the job was not submitted, and may be later.
 
     Attributes:
         reason: The reason, in Slurm's words.
-        silent: Whether Slurm did not answer at all.
+        silent: True if Slurm did not answer at all.
     """
 
     def __init__(self, message: str, *, reason: str, silent: bool = False) -> None:
@@ -37,28 +37,28 @@ class NotNow(SubmitError):
         self.silent = silent
 
 
-def not_now(segment: int, said: str) -> NotNow | None:
+def not_now(segment: int, output: str) -> NotNow | None:
     """Turns sbatch's message into a reason to wait; None if waiting would not change the answer."""
-    message = f"segment {segment} could not be submitted (slurm): {said}"
-    if found := _LIMIT.search(said):
-        return NotNow(message, reason=found.group())
-    if found := _FULL.search(said):
+    message = f"segment {segment} could not be submitted (slurm): {output}"
+    if match := _LIMIT.search(output):
+        return NotNow(message, reason=match.group())
+    if match := _FULL.search(output):
         return NotNow(message, reason="the cluster's queue is full (MaxJobCount)")
-    if _SILENT.search(said):
+    if _SILENT.search(output):
         return NotNow(message, reason="Slurm does not answer", silent=True)
     return None
 
 
 def room_words(refusal: NotNow) -> str:
-    """`QOSMaxSubmitJobPerUserLimit: waits for room` and the like."""
+    """Formats the refusal: `QOSMaxSubmitJobPerUserLimit: waits for room` and the like."""
     return f"not submitted yet: {refusal.reason}; " + ("tries again" if refusal.silent else "waits for room")
 
 
 class Patience:
-    """Pauses between tries to submit.
+    """Pauses between submit attempts.
 
     Args:
-        deadline_s: Waiting longer than this in total is an error.
+        deadline_s: Maximum total wait.
     """
 
     def __init__(self, deadline_s: float | None) -> None:
@@ -68,10 +68,10 @@ class Patience:
         self._silent_since: float | None = None
 
     def wait(self, refusal: NotNow, check: Callable[[], None]) -> None:
-        """Sleeps until the next try; `check` is called once a second and may raise.
+        """Sleeps until the next attempt; `check` is called once a second and may raise.
 
         Raises:
-            DeadlineExceeded: It took longer than `deadline_s`.
+            DeadlineExceeded: The wait was longer than `deadline_s`.
             SubmitError: Slurm has not answered for too long.
         """
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Locks on submitting a job: one process at a time checks whether there is one, and starts one if not."""
+"""Submit lock: one process at a time checks whether a job exists, and starts it if not."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rlhpc.runtime.errors import DeadlineExceeded, SubmitError
 
 
 class LeaseLock:
-    """Lets one process of any host at a time decide about a job.
+    """Lock on decisions about a job, for one process of any host at a time.
 
     Args:
-        path: The file that names the process; its folder must exist.
-        subject: What is submitted, for messages.
-        timeout_s: How long to wait for another process.
+        path: File that names the process; its folder must exist.
+        subject: Name of the job, for messages.
+        timeout_s: Maximum wait for another process.
 
     Raises:
         DeadlineExceeded: On entering: the other process did not finish in time.

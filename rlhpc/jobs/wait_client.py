@@ -1,10 +1,9 @@
-"""Hands waiting over to a small shell; one watcher per user and host follows all runs and tells each what to print.
+"""Wait client: hands waiting over to a small shell, while one watcher per user and host follows all runs and sends the output.
 
-The command that submitted connects to the watcher, starting one if there is none, and becomes a shell, which takes
-about a megabyte. The shell reads lines for stderr (E) and stdout (O) from the connection, and at the end the exit code
-(X). If either side ends, the connection tells the other. A shell whose watcher is gone becomes Python again
-(`rlhpc.cli.wait`), which hands over again; the watcher has told it how many seconds to wait first (D), so that a
-hundred shells do not do so at once.
+The command that submitted connects to the watcher, starting one if none runs, and becomes a shell, which takes about a
+megabyte. The shell reads lines for stderr (E) and stdout (O) from the connection, and at the end the exit code (X). If either
+side ends, the connection tells the other. A shell whose watcher has ended becomes Python again (`rlhpc.cli.wait`), which hands
+over again. The watcher has sent it a number of seconds to wait first (D), so that a hundred shells do not do so at once.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from rlhpc.runtime.imports import python_path, run_module
 
 #: Files in the meeting place; the watcher holds the lock for as long as it lives.
 SOCKET, LOCK = "watcher", "watcher.lock"
-#: What the watcher sends first, before the lines for the shell.
+#: First message of the watcher, before the lines for the shell.
 WELCOME = b"ok\n"
-#: The shell's variables: the program it runs, what it prints on Ctrl-C, and the wait for the Python it may become.
+#: The shell's variables: its program, its output on Ctrl-C, and the wait for the Python process it may become.
 _PROGRAM, _STOPPED, _WAIT = "RLHPC_SHELL", "RLHPC_STOPPED", "RLHPC_WAIT"
-#: How long to try to reach a watcher before this process does the waiting itself.
+#: Seconds to try to reach a watcher before this process waits by itself.
 _REACH_S = 20.0
-#: Give up after starting this many watchers in a row that took no request: the next one would not either.
+#: Maximum number of watchers started in a row that took no request.
 _STARTS = 4
 _SHELL = "/bin/sh"
 _FD = 3
@@ -66,12 +65,12 @@ exec "$@" $alone
 
 @dataclass(frozen=True)
 class Wait:
-    """Describes a wait, so that any process of the user on this host can do the waiting.
+    """Description of a wait, with which any process of the user on this host can do the waiting.
 
     Attributes:
         root: The run folder.
         record: The job's record, as JSON.
-        began: When the wait began, in monotonic seconds.
+        began: Start of the wait, in monotonic seconds.
         answers: Whether the result goes to stdout as JSON.
         secrets: Names of variables whose values must not be shown.
     """
@@ -97,7 +96,7 @@ class Wait:
 
     @classmethod
     def from_environment(cls) -> Wait:
-        """The wait of the shell that became this process."""
+        """Returns the wait of the shell that became this process."""
         return cls(**json.loads(os.environ.pop(_WAIT)))
 
     def waiter(
@@ -113,14 +112,14 @@ class Wait:
 
 
 def hand_over(wait: Wait) -> None:
-    """Becomes a shell that prints what a watcher tells it; returns only if no watcher is available."""
+    """Becomes a shell that prints the output of a watcher; returns only if no watcher is available."""
     connection = _reach(wait) if os.access(_SHELL, os.X_OK) else None
     if connection is None:
         return
     files = SegmentFiles(RunPaths(Path(wait.root)), wait.segment)
     record = JobRecord.from_json(wait.record)
     assert record is not None
-    # PYTHONPATH is for starting Python again; nothing is submitted from there
+    # PYTHONPATH is for starting Python again; the shell submits no job
     environment = {**os.environ, _WAIT: json.dumps(asdict(wait)), "PYTHONPATH": python_path()}
     environment |= {_PROGRAM: SHELL_PROGRAM, _STOPPED: f"rlhpc: error: {goes_on(files, record)}"}
     name = f"rlhpc submit: {files.paths.root.name}"
@@ -133,26 +132,26 @@ def hand_over(wait: Wait) -> None:
 
 
 def peer_is_own(connection: socket.socket) -> bool:
-    """Whether the process at the other end belongs to this user."""
+    """Returns whether the process at the other end belongs to this user."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return bool(uid == os.geteuid())
 
 
 def address(place: int, name: str = SOCKET) -> str:
-    """Socket address of a file in an open folder, however long the folder's path is."""
+    """Returns the socket address of a file in an open folder, however long the folder's path is."""
     return f"/proc/self/fd/{place}/{name}"
 
 
 def _reach(wait: Wait) -> socket.socket | None:
-    """Connects to a watcher that will report on the wait; starts one if there is none."""
+    """Connects to a watcher that will report on the wait; starts one if none runs."""
     end, started = time.monotonic() + _REACH_S, 0
     request = {**asdict(wait), "values": {n: os.environ[n] for n in wait.secrets if n in os.environ}}
     try:
         while time.monotonic() < end and started < _STARTS:
             with _open_place() as place:
-                found = _connect(place, json.dumps(request).encode() + b"\n")
-                if found is not None:
-                    return found
+                connection = _connect(place, json.dumps(request).encode() + b"\n")
+                if connection is not None:
+                    return connection
                 if _start(place):
                     started += 1
                 else:
@@ -174,8 +173,8 @@ def _open_place() -> Any:
         path.mkdir(mode=0o700)
     place = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        found = os.fstat(place)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        status = os.fstat(place)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise PermissionError(f"{path} is not this user's alone")
         yield place
     finally:
@@ -183,7 +182,7 @@ def _open_place() -> Any:
 
 
 def _connect(place: int, request: bytes) -> socket.socket | None:
-    """A connection to a watcher that took the request; None if there is no watcher, or it is about to end."""
+    """Returns a connection to a watcher that took the request; None if no watcher runs, or it is about to end."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(_REACH_S)
@@ -204,7 +203,7 @@ def _connect(place: int, request: bytes) -> socket.socket | None:
 
 
 def _start(place: int) -> bool:
-    """Starts a watcher unless another process has the lock. It inherits lock and socket: nobody waits for its start."""
+    """Starts a watcher unless another process has the lock. It inherits lock and socket, so no process waits for its start."""
     try:
         lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=place)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""`rlhpc doctor`: checks that a cluster offers what runs need, as its site file describes it."""
+"""Cluster checks of `rlhpc doctor`: whether a cluster offers what runs need, as its site file describes it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ _USUAL_CONF = Path("/etc/slurm/slurm.conf")
 
 def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: int = 8) -> list[Finding]:
     """Runs all checks.
+
+    Args:
+        section: The section `cluster` of a site file; None examines the default partition.
+        folder: Folder for runs; if it does not exist, the nearest existing parent is examined.
+        start_s: Maximum wait for the probe jobs to start.
+        most_nodes: Maximum number of nodes to examine in each partition; 0 submits nothing.
 
     Args:
         section: The section `cluster` of a site file; None examines the default partition.
@@ -67,28 +73,30 @@ def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: 
 
 
 def _here(folder: Path) -> list[Finding]:
-    """The checks that concern this machine alone."""
+    """Runs the checks that concern this machine alone."""
     versions: dict[str, str | None] = {}
     for name in _PACKAGES:
         versions[name] = None
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     conf = os.environ.get("SLURM_CONF")
-    lines = here.packages(versions, conf if conf and not _same(conf, _USUAL_CONF) else None)
+    lines = here.packages(versions, conf if conf and not _is_same_file(conf, _USUAL_CONF) else None)
     lines += here.environment(os.environ)
     lines.append(here.disk("folder of runs", str(folder), space(str(folder))))
     lines.append(here.disk("home", str(Path.home()), space(str(Path.home()))))
     return lines + here.quotas(ask("quota", "-wp").text)
 
 
-def _same(one: str, other: Path) -> bool:
+def _is_same_file(one: str, other: Path) -> bool:
     with contextlib.suppress(OSError):
         return other.samefile(one)
     return False
 
 
 def _refused(facts: SlurmFacts, site: Site) -> str | None:
-    """Why Slurm would refuse a heterogeneous job; None if it would not, or if the site's partitions are wrong anyway."""
+    """Returns why Slurm would refuse a heterogeneous job; None if it would not, or if the site's partitions are wrong
+    anyway.
+    """
     groups = [group for group in site.groups if facts.partition(group.partition)]
     if not groups:
         return None

@@ -1,7 +1,7 @@
-"""What the doctor runs on every node. Its text is handed to the node's Python: the standard library only, nothing of rlhpc.
+"""Node probe of the doctor, which runs on every node in the node's Python: standard library only, no import of rlhpc.
 
-It talks through its step: a line of JSON in, then JSON out, in short pieces that srun does not split. First it reports what
-it sees by itself; then, given the others' addresses, whether it can reach them.
+It communicates through its job step: a line of JSON in, then JSON out, in short pieces that srun does not split. First it
+reports facts about its node; then, with the addresses of the others, whether it can reach them.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def node_name() -> str:
 
 
 def interfaces() -> dict[str, str]:
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
 
 
 def space(path: str) -> dict[str, Any]:
-    """Free room in a filesystem, and whether this user may write there."""
+    """Returns the free space of a filesystem, and whether this user may write there."""
     try:
         stat = os.statvfs(path)
     except OSError as error:
@@ -64,27 +64,27 @@ def space(path: str) -> dict[str, Any]:
 
 
 def wait_for(path: str, content: str, patience_s: float) -> dict[str, Any]:
-    """Waits for a file that another host writes; returns how long it took to appear."""
-    begun, said = time.monotonic(), "no such file"
-    while time.monotonic() - begun < patience_s:
+    """Waits for a file that another host writes; returns the time until it appeared."""
+    start, problem = time.monotonic(), "no such file"
+    while time.monotonic() - start < patience_s:
         try:
             with open(path) as file:
                 if file.read() == content:
-                    return {"ms": 1000 * (time.monotonic() - begun)}
-            said = "other content"
+                    return {"ms": 1000 * (time.monotonic() - start)}
+            problem = "other content"
         except OSError as error:
-            said = error.strerror or str(error)
+            problem = error.strerror or str(error)
         time.sleep(0.005)
-    return {"error": said}
+    return {"error": problem}
 
 
 def canary(plan: dict[str, Any]) -> dict[str, Any]:
-    """Looks for the file that the login side wrote, and writes one of its own beside it."""
+    """Reads the file that the login side wrote, and writes another one next to it."""
     folder = plan["canary"]
-    found = wait_for(os.path.join(folder, "login"), plan["token"], plan["patience_s"])
-    found["parent"] = os.path.isdir(os.path.dirname(folder))
-    if "error" in found:
-        return found
+    result = wait_for(os.path.join(folder, "login"), plan["token"], plan["patience_s"])
+    result["parent"] = os.path.isdir(os.path.dirname(folder))
+    if "error" in result:
+        return result
     os.path.exists(os.path.join(folder, "second"))  # not yet: shows whether a client caches the missing name
     path = os.path.join(folder, f"node-{node_name()}")
     try:
@@ -94,12 +94,12 @@ def canary(plan: dict[str, Any]) -> dict[str, Any]:
             os.fsync(file.fileno())
         os.rename(path + ".new", path)
     except OSError as error:
-        found["write_error"] = error.strerror
-    return found
+        result["write_error"] = error.strerror
+    return result
 
 
 def vulkan() -> dict[str, Any]:
-    """Whether there is a loader, and which drivers are registered with it."""
+    """Returns whether a loader exists, and which drivers are registered with it."""
     try:
         ctypes.CDLL("libvulkan.so.1")
         loader = True
@@ -143,48 +143,50 @@ def listen(token: str) -> int:
 
 
 def reach(address: str, port: int, token: str) -> dict[str, Any]:
-    """Whether another node answers, and by which interface of this one."""
-    begun = time.monotonic()
+    """Returns whether another node answers, and the interface of this node that reaches it."""
+    start = time.monotonic()
     try:
         with socket.create_connection((address, port), timeout=4) as connection:
             connection.sendall(token.encode())
             answer = connection.recv(64)
-            own = connection.getsockname()[0]
+            local_address = connection.getsockname()[0]
     except OSError as error:
         return {"error": error.strerror or str(error)}
     if answer != token.encode():
         return {"error": "something else answers there"}
-    interface = next((name for name, found in interfaces().items() if found == own), "")
-    return {"ms": 1000 * (time.monotonic() - begun), "interface": interface, "address": own}
+    interface = next((name for name, host in interfaces().items() if host == local_address), "")
+    return {"ms": 1000 * (time.monotonic() - start), "interface": interface, "address": local_address}
 
 
 def ask_torch(source: str, patience_s: float) -> dict[str, Any]:
-    """Has a child of this Python look at torch; what it said, its other words, and how it ended or that it did not."""
+    """Runs the torch probe in a child of this Python; returns its report, its other output, and how it ended or that it
+    hung.
+    """
     child = subprocess.Popen(
         [sys.executable, "-c", source], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, errors="replace",
     )  # fmt: skip
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
 
     def hear() -> None:
         assert child.stdout is not None
         for line in child.stdout:
             try:
-                found.update(json.loads(line))
+                report.update(json.loads(line))
             except (ValueError, TypeError):
-                found["words"] = line.strip()[:200] or found.get("words", "")
+                report["words"] = line.strip()[:200] or report.get("words", "")
 
     reader = threading.Thread(target=hear, daemon=True)
     reader.start()
     reader.join(patience_s)
     if reader.is_alive():
-        child.kill()  # not waited for: one that hangs in the driver does not die of it
-        return {**found, "hung_s": patience_s}
-    return {**found, "code": child.wait()}
+        child.kill()  # without a wait, since a process that hangs in the driver does not die of it
+        return {**report, "hung_s": patience_s}
+    return {**report, "code": child.wait()}
 
 
 def look(plan: dict[str, Any]) -> dict[str, Any]:
-    """Collects what this node can find out by itself."""
+    """Collects the facts that this node knows about itself."""
     folders = {name: name for name in ("/tmp", "/dev/shm")}
     folders |= {"runs": os.path.dirname(plan["canary"]), "home": os.path.expanduser("~")}
     if plan.get("scratch"):
@@ -205,24 +207,25 @@ def look(plan: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     plan = json.loads(sys.stdin.readline())
-    signal.alarm(int(plan["limit_s"]))  # the probe never outlives its doctor for long
+    signal.alarm(int(plan["limit_s"]))  # bounds how long the probe outlives its doctor
     port = listen(plan["token"])
     torch: dict[str, Any] = {}
     asking = threading.Thread(target=lambda: torch.update(ask_torch(plan["torch"], plan["torch_s"])), daemon=True)
     if plan.get("torch"):
         asking.start()
     say("hello", {**look(plan), "canary": canary(plan), "port": port})
-    told = json.loads(sys.stdin.readline() or "{}")
+    instructions = json.loads(sys.stdin.readline() or "{}")
     say("clock", {"now": time.time()})
     second: dict[str, Any] = {}
-    if told.get("second"):
+    if instructions.get("second"):
         second = wait_for(os.path.join(plan["canary"], "second"), plan["token"], plan["patience_s"])
-    found = {name: reach(address, number, plan["token"]) for name, address, number in told.get("peers", ())}
-    say("peers", {"second": second, "reach": found})
+    peers = instructions.get("peers", ())
+    connections = {name: reach(address, number, plan["token"]) for name, address, number in peers}
+    say("peers", {"second": second, "reach": connections})
     if plan.get("torch"):
         asking.join(plan["torch_s"] + 5)
         say("torch", torch)
-    sys.stdin.readline()  # other nodes may still be talking to this one
+    sys.stdin.readline()  # other nodes may still connect to this one
 
 
 if __name__ == "__main__":

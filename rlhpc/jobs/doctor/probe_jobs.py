@@ -1,4 +1,4 @@
-"""The doctor's probe jobs: at most one per partition, small, and cancelled at the end whatever happens."""
+"""Probe jobs of the doctor: at most one per partition, small, and always cancelled at the end."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ _PATIENCE_S = 10.0
 _ANSWER_S = 40.0
 _TORCH_S = 60.0
 _MEMORY = "500M"
-#: Memory for torch with its libraries, and for what CUDA and NCCL keep on the host.
+#: Memory for torch with its libraries, and for host memory of CUDA and NCCL.
 _MEMORY_WITH_TORCH = "4G"
 _POLL_S = 1.0
 
 
 @dataclass
 class ProbeJob:
-    """One probe job and what its nodes reported.
+    """Probe job with the reports of its nodes.
 
     Attributes:
         partition: Its partition; None is the default partition.
         labels: Node groups of the site that are in it.
-        gpus: GPUs a node that it asks for, and `gres` in Slurm's words: two where there are, for an all-reduce.
-        nodes: Nodes that it asks for, of `usable_nodes` that could start a job now.
-        error: Why it did not run. `reason` is Slurm's word for why it waits.
-        requeue: What Slurm made of `--requeue`: "1", "0", or "" where it does not tell.
-        hello, peers, torch: What each node said of itself, of the others, and of GPUs in torch.
-        offsets: Seconds that each node's clock is ahead, and how sure that is.
-        seen: How this side saw each node's file: `{"ms": …}` or `{"error": …}`.
+        gpus: Requested GPUs per node, and `gres` in Slurm's words: two if available, for an all-reduce.
+        nodes: Requested nodes, of `usable_nodes` that could start a job now.
+        error: Reason why it did not run. `reason` is Slurm's reason why it waits.
+        requeue: Slurm's setting after `--requeue`: "1", "0", or "" if unknown.
+        hello, peers, torch: Reports of each node on itself, on the other nodes, and on GPUs in torch.
+        offsets: Seconds that each node's clock is ahead, and the uncertainty.
+        canary_views: Visibility of each node's file on this side: `{"ms": …}` or `{"error": …}`.
     """
 
     partition: str | None
@@ -70,11 +70,11 @@ class ProbeJob:
     peers: dict[str, dict[str, Any]] = field(default_factory=dict)
     torch: dict[str, dict[str, Any]] = field(default_factory=dict)
     offsets: dict[str, tuple[float, float]] = field(default_factory=dict)
-    seen: dict[str, dict[str, Any]] = field(default_factory=dict)
+    canary_views: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def plan_jobs(site: Site, facts: SlurmFacts, most_nodes: int) -> list[ProbeJob]:
-    """One job for each partition of the site that exists."""
+    """Returns one job for each partition of the site that exists."""
     by_partition: dict[str | None, list[SiteNodeGroup]] = {}
     for group in site.groups:
         record = facts.partition(group.partition)
@@ -99,13 +99,15 @@ def plan_jobs(site: Site, facts: SlurmFacts, most_nodes: int) -> list[ProbeJob]:
 
 
 def wake_up_s(jobs: Sequence[ProbeJob], facts: SlurmFacts) -> float:
-    """Seconds that a probe may have to wait for nodes to be switched on: Slurm's ResumeTimeout, where it finds no other."""
+    """Returns the seconds that a probe may have to wait for nodes to be switched on: Slurm's ResumeTimeout, if no node is
+    on.
+    """
     nodes = [node for job in jobs if not job.usable_nodes for node in facts.nodes_of(job.partition)]
     return float(seconds_of(facts.config.get("ResumeTimeout", "")) or 0) if any(map(is_asleep, nodes)) else 0.0
 
 
 def script_of(job: ProbeJob, site: Site, seconds: int) -> str:
-    """The batch script. It does nothing: the probe comes as a step."""
+    """Returns the batch script. It does nothing: the probe runs as a step."""
     memory = _MEMORY_WITH_TORCH if job.gpus else _MEMORY
     options = [
         "--job-name=rlhpc-doctor", "--output=/dev/null", "--error=/dev/null", "--requeue",
@@ -117,12 +119,12 @@ def script_of(job: ProbeJob, site: Site, seconds: int) -> str:
 
 
 def source_of(module: ModuleType) -> str:
-    """What `python -c` runs it with."""
+    """Returns the source for `python -c` that runs a module."""
     return f"{LEAVE_FOLDER}; exec(compile({inspect.getsource(module)!r}, {module.__name__!r}, 'exec'))"
 
 
 class _Step:
-    """The srun of a probe job, and what its tasks report."""
+    """The srun of a probe job, with the reports of its tasks."""
 
     def __init__(self, job: ProbeJob, site: Site) -> None:
         argv = [
@@ -132,14 +134,14 @@ class _Step:
         setup = "\n".join(site.setup)
         shell = f'{{ :\n{setup}\n}} >&2 </dev/null; p=$1; [ -x "$p" ] || p=python3; exec "$p" -c "$2"'
         command = [*site.container, "bash", "-c", shell, "rlhpc-doctor", sys.executable, source_of(node_probe)]
-        # as a job's batch step gets it: with a mask that lies about in this shell
+        # with the GPU mask of this shell, as a job's batch step gets it
         masks = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
         self.process = subprocess.Popen(
             [*argv, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**step_environment(os.environ), **masks}, errors="replace", start_new_session=True,
         )  # fmt: skip
         self.job = job
-        self.said: list[str] = []
+        self.output_lines: list[str] = []
         self.sent_at = 0.0
         self._node_of: dict[str, str] = {}
         self._pieces: dict[tuple[str, str], dict[int, str]] = {}
@@ -157,7 +159,7 @@ class _Step:
     def _overhear(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.said = [*self.said[-9:], line.strip()]
+            self.output_lines = [*self.output_lines[-9:], line.strip()]
 
     def _hear(self) -> None:
         assert self.process.stdout is not None
@@ -181,14 +183,14 @@ class _Step:
             between, half = (self.sent_at + now) / 2, (now - self.sent_at) / 2
             self.job.offsets[self._node_of[task]] = (content["now"] - between, half)
         elif task in self._node_of:
-            said = self.job.torch if kind == "torch" else self.job.peers
-            said[self._node_of[task]] = content
+            reports = self.job.torch if kind == "torch" else self.job.peers
+            reports[self._node_of[task]] = content
 
     @property
     def last_words(self) -> str:
-        """The last lines of srun itself or, if it printed none, of what it passed on."""
-        own = [line for line in self.said if line.startswith("srun: error")]
-        return next(reversed(own or self.said), "nothing")
+        """The last lines of srun itself or, if it printed none, of its tasks' output."""
+        srun_errors = [line for line in self.output_lines if line.startswith("srun: error")]
+        return next(reversed(srun_errors or self.output_lines), "nothing")
 
     @property
     def over(self) -> bool:
@@ -209,7 +211,7 @@ class _Step:
 
 @dataclass
 class Probed:
-    """All probe jobs, and the folder that they looked into."""
+    """All probe jobs, and the folder that they examined."""
 
     folder: Path
     jobs: list[ProbeJob]
@@ -217,32 +219,32 @@ class Probed:
 
     @property
     def hellos(self) -> dict[str, dict[str, Any]]:
-        return {node: said for job in self.jobs for node, said in job.hello.items()}
+        return {node: report for job in self.jobs for node, report in job.hello.items()}
 
     @property
     def peers(self) -> dict[str, dict[str, Any]]:
-        return {node: said for job in self.jobs for node, said in job.peers.items()}
+        return {node: report for job in self.jobs for node, report in job.peers.items()}
 
 
 def look_here(site: Site, folder: Path, gpus: int) -> Probed:
-    """This machine as if it were the one node of a job.
+    """Examines this machine as if it were the one node of a job.
 
     Args:
-        site: Says what else is written to.
-        folder: Where runs are to be written.
-        gpus: How many GPUs torch should see.
+        site: Names further folders that are written to.
+        folder: Folder for runs.
+        gpus: Number of GPUs that torch should see.
     """
     job = ProbeJob(None, (), (), None, gpus, 1, 1)
-    said = node_probe.look({"canary": str(folder / "canary"), "packages": PACKAGES, "scratch": site.scratch})
-    job.hello[said["node"]] = said
+    report = node_probe.look({"canary": str(folder / "canary"), "packages": PACKAGES, "scratch": site.scratch})
+    job.hello[report["node"]] = report
     if gpus and not os.environ.get(VIRTUAL):
-        job.torch[said["node"]] = node_probe.ask_torch(source_of(torch_probe), _TORCH_S)
+        job.torch[report["node"]] = node_probe.ask_torch(source_of(torch_probe), _TORCH_S)
     return Probed(folder, [job])
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Being told to end is like Ctrl-C: jobs are cancelled and files removed first."""
+    """Handles a request to end like Ctrl-C: jobs are cancelled and files removed first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -265,7 +267,7 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
 
     Args:
         jobs: From `plan_jobs`.
-        folder: Where runs will be written; must exist.
+        folder: Folder for runs; must exist.
         start_s: A job that has not started after this long is cancelled.
     """
     probed = Probed(folder, list(jobs))
@@ -279,15 +281,15 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
                 _write(canary / "login", token)
             except OSError as error:
                 probed.folder_error = error.strerror or str(error)
-            asked = not os.environ.get(VIRTUAL) and any(job.gpus for job in jobs)
-            limit = int(start_s + 2 * _ANSWER_S + asked * _TORCH_S + 20)
+            tests_torch = not os.environ.get(VIRTUAL) and any(job.gpus for job in jobs)
+            limit = int(start_s + 2 * _ANSWER_S + tests_torch * _TORCH_S + 20)
             for job in jobs:
                 _submit(job, site, limit)
             plan = {
                 "token": token, "canary": str(canary), "patience_s": _PATIENCE_S, "limit_s": limit,
                 "packages": PACKAGES, "scratch": site.scratch,
             }  # fmt: skip
-            torch = {"torch": source_of(torch_probe), "torch_s": _TORCH_S} if asked else {}
+            torch = {"torch": source_of(torch_probe), "torch_s": _TORCH_S} if tests_torch else {}
             for job in _started(jobs, start_s):
                 steps.append(_Step(job, site))
                 steps[-1].send({**plan, **torch} if job.gpus else plan)
@@ -295,7 +297,7 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
             _look_for_files(probed, canary, token)
             _introduce(steps, site, canary, token)
             _until(lambda: all(step.over or len(step.job.peers) == step.job.nodes for step in steps), _ANSWER_S)
-            if asked:
+            if tests_torch:
                 with_torch = [step for step in steps if step.job.gpus]
                 _until(lambda: all(step.over or len(step.job.torch) == step.job.nodes for step in with_torch), _TORCH_S)
             for step in steps:
@@ -352,18 +354,18 @@ def _started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob]:
 def _look_for_files(probed: Probed, canary: Path, token: str) -> None:
     """Checks whether this side sees the file that each node wrote."""
     for job in probed.jobs:
-        for node, said in job.hello.items():
-            if "ms" in said["canary"] and "write_error" not in said["canary"]:
-                job.seen[node] = node_probe.wait_for(str(canary / f"node-{node}"), token, _PATIENCE_S)
+        for node, report in job.hello.items():
+            if "ms" in report["canary"] and "write_error" not in report["canary"]:
+                job.canary_views[node] = node_probe.wait_for(str(canary / f"node-{node}"), token, _PATIENCE_S)
 
 
 def _introduce(steps: Sequence[_Step], site: Site, canary: Path, token: str) -> None:
-    """Tells every node how to reach the others, and writes a second file for it to see."""
-    hellos = {node: said for step in steps for node, said in step.job.hello.items()}
-    known = node_addresses(list(hellos)) if hellos else {}
+    """Sends every node the addresses of the others, and writes a second file for it to see."""
+    hellos = {node: report for step in steps for node, report in step.job.hello.items()}
+    addresses = node_addresses(list(hellos)) if hellos else {}
     where = {
-        node: (said["interfaces"].get(site.interface or "", known.get(node, node)), said["port"])
-        for node, said in hellos.items()
+        node: (report["interfaces"].get(site.interface or "", addresses.get(node, node)), report["port"])
+        for node, report in hellos.items()
     }
     written = False
     with contextlib.suppress(OSError):

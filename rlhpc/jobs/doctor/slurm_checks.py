@@ -1,4 +1,4 @@
-"""The checks of Slurm, as it says itself: each turns facts that were collected into lines, and asks nothing."""
+"""Checks of Slurm by its own answers: each turns collected facts into findings, and queries nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhpc.jobs.slurm import minutes_of
 
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
 _OLDEST_SLURM = (20, 11)
-#: Those that the tests run on (`tests/slurm/roots.sh`); docs/how-to/administer.md says what differs.
+#: Versions that the tests run on (`tests/slurm/roots.sh`); docs/how-to/administer.md lists the differences.
 TESTED_SLURM = ((22, 5), (24, 11), (26, 5))
 _LEAST_JOB_AGE_S = 120
 
@@ -41,14 +41,14 @@ def commands(which: Callable[[str], str | None]) -> Finding:
 
 
 def version(facts: SlurmFacts) -> Finding:
-    found = version_of(facts.version.text or facts.config.get("SLURM_VERSION", ""))
-    if not found:
+    number = version_of(facts.version.text or facts.config.get("SLURM_VERSION", ""))
+    if not number:
         return Finding("fail", "Slurm version", facts.version.words, "sbatch --version should print it")
     text = (facts.version.text or facts.config.get("SLURM_VERSION", "")).strip().split()[-1]
-    if found < _OLDEST_SLURM:
+    if number < _OLDEST_SLURM:
         return Finding("fail", "Slurm version", text, "srun --overlap came with 20.11; ask for an upgrade")
     tested = ", ".join(f"{year}.{month:02}" for year, month in TESTED_SLURM)
-    if found < TESTED_SLURM[0]:
+    if number < TESTED_SLURM[0]:
         return Finding("warn", "Slurm version", text, f"rlhpc is tested with {tested}; try a short run first")
     return Finding("pass", "Slurm version", f"{text}; rlhpc is tested with {tested}")
 
@@ -60,34 +60,39 @@ def controller(facts: SlurmFacts) -> Finding:
 
 
 def partitions(facts: SlurmFacts, site: Site) -> list[Finding]:
-    """The partitions that the site names exist, are up, and have working nodes."""
+    """Checks that the site's partitions exist, are up, and have working nodes."""
     lines = []
-    there = [record.get("PartitionName", "") for record in facts.partitions]
+    existing = [record.get("PartitionName", "") for record in facts.partitions]
     for name in dict.fromkeys(group.partition for group in site.groups):
-        what = f"partition {name or '(default)'}"
+        subject = f"partition {name or '(default)'}"
         labels = ", ".join(group.label for group in site.groups if group.partition == name)
         record = facts.partition(name)
         if record is None and name is None:
             lines.append(
-                Finding("fail", what, f"there is none; there are: {', '.join(there)}", "name one in the site file")
+                Finding(
+                    "fail", subject, f"there is none; there are: {', '.join(existing)}", "name one in the site file"
+                )
             )
         elif record is None:
             lines.append(
-                Finding("fail", what, f"there is no such partition; there are: {', '.join(there)}",
+                Finding("fail", subject, f"there is no such partition; there are: {', '.join(existing)}",
                      f"correct partition of {labels} in the site file")
             )  # fmt: skip
         elif record.get("State", "UP") != "UP":
             lines.append(
                 Finding(
-                    "fail", what, f"is {record['State']}", f"use another partition for {labels}, or wait until it is up"
+                    "fail",
+                    subject,
+                    f"is {record['State']}",
+                    f"use another partition for {labels}, or wait until it is up",
                 )
             )
         else:
-            lines.append(_nodes_line(what, facts, name))
+            lines.append(_nodes_line(subject, facts, name))
     return lines
 
 
-def _nodes_line(what: str, facts: SlurmFacts, name: str | None) -> Finding:
+def _nodes_line(subject: str, facts: SlurmFacts, name: str | None) -> Finding:
     nodes = facts.nodes_of(name)
     out = [node.get("NodeName", "?") for node in nodes if is_out_of_service(node)]
     ready, asleep = sum(usable(node) for node in nodes), sum(is_asleep(node) for node in nodes)
@@ -95,34 +100,34 @@ def _nodes_line(what: str, facts: SlurmFacts, name: str | None) -> Finding:
     if asleep:
         summary += f", {asleep} asleep, which Slurm starts for jobs"
     if len(out) == len(nodes):
-        return Finding("fail", what, "no node of it works", "ask the site's administrators")
+        return Finding("fail", subject, "no node of it works", "ask the site's administrators")
     if out:
-        return Finding("warn", what, f"{summary}; out of service: {names(out)}", "sinfo --list-reasons says why")
-    return Finding("pass", what, summary)
+        return Finding("warn", subject, f"{summary}; out of service: {names(out)}", "sinfo --list-reasons says why")
+    return Finding("pass", subject, summary)
 
 
 def accounts(facts: SlurmFacts, site: Site) -> list[Finding]:
-    """The site's account and QOS exist, if sacctmgr answers."""
-    asked = {(group.account, group.qos) for group in site.groups if group.account or group.qos}
+    """Checks that the site's account and QOS exist, if sacctmgr answers."""
+    requested = {(group.account, group.qos) for group in site.groups if group.account or group.qos}
     if facts.associations.code != 0:
         return [
             Finding("warn", "account", f"{_words(account, qos)} could not be looked up: {facts.associations.words}",
                  "a wrong one shows when a job is submitted")
-            for account, qos in sorted(asked, key=str)
+            for account, qos in sorted(requested, key=str)
         ]  # fmt: skip
     rows = [line.strip().split("|") for line in facts.associations.text.splitlines() if line.count("|") >= 2]
-    known = sorted({row[0] for row in rows})
+    user_accounts = sorted({row[0] for row in rows})
     enforced = "associations" in facts.config.get("AccountingStorageEnforce", "").lower()
     lines = []
-    for account, qos in sorted(asked, key=str):
-        mine = [row for row in rows if account in (None, row[0])]
-        levels = sorted({name for row in mine for name in row[2].split(",") if name})
-        if account and not mine:
+    for account, qos in sorted(requested, key=str):
+        matching_rows = [row for row in rows if account in (None, row[0])]
+        levels = sorted({name for row in matching_rows for name in row[2].split(",") if name})
+        if account and not matching_rows:
             lines.append(
                 Finding(
                     "fail" if enforced else "warn",
                     "account",
-                    f"{account} is none of yours ({', '.join(known) or 'none'})",
+                    f"{account} is none of yours ({', '.join(user_accounts) or 'none'})",
                     "correct account in the site file",
                 )
             )
@@ -133,7 +138,7 @@ def accounts(facts: SlurmFacts, site: Site) -> list[Finding]:
             )  # fmt: skip
         else:
             lines.append(Finding("pass", "account", _words(account, qos)))
-    if not asked and enforced and not rows:
+    if not requested and enforced and not rows:
         lines.append(
             Finding(
                 "fail", "account", "you have none, and jobs need one", "ask for an account and name it in the site file"
@@ -147,56 +152,56 @@ def _words(account: str | None, qos: str | None) -> str:
 
 
 def resources(facts: SlurmFacts, site: Site) -> list[Finding]:
-    """The partition has nodes with GPUs of the name that the site gives."""
+    """Checks that the partition has nodes with GPUs of the name that the site gives."""
     lines = []
     for group in site.groups:
         nodes = facts.nodes_of(group.partition)
         if group.gres is None or not nodes:
             continue
         having = [node for node in nodes if group.matches(node.get("Gres", ""))]
-        what = f"GPUs of {group.label}"
+        subject = f"GPUs of {group.label}"
         if having:
             counts = sorted({group.matches(node["Gres"]) for node in having})
             lines.append(
                 Finding(
                     "pass",
-                    what,
+                    subject,
                     f"{group.gres}: {'/'.join(map(str, counts))} a node, on {len(having)} of {len(nodes)} nodes",
                 )
             )
             continue
-        there = sorted(
+        available = sorted(
             {":".join(filter(None, (name, of))) for node in nodes for name, of, _ in gres_of(node.get("Gres", ""))}
         )
         lines.append(
-            Finding("fail", what, f"no node of partition {group.partition or '(default)'} has {group.gres}; its nodes have: "
-                 f"{', '.join(there) or 'nothing of the kind'}", "correct gres_name in the site file")
+            Finding("fail", subject, f"no node of partition {group.partition or '(default)'} has {group.gres}; its nodes "
+                 f"have: {', '.join(available) or 'nothing of the kind'}", "correct gres_name in the site file")
         )  # fmt: skip
     return lines
 
 
 def het_jobs(facts: SlurmFacts, test: str | None = None) -> Finding:
-    """Heterogeneous jobs: backfill starts them; `test` is what `sbatch --test-only` refused one with."""
+    """Checks heterogeneous jobs, which need backfill; `test` is the message with which `sbatch --test-only` refused one."""
     scheduler, parameters = facts.config.get("SchedulerType", ""), facts.config.get("SchedulerParameters", "")
-    what, do = "het jobs", "runs whose nodes are all alike work; for unlike nodes ask the administrators"
+    subject, do = "het jobs", "runs whose nodes are all alike work; for unlike nodes ask the administrators"
     if scheduler != "sched/backfill":
-        return Finding("fail", what, f"SchedulerType={scheduler or '?'}: only sched/backfill starts them", do)
+        return Finding("fail", subject, f"SchedulerType={scheduler or '?'}: only sched/backfill starts them", do)
     if re.search(r"disable_het(ero)?_?(job_)?steps", parameters):
-        return Finding("fail", what, f"steps in them are disabled (SchedulerParameters={parameters})", do)
+        return Finding("fail", subject, f"steps in them are disabled (SchedulerParameters={parameters})", do)
     if test:
         if re.search(r"account|partition|qos|node count|walltime|time limit", test, re.IGNORECASE):
             do = "the site file's values are at fault, not het jobs as such: see the lines on partition and account"
-        return Finding("fail", what, f"Slurm refused one: {test}", do)
+        return Finding("fail", subject, f"Slurm refused one: {test}", do)
     interval = re.search(r"bf_interval=(\d+)", parameters)
-    found = f"allowed; started by backfill every {interval[1] if interval else '30'} s"
+    summary = f"allowed; started by backfill every {interval[1] if interval else '30'} s"
     if interval and int(interval[1]) > 300:
-        return Finding("warn", what, found, "they wait that long, even where nodes are free")
-    return Finding("pass", what, found)
+        return Finding("warn", subject, summary, "they wait that long, even where nodes are free")
+    return Finding("pass", subject, summary)
 
 
 def requeue(facts: SlurmFacts, jobs: Iterable[ProbeJob], environ: Mapping[str, str], site: Site) -> Finding:
-    """Jobs may be put back into the queue; they ask for it themselves with --requeue."""
-    what = "requeue"
+    """Checks that jobs may be requeued; they request it themselves with --requeue."""
+    subject = "requeue"
     refused = [job for job in jobs if job.requeue == "0"]
     default = facts.config.get("JobRequeue", "?")
     if refused:
@@ -207,17 +212,19 @@ def requeue(facts: SlurmFacts, jobs: Iterable[ProbeJob], environ: Mapping[str, s
         else:
             why = f"JobRequeue={default}, and Slurm took --requeue back (a submit plugin, perhaps)"
             do = "ask the administrators to allow it; until then give a job enough walltime, or runner.segments"
-        return Finding("fail", what, f"disabled: a job submitted with --requeue got Requeue=0: {why}", do)
-    seen = any(job.requeue == "1" for job in jobs)
+        return Finding("fail", subject, f"disabled: a job submitted with --requeue got Requeue=0: {why}", do)
+    is_allowed = any(job.requeue == "1" for job in jobs)
     if default == "0":
         allowed = (
-            "a job that asks for it may (Requeue=1 on the probe)" if seen else "no probe showed whether a job may ask"
+            "a job that asks for it may (Requeue=1 on the probe)"
+            if is_allowed
+            else "no probe showed whether a job may ask"
         )
         return Finding(
-            "warn", what, f"disabled by default (JobRequeue=0); {allowed}",
+            "warn", subject, f"disabled by default (JobRequeue=0); {allowed}",
             "rlhpc asks with --requeue; jobs of scripts of your own need it, too",
         )  # fmt: skip
-    return Finding("pass", what, f"JobRequeue={default}" + (", Requeue=1 on the probe" if seen else ""))
+    return Finding("pass", subject, f"JobRequeue={default}" + (", Requeue=1 on the probe" if is_allowed else ""))
 
 
 def accounting(facts: SlurmFacts) -> Finding:
@@ -253,7 +260,7 @@ def min_job_age(facts: SlurmFacts) -> Finding:
 
 
 def _minutes(text: str | None) -> int | None:
-    """A walltime, None where it is none or unlimited."""
+    """Returns a walltime in minutes; None if it is missing or unlimited."""
     try:
         return minutes_of(text) if text else None
     except ValueError:
@@ -261,34 +268,37 @@ def _minutes(text: str | None) -> int | None:
 
 
 def walltime(facts: SlurmFacts, site: Site) -> list[Finding]:
-    """The site's time fits the partition, and the lead of the signal fits the time."""
+    """Checks that the site's time fits the partition, and the lead of the signal fits the time."""
     lines = []
     for group in site.groups:
         record = facts.partition(group.partition)
         if record is None:
             continue
-        what, longest = f"walltime of {group.label}", record.get("MaxTime", "UNLIMITED")
+        subject, longest = f"walltime of {group.label}", record.get("MaxTime", "UNLIMITED")
         default = record.get("DefaultTime", "NONE")
-        asked, most = _minutes(group.time), _minutes(longest)
-        minutes = asked or _minutes(default) or most
-        found = f"{group.time or f'not set (the partition has {default})'}; at most {longest}"
-        if asked is not None and most is not None and asked > most:
-            lines.append(Finding("fail", what, found, f"lower time in the site file to {longest}"))
+        requested, max_minutes = _minutes(group.time), _minutes(longest)
+        minutes = requested or _minutes(default) or max_minutes
+        summary = f"{group.time or f'not set (the partition has {default})'}; at most {longest}"
+        if requested is not None and max_minutes is not None and requested > max_minutes:
+            lines.append(Finding("fail", subject, summary, f"lower time in the site file to {longest}"))
         elif minutes is not None and site.signal_lead_s > minutes * 60 / 2:
             lines.append(
-                Finding("fail", what, f"{found}; signal_lead_s={site.signal_lead_s} is more than half of it",
+                Finding("fail", subject, f"{summary}; signal_lead_s={site.signal_lead_s} is more than half of it",
                      "raise time or lower signal_lead_s")
             )  # fmt: skip
         elif site.signal_lead_s < 30:
             lines.append(
                 Finding(
-                    "warn", what, f"{found}; signal_lead_s={site.signal_lead_s}", "a save may take longer; raise it"
+                    "warn",
+                    subject,
+                    f"{summary}; signal_lead_s={site.signal_lead_s}",
+                    "a save may take longer; raise it",
                 )
             )
         elif group.time is None and default not in ("NONE", "UNLIMITED"):
-            lines.append(Finding("warn", what, found, "set time in the site file"))
+            lines.append(Finding("warn", subject, summary, "set time in the site file"))
         else:
-            lines.append(Finding("pass", what, f"{found}; told {site.signal_lead_s} s before the end"))
+            lines.append(Finding("pass", subject, f"{summary}; told {site.signal_lead_s} s before the end"))
     return lines
 
 
@@ -299,26 +309,28 @@ def preemption(facts: SlurmFacts, site: Site) -> list[Finding]:
     for name in dict.fromkeys(group.partition for group in site.groups):
         record = facts.partition(name)
         mode = (record or {}).get("PreemptMode", "OFF")
-        what = f"preemption in {name or '(default)'}"
+        subject = f"preemption in {name or '(default)'}"
         if record is None or mode == "OFF":
             continue
         grace = seconds_of(record.get("GraceTime", "0")) or 0
         warned = "preempt_send_user_signal" in facts.config.get("SlurmctldParameters", "")
-        found = f"PreemptMode={mode}, GraceTime={grace}" + (", preempt_send_user_signal" if warned else "")
+        summary = f"PreemptMode={mode}, GraceTime={grace}" + (", preempt_send_user_signal" if warned else "")
         if mode == "CANCEL":
-            lines.append(Finding("warn", what, found, "a preempted run ends; start it again with the same command"))
+            lines.append(
+                Finding("warn", subject, summary, "a preempted run ends; start it again with the same command")
+            )
         elif mode == "REQUEUE" and not (grace and warned):
             lines.append(
-                Finding("warn", what, f"{found}: a preempted run is not warned, and loses the steps since its last checkpoint",
-                     "save often (runner.save_interval), or ask for a GraceTime and preempt_send_user_signal")
+                Finding("warn", subject, f"{summary}: a preempted run is not warned, and loses the steps since its last "
+                     "checkpoint", "save often (runner.save_interval), or ask for a GraceTime and preempt_send_user_signal")
             )  # fmt: skip
         else:
-            lines.append(Finding("pass", what, found))
+            lines.append(Finding("pass", subject, summary))
     return lines
 
 
 def het_script(groups: Iterable[SiteNodeGroup]) -> str:
-    """A batch script for `sbatch --test-only` that asks for two components."""
+    """Returns a batch script for `sbatch --test-only` that requests two components."""
     parts = []
     for group in groups:
         keys = ("partition", "account", "qos", "constraint")

@@ -1,4 +1,4 @@
-"""What the doctor asks Slurm, and how the answers are read."""
+"""Slurm facts of the doctor: queries to Slurm, and the parsing of their answers."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def seconds_of(text: str) -> int | None:
-    """`600 sec` → 600; None if there is no number."""
+    """Parses `600 sec` into 600; returns None without a number."""
     match = re.match(r"\d+", text or "")
     return int(match[0]) if match else None
 
 
 def version_of(text: str) -> tuple[int, ...]:
-    """`slurm-wlm 22.05.8` → (22, 5, 8)."""
+    """Parses `slurm-wlm 22.05.8` into (22, 5, 8)."""
     match = re.search(r"\d+(?:\.\d+)+", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def gres_of(text: str) -> list[tuple[str, str, int]]:
-    """(name, type, number) of a node's generic resources: `gpu:a100:4(S:0-1),nvme:1`."""
-    found = []
+    """Returns (name, type, number) of a node's generic resources: `gpu:a100:4(S:0-1),nvme:1`."""
+    resources = []
     for part in re.sub(r"\([^)]*\)", "", text or "").split(","):
         words = part.strip().split(":")
         if words[0] and words[0] != "null":
             count = int(words[-1]) if len(words) > 1 and words[-1].isdigit() else 1
-            found.append((words[0], words[1] if len(words) > 1 and not words[1].isdigit() else "", count))
-    return found
+            resources.append((words[0], words[1] if len(words) > 1 and not words[1].isdigit() else "", count))
+    return resources
 
 
 @dataclass(frozen=True)
 class SiteNodeGroup:
-    """A node group of the site, with the options that ask for its nodes."""
+    """Node group of the site, with the options that request its nodes."""
 
     label: str = "cluster"
     partition: str | None = None
@@ -59,14 +59,14 @@ class SiteNodeGroup:
     time: str | None = None
 
     def matches(self, gres: str) -> int:
-        """How many of the group's GPUs a node with these resources has."""
+        """Returns the number of the group's GPUs that a node with these resources has."""
         name, kind = (*(self.gres or "gpu").split(":"), "")[:2]
         return sum(n for other, of, n in gres_of(gres) if other == name and (not kind or kind == of))
 
 
 @dataclass(frozen=True)
 class Site:
-    """What the doctor needs from a site file."""
+    """Site description that the doctor takes from a site file."""
 
     groups: tuple[SiteNodeGroup, ...] = (SiteNodeGroup(),)
     interface: str | None = None
@@ -78,7 +78,7 @@ class Site:
 
     @classmethod
     def of(cls, section: Given) -> Site:
-        """From the section `cluster` of a configuration."""
+        """Reads the section `cluster` of a configuration."""
 
         def group(raw: Given) -> SiteNodeGroup:
             def one(key: Key) -> str | None:
@@ -106,7 +106,7 @@ class Site:
 
 @dataclass(frozen=True)
 class SlurmFacts:
-    """The answers to one round of questions to Slurm."""
+    """Answers to one round of queries to Slurm."""
 
     version: CommandOutput
     config: Mapping[str, str]
@@ -136,17 +136,19 @@ class SlurmFacts:
         )  # fmt: skip
 
     def partition(self, name: str | None) -> Record | None:
-        """The partition of that name; without a name, the default one."""
+        """Returns the partition of that name; without a name, the default one."""
         for record in self.partitions:
             if record.get("PartitionName") == name or (name is None and record.get("Default") == "YES"):
                 return record
         return None
 
     def nodes_of(self, name: str | None) -> list[Record]:
-        """The nodes of a partition."""
+        """Returns the nodes of a partition."""
         record = self.partition(name)
-        own = record.get("PartitionName", "") if record else ""
-        return [node for node in self.nodes if own and own in node.get("Partitions", "").split(",")]
+        partition_name = record.get("PartitionName", "") if record else ""
+        return [
+            node for node in self.nodes if partition_name and partition_name in node.get("Partitions", "").split(",")
+        ]
 
 
 #: Words of node states, from slurm.conf(5) and sinfo(1) of Slurm 20.11 to 26.05. A node with one of these does not work.
@@ -166,9 +168,9 @@ _OUT_OF_SERVICE = frozenset(
         "FUTURE",
     ]
 )
-#: Switched off to save power, or not rented yet; Slurm starts it for a job.
+#: States of a node that is switched off to save power, or not rented yet; Slurm starts it for a job.
 _ASLEEP = frozenset(["POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "POWERING_UP", "POWER_UP", "POWER"])
-#: Not to be had at present for other reasons.
+#: States of a node that is currently unavailable for other reasons.
 _HELD = frozenset(["MAINT", "MAINTENANCE", "RESERVED", "REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED", "BLOCKED"])
 
 
@@ -192,7 +194,7 @@ def is_out_of_service(node: Record) -> bool:
 
 
 def usable(node: Record) -> bool:
-    """Returns whether a job may start on the node at once, as far as its state tells."""
+    """Returns whether a job may start on the node at once, by its state."""
     words = state_words(node)
     obstacles = words & (_OUT_OF_SERVICE | _ASLEEP | _HELD | {"NOT_RESPONDING"})
     return bool(words & {"IDLE", "MIXED"}) and not obstacles
@@ -205,13 +207,13 @@ _WIDTH = 120
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding.
+    """Result of one check.
 
     Attributes:
-        level: `fail` for what a run cannot do without; `warn` for what costs something, or could not be checked.
-        what: What was checked.
-        found: What was found.
-        do: What to do about it; empty if the check passed.
+        level: `fail` if runs cannot work; `warn` for a cost, or for a check that was not possible.
+        what: Subject of the check.
+        found: Observation.
+        do: Advice; empty if the check passed.
     """
 
     level: Level
@@ -221,7 +223,7 @@ class Finding:
 
 
 def names(nodes: Iterable[str]) -> str:
-    """Node names for a message: all of them if they are few, otherwise their number."""
+    """Formats node names for a message: all of them if they are few, otherwise their number."""
     listed = sorted(dict.fromkeys(nodes))
     return ", ".join(listed) if len(listed) <= 6 else f"{', '.join(listed[:5])} and {len(listed) - 5} more"
 
@@ -239,7 +241,7 @@ def worst(lines: Sequence[Finding]) -> Level:
 
 
 def render(lines: Sequence[Finding]) -> str:
-    """The lines as text, and a line that counts them."""
+    """Formats the findings as text, and a line that counts them."""
     column = max((len(line.what) for line in lines), default=0) + 2
     indent = " " * (6 + column)
     out = []
@@ -258,5 +260,5 @@ def render(lines: Sequence[Finding]) -> str:
 
 
 def to_json(lines: Sequence[Finding]) -> str:
-    """The same as JSON: `{"level": …, "lines": [{"level", "what", "found", "do"}, …]}`."""
+    """Formats the findings as JSON: `{"level": …, "lines": [{"level", "what", "found", "do"}, …]}`."""
     return json.dumps({"level": worst(lines), "lines": [asdict(line) for line in lines]}, indent=1, ensure_ascii=False)

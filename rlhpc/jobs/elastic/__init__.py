@@ -1,1 +1,1 @@
-"""Helper jobs: ranks that join a run from Slurm jobs of their own."""
+"""Helper jobs: ranks that join a run from separate Slurm jobs."""

@@ -1,4 +1,4 @@
-"""A job of helpers: the process in its place of the batch shell."""
+"""Helper job: the process that replaces the batch shell of a Slurm job whose ranks join a run."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from rlhpc.runtime.ownership import make_private
 from rlhpc.runtime.slurm import ask
 
 _POLL_S = 0.2
-#: Signals that have the job leave; what each means, `rlhpc join` says.
+#: Signals on which the job leaves; `rlhpc join` documents their meanings.
 _LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass
 class HelperJob:
-    """Callable for submitit: starts `rlhpc join` for each rank of the job, and has all of them leave when the job must end.
+    """Callable for submitit: starts `rlhpc join` for each rank of the job, and makes all of them leave when the job must end.
 
     Args:
         run_root: The run folder.
         group: Group that its ranks join.
-        ranks: How many.
-        accelerators: Of each.
+        ranks: Number of ranks.
+        accelerators: Number of accelerators per rank.
         container: Words before the command.
-        patience_s: How long they wait for a driver, when one is gone, or there is none yet.
+        patience_s: Maximum wait for a driver, when it has ended or has not started yet.
     """
 
     run_root: str
@@ -48,13 +48,13 @@ class HelperJob:
     patience_s: float
 
     def __call__(self) -> None:
-        """Ends when all have, with the greatest of their exit codes."""
+        """Runs until all ranks have ended, and exits with the greatest of their exit codes."""
         started = list[subprocess.Popen[bytes]]()
         for number in _LEAVE:
             signal.signal(number, lambda signum, _: _pass_on(started, signum))
         signal.pthread_sigmask(signal.SIG_BLOCK, _LEAVE)
         for rank in range(self.ranks):
-            # it leaves if the job's process is killed
+            # leaves if the job's process is killed
             process = start_bound_to_parent(
                 self._command(), signal.SIGTERM, env=self._environment(rank), stdin=subprocess.DEVNULL
             )
@@ -62,7 +62,9 @@ class HelperJob:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEAVE)
         while any(process.poll() is None for process in started):
             if any((process.returncode or 0) < 0 for process in started):
-                _pass_on(started, signal.SIGTERM)  # one was killed, and the driver must not wait for it: the job ends
+                _pass_on(
+                    started, signal.SIGTERM
+                )  # a rank was killed: the job ends, so that the driver does not wait for it
             time.sleep(_POLL_S)
         if code := max(abs(process.returncode) for process in started):
             sys.exit(code)
@@ -76,8 +78,8 @@ class HelperJob:
         environment = {**os.environ, "SLURM_CPUS_PER_TASK": str(max(1, cores // self.ranks))}
         if self.accelerators:
             visible = visible_accelerators(os.environ)
-            own = visible[rank * self.accelerators : (rank + 1) * self.accelerators]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+            assigned = visible[rank * self.accelerators : (rank + 1) * self.accelerators]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(assigned)
         return environment
 
 
@@ -87,15 +89,15 @@ def _pass_on(processes: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
             os.kill(process.pid, signum)
 
 
-#: How long `sbatch` may take.
+#: Maximum duration of `sbatch`.
 _SUBMIT_S = 60.0
 
 
 def submit(folder: Path, name: str, plan: HelperPlan, run_root: Path) -> str:
-    """Submits one job; returns its id.
+    """Submits one job and returns its id.
 
     Raises:
-        SubmitError: In Slurm's words, or submitit's.
+        SubmitError: With Slurm's or submitit's message.
     """
     make_private(folder, parents=True)
     job = HelperJob(

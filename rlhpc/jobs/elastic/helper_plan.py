@@ -1,4 +1,6 @@
-"""What a job of helpers asks Slurm for, and what must hold of `cluster.elastic`. Pure functions."""
+"""Plan of helper jobs: their Slurm resources, the rule for their number, and the checks of `cluster.elastic`. Pure
+functions.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,22 @@ from rlhpc.runtime.cluster import read_key
 from rlhpc.runtime.cluster_config import Given, Key
 
 #: Share of a step's time in which the actor waits for rollouts: above the first there are too few ranks, and below the second
-#: one less would not be missed.
+#: one rank less is enough.
 WAITS, IDLES = 0.25, 0.05
-#: Pause after a job that ended before any rank of it had joined; it doubles with each in a row, up to the second.
+#: Pause after a job that ended before any of its ranks joined; it doubles with each such job in a row, up to the maximum.
 _PAUSE_S, _LONGEST_PAUSE_S = 30.0, 3600.0
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the configuration allows.
+    """Limits from the configuration.
 
     Attributes:
-        least, most: Ranks.
+        least, most: Minimum and maximum number of ranks.
         per_job: Ranks of a job.
-        hours_per_job: Hours of the budget that a job takes if it runs to its walltime.
+        hours_per_job: Hours of the budget that a job uses if it runs to its walltime.
         budget: Hours; None for no limit.
-        react_s: Seconds for which something must have been so before the number changes.
+        react_s: Seconds for which a condition must hold before the number changes.
     """
 
     least: int
@@ -41,19 +43,19 @@ class Bounds:
 
     @property
     def least_jobs(self) -> int:
-        """Jobs that bring at least `least` ranks."""
+        """Number of jobs that bring at least `least` ranks."""
         return math.ceil(self.least / self.per_job)
 
 
 @dataclass(frozen=True)
 class LiveHelperJob:
-    """A job that has not ended.
+    """Job that has not ended.
 
     Attributes:
-        id: Slurm's.
-        state: `leaving` once it was told to.
-        ranks: Of it that have joined and not left.
-        hours: Hours of the budget that it has taken.
+        id: Slurm's id.
+        state: `leaving` after it was asked to leave.
+        ranks: Number of its ranks that have joined and not left.
+        hours: Hours of the budget that it has used.
     """
 
     id: str
@@ -64,17 +66,17 @@ class LiveHelperJob:
 
 @dataclass(frozen=True)
 class ClusterState:
-    """What there is at one moment.
+    """State of the helper jobs at one moment.
 
     Attributes:
         now: Seconds of any clock.
-        jobs: Those that have not ended, oldest first.
-        waited: Share of the last steps' time in which the actor waited for rollouts; None while that is not known.
-        asked: Ranks that somebody has asked for; None leaves it to the rule.
-        spent: Hours of the budget that jobs have taken that have ended.
-        useful: Ranks for which there is something to do.
-        vain: Jobs in a row that ended before any rank of them had joined, or after an error of one, up to now.
-        vain_since: When the last of these was seen to have ended.
+        jobs: Jobs that have not ended, oldest first.
+        waited: Share of the last steps' time in which the actor waited for rollouts; None if unknown.
+        asked: Number of ranks that a user requested; None leaves it to the rule.
+        spent: Hours of the budget that ended jobs have used.
+        useful: Number of ranks that can be used.
+        vain: Number of last jobs in a row that ended before any of their ranks joined, or after an error of one.
+        vain_since: Time at which the end of the last of these was detected.
     """
 
     now: float
@@ -89,14 +91,14 @@ class ClusterState:
 
 @dataclass(frozen=True)
 class Decision:
-    """What is to be done.
+    """Decision on the jobs to submit and to end.
 
     Attributes:
-        submit: Jobs to submit.
-        only_soon: Only if they would start soon.
-        leave: Jobs to take out of the queue, or to have leave, by id.
-        target: Ranks that there are to be.
-        why: In words.
+        submit: Number of jobs to submit.
+        only_soon: Submit only if they would start soon.
+        leave: Jobs to remove from the queue, or to ask to leave, by id.
+        target: Target number of ranks.
+        why: Reason, in words.
     """
 
     submit: int = 0
@@ -107,16 +109,16 @@ class Decision:
 
 
 class Rule:
-    """Decides from one moment to the next. It counts in jobs: where limits, useful ranks or an asked number are no multiple of
-    a job's ranks, it takes the next lower number of jobs, and for the least the next higher one.
+    """Rule for the number of helper jobs. It counts in jobs: where limits, useful ranks or a requested number are no multiple
+    of a
+    job's ranks, it takes the next lower number of jobs, and for the minimum the next higher one.
 
-    Where nobody has asked for a number, there are more jobs when the actor has waited for rollouts for a while and all jobs
-    that are to be there are at work: as many again as there are, from one job on. There is one job less than there are when
-    the actor has hardly waited for a while, whatever else is still awaited. Jobs in the queue go before jobs that run, and
-    young ones before old ones.
+    Without a requested number, the number of jobs grows when the actor has waited for rollouts for a while and all target jobs
+    are at work: it doubles, from one job on. It shrinks by one job when the actor has hardly waited for a while, whatever jobs
+    are still awaited. Jobs in the queue are removed before running jobs, and young ones before old ones.
 
     Args:
-        bounds: What is allowed.
+        bounds: The limits.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -125,32 +127,34 @@ class Rule:
         self._since: float | None = None
         self._trend = 0
 
-    def decide(self, seen: ClusterState) -> Decision:
-        """What to do now."""
-        bounds, live = self.bounds, [job for job in seen.jobs if job.state != "leaving"]
-        if self._target is None:  # a driver that came back begins with what is there
+    def decide(self, state: ClusterState) -> Decision:
+        """Returns the decision for the current state."""
+        bounds, live = self.bounds, [job for job in state.jobs if job.state != "leaving"]
+        if self._target is None:  # a restarted driver begins with the present jobs
             self._target = self._jobs_for(len(live) * bounds.per_job)
-        used = seen.spent + sum(job.hours for job in seen.jobs)
+        used = state.spent + sum(job.hours for job in state.jobs)
         if bounds.budget is not None and used >= bounds.budget:
             return Decision(
                 leave=tuple(job.id for job in live), why=f"the budget of {bounds.budget:g} hours is used up"
             )
-        if seen.asked is not None:
-            self._target, self._since, why = self._jobs_for(seen.asked), None, f"{seen.asked} were asked for"
+        if state.asked is not None:
+            self._target, self._since, why = self._jobs_for(state.asked), None, f"{state.asked} were asked for"
         else:
-            why = self._follow(seen, live)
+            why = self._follow(state, live)
         ranks = self._target * bounds.per_job
         if (surplus := len(live) - self._target) > 0:
             order = sorted(range(len(live)), key=lambda at: (live[at].state != "queued", -at))
             return Decision(leave=tuple(live[at].id for at in order[:surplus]), target=ranks, why=why)
-        missing = min(-surplus, self._affordable(seen))
-        if missing <= 0 or self._pauses(seen):
+        missing = min(-surplus, self._affordable(state))
+        if missing <= 0 or self._pauses(state):
             return Decision(target=ranks, why=why)
-        only_soon = seen.asked is None and len(live) * bounds.per_job >= bounds.least
+        only_soon = state.asked is None and len(live) * bounds.per_job >= bounds.least
         return Decision(missing, only_soon, target=ranks, why=why)
 
     def not_soon(self, live: int) -> None:
-        """The queue would not start a job soon: what there are jobs for is enough, until the actor has waited again."""
+        """Limits the target to the present jobs, because the queue would not start a job soon, until the actor has waited
+        again.
+        """
         self._target, self._since = self._jobs_for(live * self.bounds.per_job), None
 
     def _jobs_for(self, ranks: int) -> int:
@@ -158,48 +162,49 @@ class Rule:
         bounds = self.bounds
         return max(bounds.least_jobs, min(ranks, bounds.most) // bounds.per_job)
 
-    def _follow(self, seen: ClusterState, live: Sequence[LiveHelperJob]) -> str:
-        """Moves the target after what the actor's waiting says."""
+    def _follow(self, state: ClusterState, live: Sequence[LiveHelperJob]) -> str:
+        """Adjusts the target to the actor's waiting time."""
         assert self._target is not None
-        self._target = min(self._target, self._jobs_for(seen.useful))
-        waited, unchanged = seen.waited, f"there are to be {self._target * self.bounds.per_job}"
+        self._target = min(self._target, self._jobs_for(state.useful))
+        waited, unchanged = state.waited, f"there are to be {self._target * self.bounds.per_job}"
         trend = 0 if waited is None else 1 if waited >= WAITS else -1 if waited <= IDLES else 0
         at_work = len(live) >= self._target and all(job.state == "running" and job.ranks for job in live)
         if trend != self._trend or trend == 0 or (trend > 0 and not at_work):
-            self._trend, self._since = trend, seen.now
+            self._trend, self._since = trend, state.now
             return unchanged
         if self._since is None:
-            self._since = seen.now
-        if seen.now - self._since < self.bounds.react_s:
+            self._since = state.now
+        if state.now - self._since < self.bounds.react_s:
             return unchanged
-        self._since = seen.now
+        self._since = state.now
         if trend > 0:
-            self._target = min(max(1, 2 * self._target), self._jobs_for(seen.useful))
+            self._target = min(max(1, 2 * self._target), self._jobs_for(state.useful))
             return f"the actor waits for rollouts {waited:.0%} of the time"
         self._target = max(self.bounds.least_jobs, min(self._target, len(live)) - 1)
         return f"the actor waits for rollouts only {waited:.0%} of the time"
 
-    def _affordable(self, seen: ClusterState) -> int:
+    def _affordable(self, state: ClusterState) -> int:
         bounds = self.bounds
         if bounds.budget is None:
-            return len(seen.jobs) + bounds.most
-        reserved = sum(max(job.hours, bounds.hours_per_job) for job in seen.jobs)
-        return max(0, int((bounds.budget - seen.spent - reserved) / bounds.hours_per_job + 1e-9))
+            return len(state.jobs) + bounds.most
+        reserved = sum(max(job.hours, bounds.hours_per_job) for job in state.jobs)
+        return max(0, int((bounds.budget - state.spent - reserved) / bounds.hours_per_job + 1e-9))
 
     @staticmethod
-    def _pauses(seen: ClusterState) -> bool:
-        if not seen.vain:
+    def _pauses(state: ClusterState) -> bool:
+        if not state.vain:
             return False
-        return seen.now - seen.vain_since < min(_PAUSE_S * 2.0 ** (seen.vain - 1), _LONGEST_PAUSE_S)
+        return state.now - state.vain_since < min(_PAUSE_S * 2.0 ** (state.vain - 1), _LONGEST_PAUSE_S)
 
 
-#: Keys of an entry that become sbatch options of the same name; those of the second kind are the cluster's where omitted.
-_OWN: tuple[Key, ...] = ("qos", "constraint", "mem")
+#: Keys of an entry that become sbatch options of the same name.
+_ENTRY_KEYS: tuple[Key, ...] = ("qos", "constraint", "mem")
+#: The same, with the cluster's values as defaults.
 _SHARED: tuple[Key, ...] = ("partition", "account")
 
 
 class HelperPlacement(Protocol):
-    """What is asked of a rank's place."""
+    """Placement of a rank, as far as helper plans use it."""
 
     @property
     def accelerators(self) -> Sequence[int]: ...
@@ -207,12 +212,12 @@ class HelperPlacement(Protocol):
 
 @dataclass(frozen=True)
 class HelperPlan:
-    """The jobs of one entry of `cluster.elastic`.
+    """Jobs of one entry of `cluster.elastic`.
 
     Attributes:
         group: Group that their ranks join.
-        bounds: How many there may be.
-        accelerators: Of a rank.
+        bounds: Limits of their number.
+        accelerators: Number of accelerators per rank.
         options: sbatch options, in order.
         minutes: Walltime.
         start_within_s, look_s, signal_lead_s: As in the configuration.
@@ -233,11 +238,11 @@ class HelperPlan:
 
     @property
     def counted(self) -> int:
-        """What an hour of a job counts in the budget: its accelerators or, without any, its node."""
+        """Weight of a job's hour in the budget: its accelerators or, without any, its node."""
         return max(1, self.accelerators * self.bounds.per_job)
 
     def submitit_parameters(self) -> dict[str, Any]:
-        """The job's resources as parameters of `submitit.SlurmExecutor`."""
+        """Returns the job's resources as parameters of `submitit.SlurmExecutor`."""
         parameters: dict[str, Any] = {name.replace("-", "_"): value for name, value in self.options}
         for name in ("nodes", "ntasks_per_node", "cpus_per_task"):
             if name in parameters:
@@ -246,7 +251,7 @@ class HelperPlan:
         return {**parameters, "time": self.minutes, "setup": list(self.setup), "additional_parameters": additional}
 
     def lines(self) -> list[str]:
-        """What `rlhpc plan` prints."""
+        """Returns the lines that `rlhpc plan` prints."""
         bounds = self.bounds
         ranks = f"{bounds.least} to {bounds.most} more ranks of {self.group}, {bounds.per_job} a job"
         hours = "accelerator-hours" if self.accelerators else "node-hours"
@@ -255,24 +260,26 @@ class HelperPlan:
 
 
 def helper_plans(section: Given, placements: Mapping[str, Sequence[HelperPlacement]]) -> tuple[HelperPlan, ...]:
-    """The jobs of helpers of a run.
+    """Returns the plans of a run's helper jobs.
 
     Args:
         section: Section `cluster`.
-        placements: Where the ranks are that the run starts with.
+        placements: Placements of the ranks that the run starts with.
     """
     return tuple(_plan(section, raw, placements) for raw in read_key(section, "elastic", ()))
 
 
 def _plan(section: Given, raw: Given, placements: Mapping[str, Sequence[HelperPlacement]]) -> HelperPlan:
     group, per_job = str(read_key(raw, "group", "rollout")), int(read_key(raw, "ranks_per_job", 1))
-    own = placements.get(group) or ()
-    given = read_key(raw, "accelerators_per_rank")
-    accelerators = int(given) if given is not None else max((len(rank.accelerators) for rank in own), default=0)
+    group_ranks = placements.get(group) or ()
+    configured = read_key(raw, "accelerators_per_rank")
+    accelerators = (
+        int(configured) if configured is not None else max((len(rank.accelerators) for rank in group_ranks), default=0)
+    )
     options: list[tuple[str, str]] = [
         (key, str(value)) for key in _SHARED if (value := read_key(raw, key, read_key(section, key))) is not None
     ]
-    options += [(key, str(value)) for key in _OWN[:2] if (value := read_key(raw, key)) is not None]
+    options += [(key, str(value)) for key in _ENTRY_KEYS[:2] if (value := read_key(raw, key)) is not None]
     options += [("nodes", "1"), ("ntasks-per-node", "1")]
     options += [("cpus-per-task", str(cpus)) for cpus in [read_key(raw, "cpus_per_node")] if cpus is not None]
     options += [("mem", str(memory)) for memory in [read_key(raw, "mem")] if memory is not None]
@@ -296,26 +303,26 @@ def _plan(section: Given, raw: Given, placements: Mapping[str, Sequence[HelperPl
 
 
 def check_elastic(section: Given, groups: Collection[str], fail: Fail, why_none: str = "") -> None:
-    """Refuses entries that could never start a job, or whose ranks nobody could take in.
+    """Checks that each entry can start a job and that its group can admit ranks during the run.
 
     Args:
         section: Section `cluster`.
-        groups: Those that take ranks under way.
-        fail: Makes the error for a key and the rule that it breaks.
-        why_none: Why there are none, where something can be changed.
+        groups: Groups that admit ranks during the run.
+        fail: Builds the error for a key and the rule that it breaks.
+        why_none: Reason why no group does, if the configuration can change it.
 
     Raises:
         ConfigError: The first rule that is broken.
     """
-    seen: set[str] = set()
+    checked_groups: set[str] = set()
     for index, raw in enumerate(read_key(section, "elastic", ())):
         at, group = f"cluster.elastic[{index}]", str(read_key(raw, "group", "rollout"))
         if group not in groups:
-            known = f"groups of this run that take ranks under way: {', '.join(groups) or 'none'}"
-            raise fail(f"{at}.group", f"{known}; {why_none}" if why_none else known)
-        if group in seen:
+            rule = f"groups of this run that take ranks under way: {', '.join(groups) or 'none'}"
+            raise fail(f"{at}.group", f"{rule}; {why_none}" if why_none else rule)
+        if group in checked_groups:
             raise fail(f"{at}.group", "there is another entry for it: a group has one")
-        seen.add(group)
+        checked_groups.add(group)
         bounds = _plan(section, raw, {}).bounds
         if bounds.most < max(bounds.least, bounds.per_job):
             raise fail(f"{at}.max", f"it must be at least min ({bounds.least}) and ranks_per_job ({bounds.per_job})")

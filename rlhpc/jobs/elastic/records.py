@@ -1,4 +1,4 @@
-"""The record of a run's jobs of helpers, which outlives its driver: what they have cost, and how they ended."""
+"""Records of a run's helper jobs, which outlive its driver: their cost, and how they ended."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from rlhpc.jobs.segment import read_json_file, write_json
 from rlhpc.jobs.slurm import end_named
 from rlhpc.runtime.files import is_count, is_number, read_file, read_json
 
-#: Ended jobs whose record is kept one by one; of older ones only the sum is.
-_KEPT = 200
+#: Maximum number of ended jobs with their own record; older ones are summed up.
+_MAX_ENDED_JOBS = 200
 
 
 @dataclass
 class HelperJobRecord:
-    """One job. Times are Unix times; None if it has not happened (yet).
+    """Record of one job. Times are Unix times; None for events that have not happened (yet).
 
     Attributes:
-        counted: What an hour of it counts in the budget.
-        state: Slurm's last word.
-        why: Why it was told to leave, if it was.
-        leaving: When it was told.
-        joined: Ranks of it that have ever joined.
+        counted: Weight of one of its hours in the budget.
+        state: Slurm's last state.
+        why: Reason for which it was asked to leave, if it was.
+        leaving: Time of that request.
+        joined: Number of its ranks that have ever joined.
     """
 
     id: str
@@ -47,7 +47,7 @@ class HelperJobRecord:
     joined: int = 0
 
     def hours(self, now: float) -> float:
-        """Hours of the budget that it has taken."""
+        """Returns the hours of the budget that it has used."""
         return 0.0 if self.started is None else max(0.0, (self.ended or now) - self.started) / 3600 * self.counted
 
 
@@ -56,7 +56,7 @@ class HelperRecord:
     """All jobs of a group of a run, or of all of its groups.
 
     Attributes:
-        earlier: Hours of the budget that jobs have taken whose records are not kept.
+        earlier: Hours of the budget used by jobs whose records are not kept.
     """
 
     jobs: dict[str, HelperJobRecord] = field(default_factory=dict)
@@ -64,67 +64,67 @@ class HelperRecord:
 
     @classmethod
     def read(cls, paths: RunPaths, group: str = "*") -> HelperRecord:
-        """What was written last, of a group or of all; empty if there is nothing."""
-        found = cls()
+        """Returns the last written record of a group or of all groups; empty without one."""
+        record = cls()
         for file in sorted(paths.submit.glob(paths.helper_jobs(group).name)):
-            found._add(read_json_file(file) or {})
-        return found
+            record._add(read_json_file(file) or {})
+        return record
 
     def _add(self, value: Mapping[str, Any]) -> None:
         self.earlier += float(value.get("earlier") or 0.0)
         for row in value.get("jobs") or ():
-            known = {name: row[name] for name in HelperJobRecord.__dataclass_fields__ if name in row}
+            fields = {name: row[name] for name in HelperJobRecord.__dataclass_fields__ if name in row}
             try:
-                self.jobs[str(row["id"])] = HelperJobRecord(**known)
+                self.jobs[str(row["id"])] = HelperJobRecord(**fields)
             except (KeyError, TypeError):
                 continue
 
     def write(self, paths: RunPaths, group: str) -> None:
-        """Replaces the group's file: each is one thread's."""
-        ended = [job for job in self.jobs.values() if job.ended is not None]
-        for job in ended[: max(0, len(ended) - _KEPT)]:
+        """Replaces the group's file; each file is written by one thread."""
+        ended_jobs = [job for job in self.jobs.values() if job.ended is not None]
+        for job in ended_jobs[: max(0, len(ended_jobs) - _MAX_ENDED_JOBS)]:
             self.earlier += job.hours(job.ended or 0.0)
             del self.jobs[job.id]
         write_json(paths.helper_jobs(group), self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        """The file's content."""
+        """Returns the file's content."""
         return {"format": 1, "earlier": self.earlier, "jobs": [asdict(job) for job in self.jobs.values()]}
 
     def live(self) -> list[HelperJobRecord]:
-        """Those that have not ended, oldest first."""
+        """Returns the jobs that have not ended, oldest first."""
         return [job for job in self.jobs.values() if job.ended is None]
 
     def spent(self) -> float:
-        """Hours of the budget that jobs have taken that have ended."""
+        """Returns the hours of the budget that ended jobs have used."""
         return self.earlier + sum(job.hours(job.ended or 0.0) for job in self.jobs.values() if job.ended is not None)
 
 
 def helpers_name(paths: RunPaths, group: str) -> str:
-    """What all jobs of a run's helpers of a group are called in Slurm."""
+    """Returns the Slurm name of all helper jobs of a group of a run."""
     return job_name(paths, f"helpers-{group}")
 
 
 def end_helpers(paths: RunPaths, *, queued_only: bool = False, softly: bool = False, timeout_s: float = 20.0) -> int:
-    """Ends the jobs of a run's helpers; returns how many there were by the record. See `end_named`."""
+    """Ends the helper jobs of a run; returns their number by the record. See `end_named`."""
     record = HelperRecord.read(paths)
     for group in {job.group for job in record.jobs.values()}:
         end_named(helpers_name(paths, group), queued_only=queued_only, softly=softly, timeout_s=timeout_s)
     return len(record.live())
 
 
-#: What a line says: the driver gave it a place, it took part from then on, it has left.
+#: Events of a line: the driver admitted the rank, the rank started to take part, the rank left.
 JOINED, WORKS, LEFT = "joined", "works", "left"
 
 
 @dataclass
 class Stay:
-    """One rank that joined, from its coming to its going. Times are Unix times; None if it has not happened (yet).
+    """One rank that joined, from its join until it left. Times are Unix times; None for events that have not happened (yet).
 
     Attributes:
         job: Slurm's id; "" outside of a job.
-        accelerators: How many it has.
-        why: Why it left.
+        accelerators: Number of its accelerators.
+        why: Reason for leaving.
     """
 
     group: str
@@ -138,12 +138,12 @@ class Stay:
     why: str = ""
 
     def hours(self, now: float | None = None) -> float:
-        """For how long it was there."""
+        """Returns the hours from its join until it left."""
         return max(0.0, (self.left or now or time.time()) - self.joined) / 3600
 
 
 class Attendance:
-    """The driver's side: appends a line for each that joins, takes part or leaves.
+    """Attendance log, as the driver writes it: a line for each rank that joins, takes part or leaves.
 
     Args:
         path: The file.
@@ -151,19 +151,19 @@ class Attendance:
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
-        self._there = dict.fromkeys(key for key, stay in _stays(path).items() if stay.left is None)
-        self.close("its driver was gone")  # of those whose driver was killed
+        self._present = dict.fromkeys(key for key, stay in _stays(path).items() if stay.left is None)
+        self.close("its driver was gone")  # ranks whose driver was killed
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """Appends a line. A disk that is full is no reason not to train."""
+        """Appends a line. A full disk does not stop training."""
         with self._lock:
             key = str(event.get("incarnation"))
             if event["event"] == JOINED:
-                self._there[key] = None
-            elif key not in self._there:
+                self._present[key] = None
+            elif key not in self._present:
                 return
             elif event["event"] == LEFT:
-                del self._there[key]
+                del self._present[key]
             line = json.dumps({"time": time.time(), **event}).encode() + b"\n"
             try:
                 fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -177,8 +177,8 @@ class Attendance:
                 os.close(fd)
 
     def close(self, why: str) -> None:
-        """All that are there have left, for this reason."""
-        for key in list(self._there):
+        """Writes that all present ranks have left, for this reason."""
+        for key in list(self._present):
             self.note({"event": LEFT, "incarnation": key, "why": why})
 
 
@@ -191,7 +191,7 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
         try:
             event = read_json(line)
         except ValueError:
-            continue  # the disk was full, or it is being written
+            continue  # the disk was full, or the line is being written
         if isinstance(event, dict) and "event" in event and "incarnation" in event and _has_sound_numbers(event):
             yield event
 
@@ -201,22 +201,22 @@ def _has_sound_numbers(event: Mapping[str, Any]) -> bool:
 
 
 def stays(paths: RunPaths) -> list[Stay]:
-    """All ranks that have joined a run, in the order in which they came."""
+    """Returns all ranks that have joined a run, in the order in which they joined."""
     return list(_stays(paths.attendance).values())
 
 
 def _stays(path: Path) -> dict[str, Stay]:
-    """They by their incarnations."""
-    found: dict[str, Stay] = {}
+    """Returns the ranks by their incarnations."""
+    stays_by_incarnation: dict[str, Stay] = {}
     for event in _events(path):
         key, at = str(event["incarnation"]), float(event.get("time") or 0.0)
         if event["event"] == JOINED:
-            found[key] = Stay(
+            stays_by_incarnation[key] = Stay(
                 str(event.get("group")), int(event.get("rank") or 0), str(event.get("node") or "?"),
                 str(event.get("job") or ""), int(event.get("accelerators") or 0), at,
             )  # fmt: skip
-        elif key in found and event["event"] == WORKS:
-            found[key].works = at
-        elif key in found:
-            found[key].left, found[key].why = at, str(event.get("why") or "")
-    return found
+        elif key in stays_by_incarnation and event["event"] == WORKS:
+            stays_by_incarnation[key].works = at
+        elif key in stays_by_incarnation:
+            stays_by_incarnation[key].left, stays_by_incarnation[key].why = at, str(event.get("why") or "")
+    return stays_by_incarnation

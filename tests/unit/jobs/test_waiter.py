@@ -35,7 +35,7 @@ def test_a_lost_job(tmp_path: Path, said_by: str, saved: bool, state: JobState) 
     )
     waiter = Waiter(files, record, print)
     waiter._report = JobReport(state, "", "sacct")
-    said = str(waiter._lost())
+    said = str(waiter._lost_error())
     assert ("No module named 'torch'" if said_by == "job" else "no such policy") in said and "some line" not in said
     assert ("resumes from the last checkpoint" if saved else "starts anew: there is no checkpoint") in said
     assert ("cluster.time" in said) == (state is JobState.TIMEOUT and not saved)

@@ -99,7 +99,7 @@ def probed(*hellos: dict[str, Any], gpus: int = 0, reach: dict[str, Any] | None 
     job = ProbeJob("cpu", ("cpu",), (), None, gpus, len(hellos), len(hellos), job_id="7", requeue="1")
     for said in hellos:
         job.hello[said["node"]] = said
-        job.seen[said["node"]] = {"ms": 8.2}
+        job.canary_views[said["node"]] = {"ms": 8.2}
         found = reach or {"ms": 1.5, "interface": "eth0", "address": "10.0.0.1"}
         job.peers[said["node"]] = {"second": {"ms": 5.0}, "reach": {other["node"]: found for other in hellos}}
     return Probed(Path("/runs"), [job])
@@ -309,7 +309,7 @@ def test_an_unshared_folder() -> None:
         hello("n2", canary={"error": "no such file", "parent": False}),
         hello("n3"), hello("n4"), hello("n5", canary={"ms": 1.0, "parent": True, "write_error": "Disk quota exceeded"}),
     )  # fmt: skip
-    found.jobs[0].seen["n4"] = {"error": "no such file"}
+    found.jobs[0].canary_views["n4"] = {"error": "no such file"}
     lines = nodes.shared_folder(found)
     assert levels(lines) == ["fail", "fail", "fail", "fail", "pass"]
     assert "not shared: n1 have another folder" in lines[0].found and "n2 have no such folder" in lines[1].found
