@@ -27,7 +27,7 @@ def _scale(args: argparse.Namespace) -> int:
     write_json(paths.asked_ranks, {group: number for group, number in asked.items() if number is not None})
     live = HelperRecord.read(paths).live()
     for group, number in wanted.items():
-        there = sum(stay.left is None and stay.group == group for stay in stays(paths))
+        there = sum(stay.left_at is None and stay.group == group for stay in stays(paths))
         queued = sum(job.started is None and job.group == group for job in live)
         what = "as many as the rule says" if number is None else f"{number}"
         print(f"{paths.root.name}: {what} ranks of {group} are asked for; {there} there, {queued} jobs in the queue")

@@ -44,13 +44,13 @@ class RunState:
             cancelled, dead (its processes are gone) or unknown.
         why: Consequence or cause of the state.
         job: `Slurm job 27`, for example; "" for a run that was not submitted.
-        own: Whether `status.json` is from the newest attempt.
+        is_current: Whether `status.json` is from the newest attempt.
     """
 
     state: str
     why: str = ""
     job: str = ""
-    own: bool = True
+    is_current: bool = True
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Facts:
     files: SegmentFiles | None = None
     record: JobRecord | None = None
     claim: Claim | None = None
-    ended: dict[str, Any] = field(default_factory=dict)
+    exit_record: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, paths: RunPaths) -> Facts:
@@ -72,18 +72,18 @@ class Facts:
         if files is None or record is None:
             return cls(paths, status)
         claim = Claim.newest(files)
-        ended = read_json_file(files.exit) or {}
+        exit_record = read_json_file(files.exit) or {}
         return cls(
             paths, status, files, record,
             claim if claim is not None and claim.token == record.token else None,
-            ended if ended.get("token") == record.token else {},
+            exit_record if exit_record.get("token") == record.token else {},
         )  # fmt: skip
 
     @property
     def slurm_job(self) -> str | None:
         """Job to query from Slurm; None if the files suffice."""
         record = self.record
-        if record is None or record.executor != "slurm" or not record.job_id or self.ended or self._done():
+        if record is None or record.executor != "slurm" or not record.job_id or self.exit_record or self._done():
             return None
         return None if self.claim is not None and self.claim.alive_here() else record.job_id
 
@@ -96,9 +96,9 @@ class Facts:
         if self._done():
             return RunState(*self._after_segment(), job)
         cancelled = files.cancelled(record.token)
-        if self.ended:
-            words = str(self.ended.get("message") or "").strip().splitlines() or [""]
-            if self.ended.get("cancelled"):
+        if self.exit_record:
+            words = str(self.exit_record.get("message") or "").strip().splitlines() or [""]
+            if self.exit_record.get("cancelled"):
                 return RunState("cancelled", f"{job}; submit the run again to go on", job)
             return RunState("failed", words[0], job)
         if record.phase == "refused":
@@ -124,8 +124,8 @@ class Facts:
             return False
         if claim is not None and (claim.alive_here() is not False or self._is_own(claim)):
             return False
-        over = max(record.submitted, claim.started if claim else 0.0, number_of(self.ended, "ended") or 0.0)
-        return bool(self.ended or self._done()) and started > over and self.status.get("segment") is None
+        over = max(record.submitted, claim.started if claim else 0.0, number_of(self.exit_record, "ended") or 0.0)
+        return bool(self.exit_record or self._done()) and started > over and self.status.get("segment") is None
 
     def _is_own(self, claim: Claim) -> bool:
         """Returns whether `status.json` was written by the claim's driver."""
@@ -138,18 +138,18 @@ class Facts:
         """Returns the state of a run whose job is running, which depends on whether its driver is training."""
         claim, files, record = self.claim, self.files, self.record
         if claim is None or files is None or record is None:
-            return RunState("starting", job, job, own=False)
+            return RunState("starting", job, job, is_current=False)
         state, reason = str(self.status.get("state") or ""), str(self.status.get("stop_reason") or "")
         attempts = Attempts(files, record.token)
         number = f", start {attempts.count}" if attempts.count > 1 else ""
         if attempts.last_end:
-            return RunState("starting", f"{job}, again after: {attempts.last_end}", job, own=False)
+            return RunState("starting", f"{job}, again after: {attempts.last_end}", job, is_current=False)
         if not self._is_own(claim):
-            return RunState("starting", f"{job}{number}", job, own=False)
+            return RunState("starting", f"{job}{number}", job, is_current=False)
         if state in ("finished", "stopped") and claim.alive_here() is not False:
             return RunState("ending", f"{job}: {ending_words(reason)}", job)
         if state in FINAL:
-            return RunState("starting", f"{job}, again after: {ending_words(reason)}", job, own=False)
+            return RunState("starting", f"{job}, again after: {ending_words(reason)}", job, is_current=False)
         return RunState("running", f"{job}{number}", job)
 
     def _by_report(self, report: JobReport, job: str, cancelled: bool) -> RunState:
@@ -160,7 +160,7 @@ class Facts:
                 report.reason if report.reason != "None" else ""
             )  # Slurm's placeholder before it has determined a reason
             reason = reason or ("" if report.state is JobState.PENDING else report.state.value.lower())
-            return RunState("pending", f"{job}{again}" + (f": {reason}" if reason else ""), job, own=is_current)
+            return RunState("pending", f"{job}{again}" + (f": {reason}" if reason else ""), job, is_current=is_current)
         if report.state is JobState.CANCELLED or (report.state.is_terminal and cancelled):
             return RunState("cancelled", f"{job}; submit the run again to go on", job)
         if report.state.is_terminal:
@@ -183,15 +183,15 @@ class Facts:
             if controller is False:
                 return RunState("dead", f"{job} is gone; submit the run again", job)
             silent = "; Slurm does not answer" if report is not None else ""
-            return RunState("waiting", f"{job}: submitted, not started yet{silent}", job, own=False)
+            return RunState("waiting", f"{job}: submitted, not started yet{silent}", job, is_current=False)
         if controller:
-            return RunState("starting", f"{job}, again", job, own=False)
+            return RunState("starting", f"{job}, again", job, is_current=False)
         if claim.alive_here() is False:
             pid = claim.driver.pid if claim.driver else claim.job.pid
             return RunState("dead", f"its driver (pid {pid}) is gone; submit the run again to resume it", job)
         if self._is_own(claim):
             return RunState(*self._of_status(), job)
-        return RunState("starting", job, job, own=False)
+        return RunState("starting", job, job, is_current=False)
 
     def _after_segment(self) -> tuple[str, str]:
         state, reason = str(self.status.get("state") or ""), str(self.status.get("stop_reason") or "")

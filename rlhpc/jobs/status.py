@@ -34,13 +34,13 @@ def helper_lines(paths: RunPaths, *, over: bool) -> list[str]:
         lines.append(f"helpers      {len(queued)} job{'s' if len(queued) > 1 else ''} in the queue: {reasons}")
     if not joined_ranks:
         return lines
-    present = [stay for stay in joined_ranks if stay.left is None]
-    departed = [stay for stay in joined_ranks if stay.left is not None]
+    present = [stay for stay in joined_ranks if stay.left_at is None]
+    departed = [stay for stay in joined_ranks if stay.left_at is not None]
     hours = sum(stay.hours(now) for stay in joined_ranks)
     lines.append(f"joined       {len(joined_ranks)} ranks in all, {len(present)} there now, {hours:.2f} hours")
     lines += ["", f"{'joined':<16} {'node':<16} {'job':>10}  {'came':<11}  {'left':<11}  {'hours':>6}  why"]
     for stay in [*departed[-_MAX_LEFT_LINES:], *present]:
-        came, left_at = _clock(stay.joined), "" if stay.left is None else _clock(stay.left)
+        came, left_at = _clock(stay.joined), "" if stay.left_at is None else _clock(stay.left_at)
         why = stay.why or ("works" if stay.works else "loads")
         lines.append(
             f"{f'{stay.group}-{stay.rank}':<16} {stay.node:<16} {stay.job or '-':>10}  {came:<11}  {left_at:<11}  "
@@ -157,7 +157,7 @@ def render_status(paths: RunPaths, *, headlines: Headlines | None = None) -> str
     status = facts.status
     why = f": {run.why}" if run.why else ""
     lines = [f"run          {paths.root.name}  ({paths.root})", f"state        {run.state}{why}"]
-    progress = _progress(status) if run.own or run.state in OVER else []
+    progress = _progress(status) if run.is_current or run.state in OVER else []
     if progress:
         lines.append(f"progress     {', '.join(progress)}")
     if headlines is not None and (numbers := headlines([paths])):
@@ -203,7 +203,7 @@ def _time_lines(status: dict[str, Any], run: RunState) -> list[str]:
     lines = []
     if elapsed is not None:
         lines.append(f"trained for  {duration(elapsed)} in all")
-    if run.own or run.state in OVER:
+    if run.is_current or run.state in OVER:
         age = "" if run.state in OVER else f", last heard {duration(time.time() - updated)} ago"
         lines.append(f"this start   {duration(updated - started)} on {status.get('host', '?')}{age}")
     return lines
@@ -216,7 +216,7 @@ def _generation_is_new(facts: Facts, run: RunState) -> bool:
     try:
         return (facts.paths.registry / CURRENT).stat().st_mtime_ns >= facts.files.attempts.stat().st_mtime_ns
     except OSError:
-        return run.own
+        return run.is_current
 
 
 def render_runs(

@@ -288,7 +288,7 @@ class Elastic:
         session.membership.heard = self._attendance.note
         self._helpers = [
             HelperJobs(
-                self._paths, plan, self._useful.get(plan.group, plan.bounds.most), session.job_gone,
+                self._paths, plan, self._useful.get(plan.group, plan.bounds.max_ranks), session.job_gone,
                 session.membership.by_job, session.membership.faulty,
             )
             for plan in self._plans

@@ -27,24 +27,24 @@ class Bounds:
     """Limits from the configuration.
 
     Attributes:
-        least, most: Minimum and maximum number of ranks.
+        min_ranks, max_ranks: Minimum and maximum number of ranks.
         per_job: Ranks of a job.
         hours_per_job: Hours of the budget that a job uses if it runs to its walltime.
         budget: Hours; None for no limit.
         react_s: Seconds for which a condition must hold before the number changes.
     """
 
-    least: int
-    most: int
+    min_ranks: int
+    max_ranks: int
     per_job: int
     hours_per_job: float
     budget: float | None = None
     react_s: float = 60.0
 
     @property
-    def least_jobs(self) -> int:
-        """Number of jobs that bring at least `least` ranks."""
-        return math.ceil(self.least / self.per_job)
+    def min_jobs(self) -> int:
+        """Number of jobs that bring at least `min_ranks` ranks."""
+        return math.ceil(self.min_ranks / self.per_job)
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,21 @@ class ClusterState:
         now: Seconds of any clock.
         jobs: Jobs that have not ended, oldest first.
         waited: Share of the last steps' time in which the actor waited for rollouts; None if unknown.
-        asked: Number of ranks that a user requested; None leaves it to the rule.
+        requested_ranks: Number of ranks that a user requested; None leaves it to the rule.
         spent: Hours of the budget that ended jobs have used.
         useful: Number of ranks that can be used.
-        vain: Number of last jobs in a row that ended before any of their ranks joined, or after an error of one.
-        vain_since: Time at which the end of the last of these was detected.
+        num_failed: Number of last jobs in a row that ended before any of their ranks joined, or after an error of one.
+        failed_at: Time at which the end of the last of these was detected.
     """
 
     now: float
     jobs: Sequence[LiveHelperJob] = ()
     waited: float | None = None
-    asked: int | None = None
+    requested_ranks: int | None = None
     spent: float = 0.0
     useful: int = 2**31
-    vain: int = 0
-    vain_since: float = 0.0
+    num_failed: int = 0
+    failed_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,12 @@ class Rule:
             return Decision(
                 leave=tuple(job.id for job in live), why=f"the budget of {bounds.budget:g} hours is used up"
             )
-        if state.asked is not None:
-            self._target, self._since, why = self._jobs_for(state.asked), None, f"{state.asked} were asked for"
+        if state.requested_ranks is not None:
+            self._target, self._since, why = (
+                self._jobs_for(state.requested_ranks),
+                None,
+                f"{state.requested_ranks} were asked for",
+            )
         else:
             why = self._follow(state, live)
         ranks = self._target * bounds.per_job
@@ -148,7 +152,7 @@ class Rule:
         missing = min(-surplus, self._affordable(state))
         if missing <= 0 or self._pauses(state):
             return Decision(target=ranks, why=why)
-        only_soon = state.asked is None and len(live) * bounds.per_job >= bounds.least
+        only_soon = state.requested_ranks is None and len(live) * bounds.per_job >= bounds.min_ranks
         return Decision(missing, only_soon, target=ranks, why=why)
 
     def not_soon(self, live: int) -> None:
@@ -160,7 +164,7 @@ class Rule:
     def _jobs_for(self, ranks: int) -> int:
         """Returns the number of jobs that bring as many ranks as possible up to `ranks` within the limits."""
         bounds = self.bounds
-        return max(bounds.least_jobs, min(ranks, bounds.most) // bounds.per_job)
+        return max(bounds.min_jobs, min(ranks, bounds.max_ranks) // bounds.per_job)
 
     def _follow(self, state: ClusterState, live: Sequence[LiveHelperJob]) -> str:
         """Adjusts the target to the actor's waiting time."""
@@ -180,21 +184,21 @@ class Rule:
         if trend > 0:
             self._target = min(max(1, 2 * self._target), self._jobs_for(state.useful))
             return f"the actor waits for rollouts {waited:.0%} of the time"
-        self._target = max(self.bounds.least_jobs, min(self._target, len(live)) - 1)
+        self._target = max(self.bounds.min_jobs, min(self._target, len(live)) - 1)
         return f"the actor waits for rollouts only {waited:.0%} of the time"
 
     def _affordable(self, state: ClusterState) -> int:
         bounds = self.bounds
         if bounds.budget is None:
-            return len(state.jobs) + bounds.most
+            return len(state.jobs) + bounds.max_ranks
         reserved = sum(max(job.hours, bounds.hours_per_job) for job in state.jobs)
         return max(0, int((bounds.budget - state.spent - reserved) / bounds.hours_per_job + 1e-9))
 
     @staticmethod
     def _pauses(state: ClusterState) -> bool:
-        if not state.vain:
+        if not state.num_failed:
             return False
-        return state.now - state.vain_since < min(_PAUSE_S * 2.0 ** (state.vain - 1), _LONGEST_PAUSE_S)
+        return state.now - state.failed_at < min(_PAUSE_S * 2.0 ** (state.num_failed - 1), _LONGEST_PAUSE_S)
 
 
 #: Keys of an entry that become sbatch options of the same name.
@@ -253,7 +257,7 @@ class HelperPlan:
     def lines(self) -> list[str]:
         """Returns the lines that `rlhpc plan` prints."""
         bounds = self.bounds
-        ranks = f"{bounds.least} to {bounds.most} more ranks of {self.group}, {bounds.per_job} a job"
+        ranks = f"{bounds.min_ranks} to {bounds.max_ranks} more ranks of {self.group}, {bounds.per_job} a job"
         hours = "accelerator-hours" if self.accelerators else "node-hours"
         budget = "" if bounds.budget is None else f", {bounds.budget:g} {hours} in all"
         return [f"# helpers: {ranks}{budget}", *(f"#SBATCH --{name}={value}" for name, value in self.options)]
@@ -324,13 +328,15 @@ def check_elastic(section: Given, groups: Collection[str], fail: Fail, why_none:
             raise fail(f"{at}.group", "there is another entry for it: a group has one")
         checked_groups.add(group)
         bounds = _plan(section, raw, {}).bounds
-        if bounds.most < max(bounds.least, bounds.per_job):
-            raise fail(f"{at}.max", f"it must be at least min ({bounds.least}) and ranks_per_job ({bounds.per_job})")
-        if bounds.most < bounds.least_jobs * bounds.per_job:
+        if bounds.max_ranks < max(bounds.min_ranks, bounds.per_job):
+            raise fail(
+                f"{at}.max", f"it must be at least min ({bounds.min_ranks}) and ranks_per_job ({bounds.per_job})"
+            )
+        if bounds.max_ranks < bounds.min_jobs * bounds.per_job:
             raise fail(
                 f"{at}.max",
-                f"min ({bounds.least}) takes {bounds.least_jobs} jobs of {bounds.per_job} ranks: it must be at least "
-                f"{bounds.least_jobs * bounds.per_job}, or min or ranks_per_job smaller",
+                f"min ({bounds.min_ranks}) takes {bounds.min_jobs} jobs of {bounds.per_job} ranks: it must be at least "
+                f"{bounds.min_jobs * bounds.per_job}, or min or ranks_per_job smaller",
             )
         if bounds.budget is not None and bounds.budget < bounds.hours_per_job:
             raise fail(

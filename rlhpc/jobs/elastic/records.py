@@ -114,7 +114,7 @@ def end_helpers(paths: RunPaths, *, queued_only: bool = False, softly: bool = Fa
 
 
 #: Events of a line: the driver admitted the rank, the rank started to take part, the rank left.
-JOINED, WORKS, LEFT = "joined", "works", "left"
+JOINED, WORKS, DEPARTED = "joined", "works", "left"
 
 
 @dataclass
@@ -134,12 +134,12 @@ class Stay:
     accelerators: int
     joined: float
     works: float | None = None
-    left: float | None = None
+    left_at: float | None = None
     why: str = ""
 
     def hours(self, now: float | None = None) -> float:
         """Returns the hours from its join until it left."""
-        return max(0.0, (self.left or now or time.time()) - self.joined) / 3600
+        return max(0.0, (self.left_at or now or time.time()) - self.joined) / 3600
 
 
 class Attendance:
@@ -151,7 +151,7 @@ class Attendance:
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
-        self._present = dict.fromkeys(key for key, stay in _stays(path).items() if stay.left is None)
+        self._present = dict.fromkeys(key for key, stay in _stays(path).items() if stay.left_at is None)
         self.close("its driver was gone")  # ranks whose driver was killed
 
     def note(self, event: Mapping[str, Any]) -> None:
@@ -162,7 +162,7 @@ class Attendance:
                 self._present[key] = None
             elif key not in self._present:
                 return
-            elif event["event"] == LEFT:
+            elif event["event"] == DEPARTED:
                 del self._present[key]
             line = json.dumps({"time": time.time(), **event}).encode() + b"\n"
             try:
@@ -179,7 +179,7 @@ class Attendance:
     def close(self, why: str) -> None:
         """Writes that all present ranks have left, for this reason."""
         for key in list(self._present):
-            self.note({"event": LEFT, "incarnation": key, "why": why})
+            self.note({"event": DEPARTED, "incarnation": key, "why": why})
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
@@ -218,5 +218,5 @@ def _stays(path: Path) -> dict[str, Stay]:
         elif key in stays_by_incarnation and event["event"] == WORKS:
             stays_by_incarnation[key].works = at
         elif key in stays_by_incarnation:
-            stays_by_incarnation[key].left, stays_by_incarnation[key].why = at, str(event.get("why") or "")
+            stays_by_incarnation[key].left_at, stays_by_incarnation[key].why = at, str(event.get("why") or "")
     return stays_by_incarnation

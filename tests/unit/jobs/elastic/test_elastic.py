@@ -21,7 +21,7 @@ from rlhpc.runs.task_type import find_kind
 from rlhpc.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[4]
-BOUNDS = Bounds(least=0, most=8, per_job=1, hours_per_job=1.0, react_s=60.0)
+BOUNDS = Bounds(min_ranks=0, max_ranks=8, per_job=1, hours_per_job=1.0, react_s=60.0)
 
 
 def at_work(*ids: str, hours: float = 0.0) -> list[LiveHelperJob]:
@@ -56,24 +56,24 @@ def test_it_shrinks_while_the_actor_does_not_wait() -> None:
     gone = waits(rule, ClusterState(100, at_work(*"123"), waited=0.01))
     assert gone.leave == ("3",) and "only 1%" in gone.why
     assert rule.decide(ClusterState(220, at_work(*"12"), waited=0.01)).leave == ("2",)
-    assert waits(Rule(replace(BOUNDS, least=2)), ClusterState(0, at_work(*"12"), waited=0.01)).leave == ()
+    assert waits(Rule(replace(BOUNDS, min_ranks=2)), ClusterState(0, at_work(*"12"), waited=0.01)).leave == ()
 
 
 def test_what_is_queued_goes_first_and_what_is_young() -> None:
     jobs = [*at_work("1", "2"), LiveHelperJob("3", "queued"), LiveHelperJob("4", "queued"), *at_work("5")]
-    assert Rule(BOUNDS).decide(ClusterState(0, jobs, asked=1)).leave == ("4", "3", "5", "2")
+    assert Rule(BOUNDS).decide(ClusterState(0, jobs, requested_ranks=1)).leave == ("4", "3", "5", "2")
 
 
 def test_a_number_that_was_asked_for_is_kept_within_its_bounds() -> None:
-    rule = Rule(replace(BOUNDS, least=1))
-    asked = rule.decide(ClusterState(0, asked=20))
+    rule = Rule(replace(BOUNDS, min_ranks=1))
+    asked = rule.decide(ClusterState(0, requested_ranks=20))
     assert (asked.submit, asked.only_soon, asked.target) == (8, False, 8)
-    assert rule.decide(ClusterState(1, at_work(*"123"), asked=0)).leave == ("3", "2")
+    assert rule.decide(ClusterState(1, at_work(*"123"), requested_ranks=0)).leave == ("3", "2")
     assert rule.decide(ClusterState(2, at_work("1"), waited=0.0)).leave == ()
 
 
 def test_the_least_is_asked_for_whatever_the_queue_says() -> None:
-    least = Rule(replace(BOUNDS, least=2)).decide(ClusterState(0))
+    least = Rule(replace(BOUNDS, min_ranks=2)).decide(ClusterState(0))
     assert (least.submit, least.only_soon) == (2, False)
 
 
@@ -98,9 +98,9 @@ def test_nobody_is_asked_for_who_would_have_nothing_to_do() -> None:
 
 
 def test_jobs_of_several_ranks() -> None:
-    bounds = replace(BOUNDS, per_job=4, most=10)
-    assert Rule(bounds).decide(ClusterState(0, asked=10)).submit == 2, "three jobs would be too many ranks"
-    assert Rule(replace(bounds, least=1)).decide(ClusterState(0)).submit == 1
+    bounds = replace(BOUNDS, per_job=4, max_ranks=10)
+    assert Rule(bounds).decide(ClusterState(0, requested_ranks=10)).submit == 2, "three jobs would be too many ranks"
+    assert Rule(replace(bounds, min_ranks=1)).decide(ClusterState(0)).submit == 1
 
 
 class Cluster:
@@ -151,19 +151,19 @@ def test_idleness_leads_to_the_least_and_starving_to_the_most_that_limits_and_bu
 
 def test_the_budget_holds_for_whole_walltimes() -> None:
     bounds = replace(BOUNDS, budget=4.0)
-    assert Rule(bounds).decide(ClusterState(0, asked=8)).submit == 4
-    assert Rule(bounds).decide(ClusterState(0, at_work("1", "2", hours=0.5), asked=8)).submit == 2, (
+    assert Rule(bounds).decide(ClusterState(0, requested_ranks=8)).submit == 4
+    assert Rule(bounds).decide(ClusterState(0, at_work("1", "2", hours=0.5), requested_ranks=8)).submit == 2, (
         "those that run may take an hour"
     )
-    assert Rule(bounds).decide(ClusterState(0, at_work("1", hours=0.5), asked=8, spent=2.2)).submit == 0
-    over = Rule(bounds).decide(ClusterState(0, at_work("1", hours=0.5), asked=8, spent=3.5))
+    assert Rule(bounds).decide(ClusterState(0, at_work("1", hours=0.5), requested_ranks=8, spent=2.2)).submit == 0
+    over = Rule(bounds).decide(ClusterState(0, at_work("1", hours=0.5), requested_ranks=8, spent=3.5))
     assert over.leave == ("1",) and "budget of 4 hours" in over.why
 
 
 def test_jobs_that_end_at_once_are_not_submitted_again_and_again() -> None:
     rule = Rule(BOUNDS)
     for vain, pause in ((1, 30), (2, 60), (3, 120), (20, 3600)):
-        seen = ClusterState(1000, asked=1, vain=vain, vain_since=1000)
+        seen = ClusterState(1000, requested_ranks=1, num_failed=vain, failed_at=1000)
         assert rule.decide(replace(seen, now=1000 + pause - 1)).submit == 0
         assert rule.decide(replace(seen, now=1000 + pause)).submit == 1
 
@@ -259,7 +259,7 @@ def test_who_was_there_when(tmp_path: Path) -> None:
     first.note({**place, "incarnation": "b", "rank": 4, "job": ""})
     first.note({"event": "left", "incarnation": "b", "why": "it was told to leave"})
     first.note({"event": "left", "incarnation": "b", "why": "twice"})
-    assert [(stay.rank, stay.job, stay.left is None, stay.why) for stay in stays(paths)] == [
+    assert [(stay.rank, stay.job, stay.left_at is None, stay.why) for stay in stays(paths)] == [
         (3, "7", True, ""), (4, "", False, "it was told to leave"),
     ]  # fmt: skip
     with paths.attendance.open("a") as file:
@@ -270,7 +270,9 @@ def test_who_was_there_when(tmp_path: Path) -> None:
     again.close("the run ended")
     whole = stays(paths)
     assert [stay.why for stay in whole] == ["its driver was gone", "it was told to leave", "the run ended"]
-    assert all(stay.left is not None and stay.left >= stay.joined for stay in whole) and whole[0].works is not None
+    assert (
+        all(stay.left_at is not None and stay.left_at >= stay.joined for stay in whole) and whole[0].works is not None
+    )
 
 
 def test_what_the_jobs_have_cost_outlives_the_driver(tmp_path: Path) -> None:
