@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlhpc.language.models.divergence import Full, Top, top_logprobs
-from rlhpc.language.models.logprobs import LogitRows, RowReader, Said, TokenScores, read_rows
+from rlhpc.language.models.logprobs import LogitRows, RowReader, TokenReader, TokenScores, read_rows
 from rlhpc.language.models.token_batch import TokenBatch
 
 
@@ -16,7 +16,7 @@ def scores_of(
     known = mask.bool().clone()
     known[:, 0] = False
     where = torch.nonzero(known.flatten()).flatten()
-    said = read_rows(logits, where - 1, Said(ids.flatten()[where], temperature, entropy))
+    said = read_rows(logits, where - 1, TokenReader(ids.flatten()[where], temperature, entropy))
     every = said.new_zeros(ids.numel(), said.shape[1]).index_copy(0, where, said).view(*ids.shape, -1)
     return TokenScores(every[..., 0], every[..., 1] if entropy else None)
 

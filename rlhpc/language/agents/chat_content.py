@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhpc.language.data.images import Looker, from_url, looks, make_looker, read_images, size_of
+from rlhpc.language.data.images import Looker, from_url, has_vision, make_looker, read_images, size_of
 from rlhpc.language.hugging_face import REPLY, render_chat
 from rlhpc.runtime.errors import ConfigError
 
@@ -63,7 +63,7 @@ def looker_of(tokenizer: Any) -> Looker | None:
     if not path:
         return None
     try:
-        seeing = looks(load_model_config(path, False))
+        seeing = has_vision(load_model_config(path, False))
     except ConfigError:  # the tokenizer's folder has no model
         return None
     return make_looker(path) if seeing else None

@@ -1,7 +1,7 @@
-"""Chat messages of data files: reads them into the form that chat templates take, and finds what a template leaves out.
+"""Chat messages of data files: conversion to the form of chat templates, and detection of parts that a template omits.
 
-One reader serves the prompts of RL, demonstrations, and preferences. Nothing of a message is dropped here: what the reader
-does not understand is an error, and what a template does not write is one as well (`find_unwritten`).
+One reader serves the prompts of RL, demonstrations, and preferences. No part of a message is dropped: parts that the reader
+does not support are errors, and so are parts that a template does not render (`find_unwritten`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from rlhpc.language.data.images import MARK
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_json
 
-#: A chat message. `role` and `content` are texts; `tool_calls` is a list of `{type, function: {name, arguments: {…}}, …}`.
+#: Chat message. `role` and `content` are texts; `tool_calls` is a list of `{type, function: {name, arguments: {…}}, …}`.
 Message = dict[str, Any]
 
-#: Keys that only connect a call with its result, or name the tool that answers; templates need not write them.
+#: Keys that only connect a call with its result, or name the tool that answers; templates need not render them.
 _LABELS = frozenset({"tool_call_id", "name"})
-#: Keys that templates leave out of earlier turns on purpose, as the model never reads its old reasoning.
+#: Keys that templates omit from earlier turns on purpose, as the model never reads its old reasoning.
 _REASONING = frozenset({"reasoning_content", "reasoning", "thinking"})
 _ARGUMENT = "kept_argument"
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -32,12 +32,12 @@ def read_messages(value: Any, *, sparse: bool = False, pictures: bool = False) -
     text. Arguments of tool calls become objects.
 
     Args:
-        value: A list of messages, as a file has them.
-        sparse: Whether null also means absent inside arguments of calls (Parquet, `datasets`).
-        pictures: Whether the row has a column of pictures, for which parts of type `image` stand.
+        value: A list of messages in the form of a file.
+        sparse: Null also means absent inside arguments of calls (Parquet, `datasets`).
+        pictures: The row has a column of images, for which parts of type `image` are placeholders.
 
     Raises:
-        ConfigError: It is no conversation; says which message is at fault.
+        ConfigError: The value is not a conversation; names the invalid message.
     """
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
         raise ConfigError("it is not a list of messages")
@@ -56,7 +56,7 @@ def read_tools(value: Any, *, sparse: bool = False) -> tuple[dict[str, Any], ...
     """Reads the tools of a row: a list of definitions, or that list as JSON text; null for none.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The value has another form.
     """
     if isinstance(value, str):
         try:
@@ -78,25 +78,25 @@ def read_tools(value: Any, *, sparse: bool = False) -> tuple[dict[str, Any], ...
 
 
 def last_turn(messages: Sequence[Message]) -> tuple[list[Message], Message | None]:
-    """Splits a conversation into what comes before the assistant's last turn, and that turn: None if it ends otherwise."""
+    """Splits a conversation into the messages before the assistant's last turn, and that turn: None if it ends otherwise."""
     if messages and messages[-1]["role"] == "assistant":
         return list(messages[:-1]), messages[-1]
     return list(messages), None
 
 
 def is_plain(message: Message) -> bool:
-    """Returns whether a message has nothing but a role and a content."""
+    """Returns whether a message has only a role and a content."""
     return not _extras(message)
 
 
 def written(turn: Message) -> str:
-    """Returns a turn as a text for people: its content, or with what it has besides, as JSON."""
+    """Returns a turn as a readable text: its content, or JSON if it has other keys."""
     content = {key: value for key, value in turn.items() if key != "role" and value not in ("", [], None)}
     return str(turn["content"]) if is_plain(turn) else json.dumps(content, ensure_ascii=False)
 
 
 def require_plain(messages: Sequence[Message], tools: Sequence[Any]) -> None:
-    """Refuses what text without a chat template cannot hold.
+    """Rejects messages that text without a chat template cannot represent.
 
     Raises:
         ConfigError: A message has more than a content, or there are tools.
@@ -115,18 +115,18 @@ def find_unwritten(
     tools: Sequence[dict[str, Any]],
     render: Callable[[Sequence[Message], Sequence[dict[str, Any]]], str],
 ) -> tuple[list[str], list[str]]:
-    """Finds what a chat template leaves out of a conversation, by rendering it with and without.
+    """Finds the parts of a conversation that a chat template omits, by rendering it with and without them.
 
     Args:
-        messages: The conversation; where it ends with the assistant's turn, that turn is trained on.
+        messages: The conversation; if it ends with the assistant's turn, that turn is trained on.
         tools: Definitions of tools.
-        render: The template; raises ConfigError for what it refuses.
+        render: The template; raises ConfigError if it rejects its input.
 
     Returns:
-        What is lost, in words; and which keys of earlier turns the template leaves out, but writes for the last one.
+        Descriptions of the missing parts; and the keys of earlier turns that the template omits, but renders for the last one.
 
     Raises:
-        ConfigError: The template refuses the conversation as it is.
+        ConfigError: The template rejects the conversation itself.
     """
     text = render(messages, tools)
     parts = [part for number, message in enumerate(messages) for part in _parts(number, message)]
@@ -135,9 +135,9 @@ def find_unwritten(
         _mark(marked[number], path, _sign(mark))
     try:
         rendered = render(marked, tools)
-    except ConfigError:  # it wants other values there: each part is tried alone
+    except ConfigError:  # it needs other values there: each part is tried alone
         rendered = ""
-    lost, old = [], []
+    missing, old = [], []
     for mark, (number, path) in enumerate(parts):
         if _sign(mark) in rendered or _differs(messages, tools, number, path, render, text):
             continue
@@ -145,10 +145,10 @@ def find_unwritten(
         if earlier and _differs(messages[: number + 1], tools, number, path, render):
             old.append(str(path[0]))
         else:
-            lost.append(f"{'.'.join(map(str, path))} of message {number} ({messages[number]['role']})")
+            missing.append(f"{'.'.join(map(str, path))} of message {number} ({messages[number]['role']})")
     if tools and _rendered(messages, (), render) == text:
-        lost.append("the tools")
-    return lost, sorted(set(old))
+        missing.append("the tools")
+    return missing, sorted(set(old))
 
 
 Path = tuple[str | int, ...]
@@ -217,7 +217,7 @@ def _read_calls(value: Any, sparse: bool) -> list[dict[str, Any]]:
     for call in value:
         full = {str(key): item for key, item in call.items() if item is not None}
         function = full.get("function")
-        if function is None:  # {name, arguments} without the frame, as some data have it
+        if function is None:  # {name, arguments} without the frame, as in some data
             function = {key: full.pop(key) for key in ("name", "arguments") if key in full}
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             raise ConfigError("has a tool call without a function that has a name")
@@ -268,7 +268,7 @@ def _role(message: Any) -> str:
 
 
 def _parts(number: int, message: Message) -> list[tuple[int, Path]]:
-    """Returns where a message says something: its content, names and arguments of its calls, and every other key."""
+    """Returns the paths of a message's information: its content, names and arguments of its calls, and every other key."""
     paths: list[Path] = [("content",)] if message["content"].strip() else []
     for key in _extras(message):
         if key == "tool_calls":
@@ -313,12 +313,12 @@ def _differs(
     render: Callable[[Sequence[Message], Sequence[dict[str, Any]]], str],
     text: str | None = None,
 ) -> bool:
-    """Returns whether a template writes something else without a part of a message."""
+    """Returns whether a template renders another text without a part of a message."""
     changed = [_copy(message) for message in messages]
     holder, key = _holder(changed[number], path), path[-1]
     if key == "arguments":
         if not holder[key]:
-            return True  # a call without arguments loses nothing
+            return True  # a call without arguments has nothing to omit
         holder[key] = {}
     elif key == "content" or path[0] == "tool_calls":
         holder[key] = ""

@@ -1,4 +1,4 @@
-"""Pictures that are drawn by a rule, and questions about them: how many of what, and which is larger."""
+"""Procedural image problems: shapes drawn by a rule, with questions about number, area and side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlhpc.language.config.data import DataSourceConfig
 
 _COLOURS = {"red": (220, 40, 40), "green": (40, 170, 70), "blue": (50, 80, 220)}
-#: Draws of each task and answer; several may show the same.
+#: Number of drawings for each task and answer; several may be equal.
 _PICTURES = 1 << 12
 _TASKS = ("count", "area", "side")
 #: Corners, colour, and colour of the border.
@@ -24,28 +24,28 @@ Box = tuple[tuple[int, int, int, int], tuple[int, int, int], tuple[int, int, int
 
 
 class DrawnProblems:
-    """Pictures made of a number, and what they show; no picture twice, and none in both parts, whatever the seeds.
+    """Images drawn from a number, with questions; no image occurs twice or in both parts, whatever the seeds.
 
-    - `count`: so many squares on a grid; the answer is their number.
+    - `count`: squares on a grid; the answer is their number.
     - `area`: a rectangle of unit squares, with their borders; the answer is its area.
     - `side`: a square to the left, or to the right; the answer is `l` or `r`.
 
-    A hash of what is drawn decides its part: `eval_fraction` of all pictures, or a fifth where it is 0, belong to evaluation.
-    There are 585 pictures of task `count` with `most` 4 and `points` 56, and many more of the others.
+    A hash of the drawing decides its part: `eval_fraction` of all images, or a fifth if it is 0, belong to evaluation.
+    There are 585 images of task `count` with `most` 4 and `points` 56, and many more of the others.
 
     Args:
         cfg: A section `data.train` or `data.eval[i]`. `kwargs`: `tasks`, a name or a list of them (default `count`); `most`,
-            the largest answer (default 4); `points`, the picture's width and height (default 56).
+            the largest answer (default 4); `points`, the image's width and height (default 56).
         part: "train" or "eval".
-        key: What messages call the section.
+        key: Name of the section in messages.
 
     Raises:
-        ConfigError: Unknown arguments, Pillow is missing, or more problems are wanted than there are.
+        ConfigError: Unknown arguments, Pillow is missing, or `size` exceeds the number of problems.
     """
 
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
-        self._tasks, self._most, self._points = _arguments(arguments(cfg), key)
-        self._answers = [_answers(task, self._most) for task in self._tasks]
+        self._tasks, self._max_answer, self._points = _arguments(arguments(cfg), key)
+        self._answers = [_answers(task, self._max_answer) for task in self._tasks]
         self._sizes = [len(answers) * _PICTURES for answers in self._answers]
         self._numbers = choose_contents(cfg, self._sizes, self._content, part=part, key=key)
 
@@ -65,20 +65,20 @@ class DrawnProblems:
         )
 
     def _scene(self, number: int) -> tuple[str, str, str, list[Box]]:
-        """Returns a problem's task, answer, question, and the boxes of its picture."""
+        """Returns a problem's task, answer, question, and the boxes of its image."""
         level, inside = locate(number, self._sizes)
         task, picture = self._tasks[level], inside // len(self._answers[level])
         answer = self._answers[level][inside % len(self._answers[level])]
-        rng = random.Random(f"{task} {self._most} {inside} {picture}")
-        return task, answer, *_DRAWN[task](rng, answer, self._most, self._points)
+        rng = random.Random(f"{task} {self._max_answer} {inside} {picture}")
+        return task, answer, *_DRAWN[task](rng, answer, self._max_answer, self._points)
 
     def _content(self, number: int) -> str:
         _, _, question, boxes = self._scene(number)
         return f"{question} {self._points} {sorted(boxes, key=repr)}"
 
 
-def _count(rng: random.Random, answer: str, most: int, points: int) -> tuple[str, list[Box]]:
-    across = max(2, int(most**0.5 + 0.999))
+def _count(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
+    across = max(2, int(max_answer**0.5 + 0.999))
     step = points // across
     size, colour = rng.randint(step // 2, step - 2), rng.choice(sorted(_COLOURS))
     boxes = []
@@ -88,10 +88,10 @@ def _count(rng: random.Random, answer: str, most: int, points: int) -> tuple[str
     return "how many=", [(box, _COLOURS[colour], None) for box in boxes]
 
 
-def _area(rng: random.Random, answer: str, most: int, points: int) -> tuple[str, list[Box]]:
+def _area(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
     area = int(answer)
     wide = rng.choice([n for n in range(1, area + 1) if area % n == 0])
-    high, unit = area // wide, points // (most + 1)
+    high, unit = area // wide, points // (max_answer + 1)
     x, y = (rng.randint(0, points - 1 - n * unit) for n in (wide, high))
     colour = _COLOURS[rng.choice(sorted(_COLOURS))]
     squares: list[Box] = [
@@ -102,8 +102,8 @@ def _area(rng: random.Random, answer: str, most: int, points: int) -> tuple[str,
     return "area=", squares
 
 
-def _side(rng: random.Random, answer: str, most: int, points: int) -> tuple[str, list[Box]]:
-    del most
+def _side(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
+    del max_answer
     half = points // 2
     size = rng.randint(half // 3, half - 2)
     x = rng.randint(0, half - size) + (half if answer == "r" else 0)
@@ -120,7 +120,7 @@ _DRAWN: dict[str, Callable[[random.Random, str, int, int], tuple[str, list[Box]]
 
 
 def _picture(points: int, boxes: list[Box]) -> bytes:
-    """A PNG of boxes (corners, colour, border) on white."""
+    """Returns a PNG of boxes (corners, colour, border) on white."""
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (points, points), (255, 255, 255))
@@ -132,22 +132,22 @@ def _picture(points: int, boxes: list[Box]) -> bytes:
     return file.getvalue()
 
 
-def _answers(task: str, most: int) -> list[str]:
+def _answers(task: str, max_answer: int) -> list[str]:
     if task == "side":
         return ["l", "r"]
-    return [str(n) for n in range(1, most + 1)]
+    return [str(n) for n in range(1, max_answer + 1)]
 
 
 def _arguments(kwargs: dict[str, Any], key: str) -> tuple[list[str], int, int]:
-    given, most, points = kwargs.pop("tasks", "count"), kwargs.pop("most", 4), kwargs.pop("points", 56)
+    task_names, max_answer, points = kwargs.pop("tasks", "count"), kwargs.pop("most", 4), kwargs.pop("points", 56)
     if kwargs:
         raise ConfigError(f"{key}.kwargs has {', '.join(kwargs)}; source drawn takes tasks, most and points")
-    tasks = list(dict.fromkeys(given)) if isinstance(given, list) else [given]
+    tasks = list(dict.fromkeys(task_names)) if isinstance(task_names, list) else [task_names]
     if not tasks or any(task not in _TASKS for task in tasks):
-        raise ConfigError(f"{key}.kwargs.tasks is {given!r}; allowed: {', '.join(_TASKS)}, or a list of them")
-    if not isinstance(most, int) or not 1 <= most <= 9:
-        raise ConfigError(f"{key}.kwargs.most is {most!r}; allowed: 1 to 9")
+        raise ConfigError(f"{key}.kwargs.tasks is {task_names!r}; allowed: {', '.join(_TASKS)}, or a list of them")
+    if not isinstance(max_answer, int) or not 1 <= max_answer <= 9:
+        raise ConfigError(f"{key}.kwargs.most is {max_answer!r}; allowed: 1 to 9")
     if not isinstance(points, int) or not 28 <= points <= 1024:
         raise ConfigError(f"{key}.kwargs.points is {points!r}; allowed: 28 to 1024")
     required("PIL", f"{key}: source drawn needs Pillow")
-    return tasks, most, points
+    return tasks, max_answer, points

@@ -1,4 +1,4 @@
-"""Held-out rows of a run on demonstrations or preferences: those of the loss that it measures while it trains."""
+"""Held-out rows of a run on demonstrations or preferences, on which it measures its loss during training."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Source = TypeVar("Source", bound="SourceConfig")
 
 
 def holdout_section(train: Source, holdout: HoldoutConfig) -> tuple[Source, str]:
-    """Returns the section of the held-out rows, which are its part "eval", and what messages call it.
+    """Returns the section of the held-out rows, which are its part "eval", and its name in messages.
 
-    These are all rows of `data.holdout.path` and `split`. Where neither is set, they are those that
-    `data.train.eval_fraction` keeps from training.
+    These are all rows of `data.holdout.path` and `split`. If neither is set, they are the rows that
+    `data.train.eval_fraction` excludes from training.
 
     Args:
-        train: Section `data.train`, which says how rows are read.
+        train: Section `data.train`, which sets how rows are read.
         holdout: Section `data.holdout`.
     """
     section = changed(train, "size", None)
@@ -34,7 +34,7 @@ def holdout_section(train: Source, holdout: HoldoutConfig) -> tuple[Source, str]
 
 
 def check_holdout(interval: int, train: SourceConfig, holdout: HoldoutConfig, fail: Fail) -> None:
-    """Refuses a held-out loss without held-out rows.
+    """Rejects a held-out loss without held-out rows.
 
     Args:
         interval: `runner.val_check_interval`.
@@ -42,10 +42,10 @@ def check_holdout(interval: int, train: SourceConfig, holdout: HoldoutConfig, fa
         fail: Makes the error.
 
     Raises:
-        ConfigError: There are none, or they are those that are trained on.
+        ConfigError: There are no held-out rows, or they are the training rows.
     """
     if interval <= 0 or train.source.lower() not in FILES:
-        return  # other sources make problems of their own for evaluation
+        return  # other sources generate separate problems for evaluation
     sources = {name: getattr(holdout, name) for name in ("path", "split") if getattr(holdout, name) is not None}
     if not sources and train.eval_fraction == 0:
         raise fail(

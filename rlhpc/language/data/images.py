@@ -1,4 +1,4 @@
-"""Pictures of a row of data: files, data URLs, or bytes as Hugging Face `datasets` and Parquet files have them."""
+"""Images of a row of data: files, data URLs, or bytes as in Hugging Face `datasets` and Parquet files; and their patches."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
     from rlhpc.language.data.prompts import Prompt
 
 
-#: Where a picture stands in a message's text. Pictures that no message names come before the last question.
+#: Placeholder of an image in a message's text. Without placeholders, images come before the last question.
 MARK = "<image>"
-#: Families of models that look at pictures, by `model_type`; in all of them a picture's tokens have three positions each.
+#: Supported families of vision-language models, by `model_type`; in all of them an image token has three positions.
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-#: Kinds of agents to which a prompt's conversation is given as it is.
-_SHOWN = ("inline", "python", "mcp")
-#: Training backends in which all ranks look, whichever of them see something.
+#: Agent types that pass a prompt's conversation to the model unchanged.
+_IMAGE_AGENT_KINDS = ("inline", "python", "mcp")
+#: Training backends in which all ranks run the vision tower, whichever of them have images.
 _TRAINED = ("local", "fsdp")
 
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
-    """The pictures of one prompt.
+    """Images of one prompt.
 
     Attributes:
-        patches: Of each picture, `[P, d]` float32: what the model looks at. Turns of an episode share those of earlier ones.
-        grids: `[M, 3]` int64: frames, rows and columns of each picture's patches.
-        at: `[M]` int64: at which of the prompt's tokens the first of each picture stands.
-        merge: So many patches in each direction become one token.
-        digests: Of each picture: the same for the same one, cut in the same way.
+        patches: Of each image, `[P, d]` float32: the model's input. Turns of an episode share those of earlier ones.
+        grids: `[M, 3]` int64: frames, rows and columns of each image's patches.
+        at: `[M]` int64: position in the prompt of each image's first token.
+        merge: This number of patches in each direction becomes one token.
+        digests: Of each image: equal for equal patches.
     """
 
     patches: tuple[np.ndarray, ...]
@@ -55,20 +55,20 @@ class PromptImages:
 
     @property
     def places(self) -> tuple[tuple[int, bytes], ...]:
-        """Where each stands, and which it is."""
+        """Position and digest of each image."""
         return tuple(zip(self.at.tolist(), self.digests, strict=True))
 
     @property
     def tokens(self) -> np.ndarray:
-        """`[M]`: tokens of each picture."""
+        """`[M]`: tokens of each image."""
         return np.asarray(self.grids.prod(1) // self.merge**2)
 
     def positions(self, length: int) -> np.ndarray:
-        """`[3, length]`: see `positions`."""
+        """Returns `[3, length]`: see `positions`."""
         return positions(length, self.at, self.grids, self.merge)
 
     def inputs(self, length: int, device: Any) -> dict[str, Any]:
-        """A model's further arguments, for one sequence of at most `length` tokens (`Pictures.inputs`)."""
+        """Returns a model's further arguments, for one sequence of at most `length` tokens (`Pictures.inputs`)."""
         import torch
 
         kinds = np.zeros((1, length), np.int64)
@@ -83,7 +83,7 @@ class PromptImages:
 
 
 def joined(first: PromptImages | None, then: PromptImages | None) -> PromptImages | None:
-    """What a text shows, and what is shown behind that, in one."""
+    """Joins the images of a text and those of the text that follows it."""
     if first is None or then is None:
         return first or then
     arrays = {name: np.concatenate([getattr(first, name), getattr(then, name)]) for name in ("grids", "at")}
@@ -93,10 +93,10 @@ def joined(first: PromptImages | None, then: PromptImages | None) -> PromptImage
 
 
 def positions(length: int, at: np.ndarray, grids: np.ndarray, merge: int) -> np.ndarray:
-    """Where the tokens of a sample are, in time, height and width, as Qwen2-VL counts it (arXiv 2409.12191, section 2.1).
+    """Returns the positions of a sample's tokens in time, height and width, as in Qwen2-VL (arXiv 2409.12191, section 2.1).
 
-    Those of a text go on by one in all three; a picture's begin where the text before it ended, and what follows it begins
-    behind the longest side.
+    Positions of text increase by one in all three. An image's begin where the text before it ended, and those of the text
+    after it begin behind the longest side.
 
     Args:
         length: Tokens.
@@ -105,25 +105,25 @@ def positions(length: int, at: np.ndarray, grids: np.ndarray, merge: int) -> np.
     Returns:
         `[3, length]` int64.
     """
-    found = np.empty((3, length), np.int64)
+    result = np.empty((3, length), np.int64)
     token = place = 0
     for first, grid in zip(at.tolist(), grids, strict=True):
-        found[:, token:first] = np.arange(place, place + first - token)
+        result[:, token:first] = np.arange(place, place + first - token)
         place += first - token
         sides = grid // (1, merge, merge)
         token = first + int(sides.prod())
-        found[:, first:token] = np.indices(sides).reshape(3, -1) + place
+        result[:, first:token] = np.indices(sides).reshape(3, -1) + place
         place += int(max(sides[1:]))
-    found[:, token:] = np.arange(place, place + length - token)
-    return found
+    result[:, token:] = np.arange(place, place + length - token)
+    return result
 
 
 class Looker:
-    """Looks at a prompt's pictures as a model does.
+    """Image processing of a model, for the images of prompts.
 
     Args:
-        cutter: The image processor of transformers that came with the model.
-        token: What stands for a part of a picture among the tokens.
+        cutter: The image processor of transformers that belongs to the model.
+        token: Placeholder token of a part of an image.
         name: Of the model, for messages.
     """
 
@@ -133,38 +133,38 @@ class Looker:
         self._cutter = cutter
         self._one = lru_cache(maxsize=16)(self._cut)
 
-    def asked(self, prompt: Prompt) -> list[dict[str, Any]]:
-        """A prompt's conversation, with places for its pictures."""
+    def conversation(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """Returns a prompt's conversation, with placeholders for its images."""
         return placed(prompt.messages, len(prompt.images))
 
     def widened(self, prompt: Prompt, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Token ids with as many of a picture as it has parts, where its template wrote one, and where each begins."""
+        """Expands each image's placeholder token to its number of tokens; returns the ids, and where each image begins."""
         try:
             return self._widened(prompt.images, ids)
         except ConfigError as error:
             raise ConfigError(f"{prompt.where}: {error}") from None
 
-    def seen(self, images: Sequence[bytes], at: Sequence[int]) -> PromptImages:
-        """Pictures of which the first tokens stand at these places."""
+    def prompt_images(self, images: Sequence[bytes], at: Sequence[int]) -> PromptImages:
+        """Returns the processed images, whose first tokens are at these positions."""
         patches, grids, digests = zip(*map(self._one, images), strict=True)
         return PromptImages(tuple(patches), np.stack(grids), np.asarray(at, np.int64), self._merge, tuple(digests))
 
     def look(
         self, images: Sequence[bytes], ids: Sequence[int], behind: int = 0, spoken: Collection[int] = ()
     ) -> tuple[list[int], PromptImages]:
-        """Token ids with as many of a picture as it has parts, where a chat template wrote one; and what they show.
+        """Expands each image's placeholder token to its number of tokens; returns the ids and the images.
 
         Args:
-            images: One or more, in the order in which they stand there.
-            ids: As the template has them: one for each picture.
-            behind: So many tokens stand before these, which the places of what is seen count in.
-            spoken: Which of them are no places of pictures, whatever they look like: somebody has only written so.
+            images: One or more, in the order of their placeholders.
+            ids: From the chat template: one placeholder for each image.
+            behind: Number of tokens before these, which the images' positions include.
+            spoken: Indices of placeholder tokens that are ordinary text, since the model or a user wrote them.
 
         Raises:
-            ConfigError: There are more places than pictures, or fewer; or one of them cannot be opened.
+            ConfigError: The numbers of placeholders and images differ; or an image cannot be opened.
         """
-        found, at = self._widened(images, ids, spoken)
-        return found, self.seen(images, [behind + place for place in at])
+        expanded, at = self._widened(images, ids, spoken)
+        return expanded, self.prompt_images(images, [behind + place for place in at])
 
     def _widened(
         self, images: Sequence[bytes], ids: Sequence[int], spoken: Collection[int] = ()
@@ -184,75 +184,80 @@ class Looker:
         return [*widened, *ids[before:]], at
 
     def _tokens(self, image: bytes) -> int:
-        """Returns how many tokens a picture becomes, of which only the size is read."""
+        """Returns the number of tokens of an image, from its size alone."""
         width, height = size_of(image)
         return int(self._cutter.get_number_of_image_patches(height, width, {})) // self._merge**2
 
     @property
-    def most(self) -> int:
-        """Most tokens of a picture: larger ones are made smaller."""
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of an image: larger ones are scaled down."""
         side = self._cutter.patch_size * self._merge
         return max(1, int(self._cutter.size["longest_edge"]) // side**2)
 
     def blank(self, tokens: int) -> PromptImages:
-        """A picture of so many tokens, all grey, which stands alone."""
+        """Returns a grey image of so many tokens, at position 0."""
         grids = np.asarray([[1, self._merge, self._merge * tokens]], np.int64)
         width = 3 * self._cutter.temporal_patch_size * self._cutter.patch_size**2
         patches = np.zeros((int(grids.prod()), width), np.float32)
         return PromptImages((patches,), grids, np.zeros(1, np.int64), self._merge, (b"",))
 
     def _cut(self, image: bytes) -> tuple[np.ndarray, np.ndarray, bytes]:
-        """Patches, grid and digest of a picture."""
-        made = self._cutter(images=[opened(image)], return_tensors="np")
-        patches = np.ascontiguousarray(made["pixel_values"], np.float32)
-        grid = np.asarray(made["image_grid_thw"][0], np.int64)
-        found = hashlib.blake2b(grid.tobytes(), digest_size=16)
-        found.update(patches.data)
-        return patches, grid, found.digest()
+        """Returns patches, grid and digest of an image."""
+        features = self._cutter(images=[opened(image)], return_tensors="np")
+        patches = np.ascontiguousarray(features["pixel_values"], np.float32)
+        grid = np.asarray(features["image_grid_thw"][0], np.int64)
+        digest = hashlib.blake2b(grid.tobytes(), digest_size=16)
+        digest.update(patches.data)
+        return patches, grid, digest.digest()
 
 
 def opened(image: bytes) -> Any:
-    """A picture in PIL's form.
+    """Opens an image with PIL.
 
     Raises:
-        ConfigError: It is none, or PIL is missing.
+        ConfigError: The bytes are not an image, or PIL is missing.
     """
-    return _by_pil(image, lambda found: found.convert("RGB"))
+    return _by_pil(image, lambda opened_image: opened_image.convert("RGB"))
 
 
 def size_of(image: bytes) -> tuple[int, int]:
-    """Width and height of a picture, of which no more is read than says that.
+    """Returns width and height of an image, of which only the header is read.
 
     Raises:
-        ConfigError: It is none, or PIL is missing.
+        ConfigError: The bytes are not an image, or PIL is missing.
     """
-    size: tuple[int, int] = _by_pil(image, lambda found: found.size)
+    size: tuple[int, int] = _by_pil(image, lambda opened_image: opened_image.size)
     return size
 
 
-def _by_pil(image: bytes, what: Callable[[Any], Any]) -> Any:
+def _by_pil(image: bytes, function: Callable[[Any], Any]) -> Any:
     pillow = required("PIL.Image", "pictures need Pillow")
     try:
-        return what(pillow.open(io.BytesIO(image)))
-    except (OSError, ValueError, pillow.DecompressionBombError, SyntaxError) as error:  # as its formats' readers raise
+        return function(pillow.open(io.BytesIO(image)))
+    except (
+        OSError,
+        ValueError,
+        pillow.DecompressionBombError,
+        SyntaxError,
+    ) as error:  # raised by readers of PIL's formats
         raise ConfigError(f"a picture of {len(image)} bytes is none: {error}") from None
 
 
-def looks(config: Any) -> bool:
-    """Whether a model of this configuration has a part that looks at pictures."""
+def has_vision(config: Any) -> bool:
+    """Returns whether a model of this configuration has a vision tower."""
     return getattr(config, "vision_config", None) is not None
 
 
 def make_looker(path: str, trust_remote_code: bool = False, *, key: str = "actor.model.model_path") -> Looker:
-    """What looks at pictures for the model of a folder or hub name.
+    """Returns the image processing for the model of a folder or hub name.
 
     Raises:
-        ConfigError: The model reads text alone, is of another family, or came without an image processor.
+        ConfigError: The model reads text alone, is of an unsupported family, or has no image processor.
     """
     from rlhpc.language.hugging_face import load_model_config
 
     config = load_model_config(path, trust_remote_code)
-    if not looks(config):
+    if not has_vision(config):
         raise ConfigError(
             f"data: prompts have pictures, and the model in {path} ({key}), a {config.model_type}, reads text alone: take a "
             f"model that looks at pictures ({', '.join(FAMILIES)}), or data without"
@@ -271,7 +276,7 @@ def make_looker(path: str, trust_remote_code: bool = False, *, key: str = "actor
 
 
 def require_family(config: Any, path: str, key: str) -> None:
-    """Refuses models whose pictures are placed in ways that are not known here."""
+    """Rejects vision-language models of unsupported families."""
     if config.model_type not in FAMILIES:
         raise ConfigError(
             f"{key} is {path}, a {config.model_type}, which looks at pictures in a way that is not known here; allowed: "
@@ -280,7 +285,7 @@ def require_family(config: Any, path: str, key: str) -> None:
 
 
 def parts_of(message: dict[str, str]) -> dict[str, Any]:
-    """A message as chat templates take it where there are pictures: texts, and places of pictures."""
+    """Returns a message in the multimodal form of chat templates: texts, and placeholders of images."""
     texts = message["content"].split(MARK)
     parts = list[dict[str, str]]()
     for number, text in enumerate(texts):
@@ -289,32 +294,32 @@ def parts_of(message: dict[str, str]) -> dict[str, Any]:
 
 
 def placed(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """A conversation with places for pictures: where it says `MARK`, or, if it does so nowhere, before the last question."""
-    found = [dict(message) for message in messages]
-    if not any(MARK in message["content"] for message in found):
-        asked = next((m for m in reversed(found) if m["role"] == "user"), found[-1])
-        asked["content"] = MARK * count + asked["content"]
-    return [parts_of(message) for message in found]
+    """Returns a conversation with placeholders for images: at each `MARK`, or, without any, before the last question."""
+    result = [dict(message) for message in messages]
+    if not any(MARK in message["content"] for message in result):
+        question = next((m for m in reversed(result) if m["role"] == "user"), result[-1])
+        question["content"] = MARK * count + question["content"]
+    return [parts_of(message) for message in result]
 
 
 def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
-    """Refuses what a model that looks at pictures is not trained with.
+    """Rejects settings that are not supported in training a vision-language model.
 
     Args:
         cfg: Of a run.
         config: The model's.
-        shows: Whether prompts show pictures.
+        shows: Prompts have images.
 
     Raises:
         ConfigError: Names the key.
     """
     path, actor, lora = str(cfg.actor.model.model_path), cfg.actor, cfg.actor.lora
-    if shows and cfg.agent.kind not in _SHOWN:
+    if shows and cfg.agent.kind not in _IMAGE_AGENT_KINDS:
         raise ConfigError(
             f"agent.kind is {cfg.agent.kind}, which asks the model with texts of its own, and prompts of data.train show "
-            f"pictures; allowed: {', '.join(_SHOWN)}"
+            f"pictures; allowed: {', '.join(_IMAGE_AGENT_KINDS)}"
         )
-    if not looks(config):
+    if not has_vision(config):
         return
     require_family(config, path, "actor.model.model_path")
     if str(select(cfg, "rollout.weight_sync")).lower() == "shards":
@@ -351,23 +356,23 @@ _FORMS = "a file's path, a data URL (data:image/png;base64,…), {bytes: …}, o
 
 
 def read_images(value: Any, folder: Path) -> tuple[bytes, ...]:
-    """The pictures of a row, as files have them.
+    """Returns the images of a row, as file contents.
 
     Args:
-        value: What stands in its column; None for none.
-        folder: Where relative paths begin.
+        value: Value of the row's column; None for no images.
+        folder: Base of relative paths.
 
     Raises:
-        ConfigError: It is something else, or a file cannot be read.
+        ConfigError: The value has another form, or a file cannot be read.
     """
     return tuple(_bytes(one, folder) for one in _several(value))
 
 
 def check_images(value: Any, folder: Path) -> None:
-    """Refuses what `read_images` would: files are only looked for, and of bytes it is read how large the picture is.
+    """Rejects what `read_images` would reject: checks that files exist, and reads the size of images in bytes.
 
     Raises:
-        ConfigError: See there.
+        ConfigError: See `read_images`.
     """
     for one in _several(value):
         if not isinstance(one, str) or one.startswith(_URL):
@@ -377,7 +382,7 @@ def check_images(value: Any, folder: Path) -> None:
 
 
 def names_of(value: Any) -> str:
-    """Which pictures a row has, as far as that is known without opening files: paths as they stand, of others a digest."""
+    """Returns identifiers of a row's images that need no file access: paths unchanged, digests of others."""
     named = [
         one if isinstance(one, str) and not one.startswith(_URL) else _bytes(one, Path()) for one in _several(value)
     ]
@@ -385,7 +390,7 @@ def names_of(value: Any) -> str:
 
 
 def digest_of(image: bytes) -> str:
-    """The same for the same file."""
+    """Returns the digest of an image file."""
     return hashlib.blake2b(image, digest_size=16).hexdigest()
 
 
@@ -401,7 +406,7 @@ def _bytes(one: Any, folder: Path) -> bytes:
         one = inside if inside is not None else one.get("path")
     if isinstance(one, bytes):
         return one
-    if hasattr(one, "save"):  # datasets opens them itself
+    if hasattr(one, "save"):  # `datasets` opens images itself
         return _png(one)
     if not isinstance(one, str) or not one:
         raise ConfigError(f"a picture is {type(one).__name__}; allowed: {_FORMS}")
@@ -414,10 +419,10 @@ def _bytes(one: Any, folder: Path) -> bytes:
 
 
 def from_url(url: str) -> bytes:
-    """The picture in a data URL.
+    """Returns the image in a data URL.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The URL has another form.
     """
     head, _, body = url.partition(",")
     if not head.startswith(_URL) or not head.endswith(";base64"):

@@ -1,4 +1,4 @@
-"""Which problems belong to evaluation, and which of the procedural ones are made."""
+"""Procedural problems: arithmetic and programming tasks, their selection, and the split into training and evaluation."""
 
 from __future__ import annotations
 
@@ -26,58 +26,58 @@ if TYPE_CHECKING:
 
 
 DEFAULT_SIZE = {"train": 10_000, "eval": 500}
-"""Procedural problems that are made if `size` is null, or all if there are fewer."""
+"""Number of procedural problems if `size` is null, or all if there are fewer."""
 _HELD_OUT = 0.2
 _LISTED = 200_000
-"""Up to this many possible problems are listed and shuffled; if there are more, some are drawn."""
+"""Up to this many possible problems are listed and shuffled; if there are more, a sample is drawn."""
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a problem is on evaluation's side, for ever and on every machine: a hash of the problem itself decides.
+    """Returns whether a problem is on evaluation's side; a hash of the problem decides, the same on every machine.
 
-    What a smaller fraction holds out, a larger one does too.
+    A larger fraction holds out all problems that a smaller one does.
     """
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def belongs(text: str, part: str, fraction: float) -> bool:
-    """Whether a problem belongs to `part` ("train" or "eval"); with fraction 0 each problem belongs to both."""
+    """Returns whether a problem belongs to `part` ("train" or "eval"); with fraction 0 each problem belongs to both."""
     return fraction == 0 or is_held_out(text, fraction) == (part == "eval")
 
 
 def procedural_fraction(cfg: DataSourceConfig) -> float:
-    """Fraction that a procedural source holds out: a fifth, unless the configuration says otherwise."""
+    """Returns the fraction that a procedural source holds out: a fifth, unless the configuration sets it."""
     return cfg.eval_fraction or _HELD_OUT
 
 
 def arguments(cfg: DataSourceConfig) -> dict[str, Any]:
-    """`kwargs` of a section, as plain Python."""
+    """Returns the `kwargs` of a section, as plain Python objects."""
     from omegaconf import OmegaConf
 
-    given = OmegaConf.to_container(cfg.kwargs, resolve=True) if OmegaConf.is_config(cfg.kwargs) else dict(cfg.kwargs)
-    assert isinstance(given, dict)
-    return {str(name): value for name, value in given.items()}
+    kwargs = OmegaConf.to_container(cfg.kwargs, resolve=True) if OmegaConf.is_config(cfg.kwargs) else dict(cfg.kwargs)
+    assert isinstance(kwargs, dict)
+    return {str(name): value for name, value in kwargs.items()}
 
 
 def choose(
     cfg: DataSourceConfig, sizes: Sequence[int], keep: Callable[[int], bool], *, part: str, key: str
 ) -> list[int]:
-    """Numbers of `cfg.size` different problems, in an order that `cfg.seed` alone decides.
+    """Returns the numbers of `cfg.size` different problems, in an order that only `cfg.seed` decides.
 
     Args:
         cfg: A section `data.train` or `data.eval[i]`.
-        sizes: How many problems each level has; they are numbered through.
-        keep: Whether a problem is in the part.
+        sizes: Number of problems of each level; they are numbered consecutively.
+        keep: Returns whether a problem is in the part.
         part: "train" or "eval".
-        key: What messages call the section.
+        key: Name of the section in messages.
 
     Raises:
-        ConfigError: There are not that many.
+        ConfigError: There are fewer problems.
     """
     rng = random.Random(f"{cfg.source} {cfg.seed}")
     total = sum(sizes)
-    wanted = cfg.size or DEFAULT_SIZE[part]
+    count = cfg.size or DEFAULT_SIZE[part]
     if total <= _LISTED:
         numbers = [number for number in range(total) if keep(number)]
         rng.shuffle(numbers)
@@ -86,14 +86,14 @@ def choose(
                 f"{key}.size is {cfg.size}, but only {len(numbers)} of all {total} problems are in the {part} part; "
                 f"leave size out to take up to {DEFAULT_SIZE[part]}, or make kwargs allow more problems"
             )
-        return numbers[:wanted]
+        return numbers[:count]
     fraction = procedural_fraction(cfg)
-    most = int(total * (fraction if part == "eval" else 1 - fraction) / 2)
-    if wanted > most:
-        raise ConfigError(f"{key}.size is {wanted}; at most {most} problems can be drawn of {total}")
+    max_count = int(total * (fraction if part == "eval" else 1 - fraction) / 2)
+    if count > max_count:
+        raise ConfigError(f"{key}.size is {count}; at most {max_count} problems can be drawn of {total}")
     # A dict keeps the order of drawing.
     drawn: dict[int, None] = {}
-    while len(drawn) < wanted:
+    while len(drawn) < count:
         # Levels are equally frequent: drawn from all problems, nearly every one would be of the hardest level.
         level = rng.randrange(len(sizes))
         number = sum(sizes[:level]) + rng.randrange(sizes[level])
@@ -105,17 +105,17 @@ def choose(
 def choose_contents(
     cfg: DataSourceConfig, sizes: Sequence[int], content: Callable[[int], str], *, part: str, key: str
 ) -> list[int]:
-    """Returns numbers of `cfg.size` problems with different contents, as `choose`, where numbers may have the same content.
+    """Returns the numbers of `cfg.size` problems with different contents, like `choose`, if numbers may have equal contents.
 
     Args:
         cfg: A section `data.train` or `data.eval[i]`.
-        sizes: How many numbers each level has; they are numbered through.
-        content: Describes all that a problem shows. It decides the part, whatever the seed and the number.
+        sizes: How many numbers each level has; they are numbered consecutively.
+        content: Returns a description of the complete problem. It decides the part, whatever the seed and the number.
         part: "train" or "eval".
-        key: What messages call the section.
+        key: Name of the section in messages.
 
     Raises:
-        ConfigError: There are not that many.
+        ConfigError: There are fewer problems.
     """
     rng, fraction = random.Random(f"{cfg.source} {cfg.seed}"), procedural_fraction(cfg)
     count, total = cfg.size or DEFAULT_SIZE[part], sum(sizes)
@@ -138,7 +138,7 @@ def choose_contents(
 
 
 def locate(number: int, sizes: Sequence[int]) -> tuple[int, int]:
-    """Level of a problem, and its number in the level."""
+    """Returns the level of a problem, and its number in the level."""
     for level, size in enumerate(sizes):
         if number < size:
             return level, number
@@ -150,20 +150,20 @@ _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 class ArithmeticProblems:
-    """Two numbers and an operator; no problem twice, and none in both parts, whatever the seeds.
+    """Problems of two numbers and an operator; none occurs twice or in both parts, whatever the seeds.
 
-    A hash of the problem decides its part: `eval_fraction` of all problems, or a fifth where it is 0, belong to
-    evaluation. 34+12 goes where 12+34 goes. So what is held out of one run is held out of every other, SFT and RL alike,
-    as long as they name the same `eval_fraction`.
+    A hash of the problem decides its part: `eval_fraction` of all problems, or a fifth if it is 0, belong to
+    evaluation. 34+12 is in the same part as 12+34. So a problem held out of one run is held out of every other, SFT and RL
+    alike, if they have the same `eval_fraction`.
 
     Args:
         cfg: A section `data.train` or `data.eval[i]`. `kwargs`: `digits`, a number or a list of them (default 2; both
-            operands have as many, without leading zeros), and `operators`, characters out of `+-*` (default `+`).
+            operands have this many, without leading zeros), and `operators`, characters out of `+-*` (default `+`).
         part: "train" or "eval".
-        key: What messages call the section.
+        key: Name of the section in messages.
 
     Raises:
-        ConfigError: Unknown arguments, or more problems wanted than there are.
+        ConfigError: Unknown arguments, or `size` exceeds the number of problems.
     """
 
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
@@ -179,11 +179,11 @@ class ArithmeticProblems:
 
     def __getitem__(self, index: int) -> Prompt:
         number = self._numbers[index]
-        left, sign, right, digits = self._problem(number)
-        result = str(_OPERATORS[sign](left, right))
+        first, sign, second, digits = self._problem(number)
+        result = str(_OPERATORS[sign](first, second))
         return Prompt(
             id=number,
-            messages=({"role": "user", "content": f"{left}{sign}{right}="},),
+            messages=({"role": "user", "content": f"{first}{sign}{second}="},),
             answer=result,
             response=result,
             level=(f"{sign} " if len(self._operators) > 1 else "") + f"{digits} digit{'s' * (digits > 1)}",
@@ -194,14 +194,14 @@ class ArithmeticProblems:
         digits = self._digits[level]
         operands = _operands(digits)
         pair, sign = divmod(inside, len(self._operators))
-        left, right = divmod(pair, len(operands))
-        return operands[left], self._operators[sign], operands[right], digits
+        first, second = divmod(pair, len(operands))
+        return operands[first], self._operators[sign], operands[second], digits
 
     def _canonical(self, number: int) -> str:
-        left, sign, right, _ = self._problem(number)
+        first, sign, second, _ = self._problem(number)
         if sign != "-":
-            left, right = min(left, right), max(left, right)
-        return f"{left}{sign}{right}"
+            first, second = min(first, second), max(first, second)
+        return f"{first}{sign}{second}"
 
 
 def _operands(digits: int) -> range:
@@ -209,12 +209,12 @@ def _operands(digits: int) -> range:
 
 
 def _arguments(kwargs: dict[str, Any], key: str) -> tuple[list[int], str]:
-    given, operators = kwargs.pop("digits", 2), kwargs.pop("operators", "+")
+    digit_counts, operators = kwargs.pop("digits", 2), kwargs.pop("operators", "+")
     if kwargs:
         raise ConfigError(f"{key}.kwargs has {', '.join(kwargs)}; source arithmetic takes digits and operators")
-    digits = list(dict.fromkeys(given)) if isinstance(given, list) else [given]
+    digits = list(dict.fromkeys(digit_counts)) if isinstance(digit_counts, list) else [digit_counts]
     if not digits or not all(isinstance(d, int) and 1 <= d <= 9 for d in digits):
-        raise ConfigError(f"{key}.kwargs.digits is {given!r}; allowed: a number from 1 to 9, or a list of them")
+        raise ConfigError(f"{key}.kwargs.digits is {digit_counts!r}; allowed: a number from 1 to 9, or a list of them")
     signs = "".join(dict.fromkeys(operators)) if isinstance(operators, (str, list)) else ""
     if not signs or any(sign not in _OPERATORS for sign in signs):
         raise ConfigError(f"{key}.kwargs.operators is {operators!r}; allowed: characters out of {''.join(_OPERATORS)}")
@@ -235,7 +235,7 @@ _STEPS: list[tuple[str, str]] = [
     ("drop the first number", "numbers[1:]"),
     ("drop repeated numbers, keeping the first of each", "list(dict.fromkeys(numbers))"),
 ]
-"""Each step in words, and the expression of the new list."""
+"""Description of each step, and the expression of the new list."""
 _RESULTS: list[tuple[str, str]] = [
     ("the list", "numbers"),
     ("the sum", "sum(numbers)"),
@@ -245,24 +245,24 @@ _RESULTS: list[tuple[str, str]] = [
 ]
 _rng = random.Random("code")
 _LISTS = [[], *([_rng.randint(-12, 12) for _ in range(length)] for length in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14))]
-"""The lists that the functions are tested with."""
+"""Lists that test the functions."""
 
 
 class CodeProblems:
-    """Tasks such as: write `solve(numbers)`, which squares every number, then sorts, and returns the greatest.
+    """Programming tasks such as: write `solve(numbers)`, which squares every number, then sorts, and returns the greatest.
 
     The level is the number of steps. `meta` has `tests`, a list of assert statements (as in MBPP), and `entry_point`;
-    `response` is a solution in a fenced block. A hash of what the tests expect decides the part, so that two ways to say
-    the same are in the same one: `eval_fraction` of all, or a fifth where it is 0, belong to evaluation. Tasks whose
-    tests a constant would pass, or whose steps are not all needed for that, are left out.
+    `response` is a solution in a fenced block. A hash of the expected results decides the part, so that equivalent tasks
+    are in the same one: `eval_fraction` of all, or a fifth if it is 0, belong to evaluation. Tasks are excluded if a constant
+    would pass their tests, or if not all of their steps are needed to pass.
 
     Args:
         cfg: A section `data.train` or `data.eval[i]`. `kwargs`: `steps`, a number or a list of them (default [1, 2]).
         part: "train" or "eval".
-        key: What messages call the section.
+        key: Name of the section in messages.
 
     Raises:
-        ConfigError: Unknown arguments, or more tasks wanted than there are.
+        ConfigError: Unknown arguments, or `size` exceeds the number of tasks.
     """
 
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
@@ -306,14 +306,14 @@ class CodeProblems:
         )
 
     def _parts(self, number: int) -> tuple[list[int], int]:
-        """The steps of a task, and what is returned: places in the lists above."""
+        """Returns the steps of a task, and its result: indices into the lists above."""
         level, inside = locate(number, self._sizes)
         inside, result = divmod(inside, len(_RESULTS))
         return [inside // len(_STEPS) ** place % len(_STEPS) for place in range(self._levels[level])], result
 
 
 def _results(steps: list[int], result: int) -> list[Any]:
-    """What a task gives for each of the lists."""
+    """Returns a task's results for each of the lists."""
     functions = [*(_function(_STEPS[step][1]) for step in steps), _function(_RESULTS[result][1])]
     return [functools.reduce(lambda value, function: function(value), functions, numbers) for numbers in _LISTS]
 
@@ -325,10 +325,10 @@ def _function(expression: str) -> Callable[[Any], Any]:
 
 
 def _code_arguments(kwargs: dict[str, Any], key: str) -> list[int]:
-    given = kwargs.pop("steps", [1, 2])
+    step_counts = kwargs.pop("steps", [1, 2])
     if kwargs:
         raise ConfigError(f"{key}.kwargs has {', '.join(kwargs)}; source code takes steps")
-    steps = list(dict.fromkeys(given)) if isinstance(given, list) else [given]
+    steps = list(dict.fromkeys(step_counts)) if isinstance(step_counts, list) else [step_counts]
     if not steps or not all(isinstance(step, int) and 1 <= step <= 6 for step in steps):
-        raise ConfigError(f"{key}.kwargs.steps is {given!r}; allowed: a number from 1 to 6, or a list of them")
+        raise ConfigError(f"{key}.kwargs.steps is {step_counts!r}; allowed: a number from 1 to 6, or a list of them")
     return sorted(steps)

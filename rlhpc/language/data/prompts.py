@@ -1,4 +1,4 @@
-"""What a task asks, and what its answer is checked against."""
+"""Prompts: problems with reference answers, their sampling order, and prompt templates."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class Prompt:
     """One problem.
 
     Attributes:
-        id: Its place in its dataset, or its seed.
-        messages: The conversation so far, as chat templates take it: `[{"role": "user", "content": ...}]`, where a
+        id: Its index in its dataset, or its seed.
+        messages: The conversation so far, in the form of chat templates: `[{"role": "user", "content": ...}]`, where a
             message may also have `tool_calls`, `reasoning_content` and the like; or one entry with role "raw", whose content
-            is the prompt as it stands. `content` is always a text.
-        answer: What rewards compare with, as text; "" where there is none.
-        meta: Whatever else a reward wants to know (the procedural task's entry, unit tests), JSON-able.
-        response: A demonstration, for SFT; "" where there is none.
+            is the unchanged prompt. `content` is always a text.
+        answer: Reference answer for rewards, as text; "" if there is none.
+        meta: Further data for rewards (the procedural task's entry, unit tests), JSON-able.
+        response: A demonstration, for SFT; "" if there is none.
         level: Difficulty or category, for evaluation tables.
-        images: Pictures as files have them (PNG, JPEG), in the order in which `<image>` stands in the messages; where it
-            stands in none, they come before the last question.
+        images: Image files (PNG, JPEG), in the order of `<image>` in the messages; without these placeholders, they come
+            before the last question.
         tools: Definitions of the tools that the template shows to the model.
-        turn: The demonstration as a message, where it has more than a text (calls, reasoning), which `response` then
-            shows as JSON; None otherwise.
-        place: File and line, for messages; "" where there are none.
+        turn: The demonstration as a message, if it has more than a text (calls, reasoning), which `response` then
+            has as JSON; None otherwise.
+        place: File and line, for messages; "" if there are none.
     """
 
     id: int
@@ -50,7 +50,7 @@ class Prompt:
 
     @property
     def question(self) -> str:
-        """The last thing that the user said."""
+        """The last user message."""
         return next((m["content"] for m in reversed(self.messages) if m["role"] in ("user", "raw")), "")
 
 
@@ -64,7 +64,7 @@ class PromptDataset(Protocol):
 
 @runtime_checkable
 class Located(Protocol):
-    """A dataset whose problems come from rows of files."""
+    """Dataset whose problems come from rows of files."""
 
     def place(self, index: int) -> str:
         """Returns file and row of a problem, for messages."""
@@ -72,30 +72,30 @@ class Located(Protocol):
 
 @runtime_checkable
 class Answering(Protocol):
-    """A dataset that can itself say where a reference answer is missing."""
+    """Dataset that can report missing reference answers."""
 
     def require_answers(self, why: str) -> None:
-        """Sees to it that each problem has a reference answer, which `why` compares with.
+        """Checks that each problem has a reference answer, which `why` compares with.
 
         Raises:
-            ConfigError: One has none; names file and row.
+            ConfigError: A problem has none; names file and row.
         """
 
 
 @runtime_checkable
 class Demonstrating(Protocol):
-    """A dataset that can itself say where a demonstration is missing."""
+    """Dataset that can report missing demonstrations."""
 
     def require_responses(self) -> None:
-        """Sees to it that each problem has a demonstration.
+        """Checks that each problem has a demonstration.
 
         Raises:
-            ConfigError: One has none; names file and row.
+            ConfigError: A problem has none; names file and row.
         """
 
 
 class PromptSampler:
-    """Epochs of a seeded shuffle, cut into batches; a batch may reach over the end of an epoch.
+    """Epochs of a seeded shuffle, cut into batches; a batch may span the end of an epoch.
 
     Draw i is a function of (n, seed, shuffle, i) alone, so that processes, restarts and batch sizes do not matter.
 
@@ -106,7 +106,7 @@ class PromptSampler:
         shuffle: False draws in order.
 
     Raises:
-        ConfigError: Nothing to draw from.
+        ConfigError: There is no problem, or the batch is empty.
     """
 
     def __init__(self, n: int, batch: int, seed: int = 0, shuffle: bool = True) -> None:
@@ -122,17 +122,17 @@ class PromptSampler:
         return self.drawn // self.n
 
     def next(self) -> list[int]:
-        """Positions of the next batch."""
+        """Returns the positions of the next batch."""
         batch = [self.at(self.drawn + i) for i in range(self.batch)]
         self.drawn += self.batch
         return batch
 
     def of_step(self, step: int, part: int = 0, parts: int = 1) -> list[int]:
-        """Positions of the batch of a step, from 1; of one of several ranks that share it, those of its part."""
+        """Returns the positions of the batch of a step, from 1; if several ranks share it, those of one part."""
         return [self.at((step - 1) * self.batch + draw) for draw in range(part, self.batch, parts)]
 
     def at(self, draw: int) -> int:
-        """Position of the given draw, from 0."""
+        """Returns the position of a draw, from 0."""
         epoch, place = divmod(draw, self.n)
         if not self.shuffle:
             return place
@@ -144,21 +144,21 @@ class PromptSampler:
         return self._order[1][place]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next draw depends on."""
+        """Returns the state that determines the next draw."""
         return {"drawn": self.drawn, "n": self.n, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on after the last draw of `state`; the batch size may be another.
+        """Continues after the last draw of `state`; the batch size may differ.
 
         Raises:
             CheckpointError: The state is of other data or another order.
         """
-        mine = self.state_dict()
-        for name, what in (("n", "problems"), ("seed", "the seed"), ("shuffle", "shuffling")):
-            if state[name] != mine[name]:
+        current = self.state_dict()
+        for name, label in (("n", "problems"), ("seed", "the seed"), ("shuffle", "shuffling")):
+            if state[name] != current[name]:
                 raise CheckpointError(
-                    f"the checkpoint's data position is for another order of problems: {what} was {state[name]}, now "
-                    f"{mine[name]}; resume with the data it was made with, or start a fresh run"
+                    f"the checkpoint's data position is for another order of problems: {label} was {state[name]}, now "
+                    f"{current[name]}; resume with the data it was made with, or start a fresh run"
                 )
         self.drawn = int(state["drawn"])
 
@@ -167,18 +167,18 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 class Wording:
-    """Puts the last user message (or raw text) into a template, and a system message first.
+    """Prompt template for the last user message (or raw text), and system message.
 
-    `{prompt}` in the template is the question, and `{name}` whatever the problem's `meta` has under that name, such as
+    In the template, `{prompt}` is the question, and `{name}` the value of that name in the problem's `meta`, such as
     another column of its file. All other braces are text: `\\boxed{}` needs no escape.
 
     Args:
         template: `data.….prompt_template`.
-        system_prompt: `data.….system_prompt`; takes the place of a conversation's own system message.
-        key: What messages call the section.
+        system_prompt: `data.….system_prompt`; replaces a conversation's system message.
+        key: Name of the section in messages.
 
     Raises:
-        ConfigError: The template has no place for the question.
+        ConfigError: The template has no placeholder for the question.
     """
 
     def __init__(

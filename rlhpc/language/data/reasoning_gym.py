@@ -1,4 +1,4 @@
-"""The procedural tasks of `reasoning-gym`, by name and difficulty, and their scorers."""
+"""Procedural tasks of `reasoning-gym`, by name and difficulty, and their scorers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from rlhpc.language.config.data import DataSourceConfig
 
 _SEED_BLOCK = 2**20
-"""A problem's generator is seeded by seed · block + position: two seeds share no problem's generator."""
+"""Problem seeds are seed · block + position: two seeds share no problem's generator."""
 _PART_BLOCK = 2**31
-"""Evaluation's seeds lie above training's. Together they fit into the 32 bits that some tasks ask for."""
+"""Offset of evaluation's seeds above training's. Together they fit into 32 bits, which some tasks require."""
 _UNORDERED = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
-"""Tasks that draw from sets of texts, so that their problems depend on the process's hash seed."""
+"""Tasks that sample from sets of texts, so that their problems depend on the process's hash seed."""
 _PLANNED_WHOLE = {"acre"}
-"""Tasks whose problem i depends on how many are made: they are made by the chunk."""
+"""Tasks whose problem i depends on the size of the dataset: they are generated in chunks."""
 _GRIDS = {"arc_agi", "rearc"}
 """Tasks whose scorers compare tuples, which JSON turns into lists."""
 _CHUNK = 128
@@ -42,21 +42,21 @@ Entry = dict[str, Any]
 
 
 class ReasoningGymProblems:
-    """Problem i of seed s of a task: the same in every process; training and evaluation never share a generator's seed.
+    """Problems of reasoning-gym tasks, the same in every process; training and evaluation never share a generator's seed.
 
-    Small tasks ask the same question under many seeds. Where that matters, set `eval_fraction` (the same in training
-    and evaluation): then a hash of the question decides its part too, and no question is in both; the problems before
-    one must then be made to know which it is.
+    Small tasks ask the same question under many seeds. To avoid overlap, set `eval_fraction` (the same in training
+    and evaluation): then a hash of the question also decides its part, and no question is in both. Access to a problem then
+    requires the generation of all problems before it.
 
-    `meta` has `task`, `task_kwargs`, and `entry`, which is what the task's `score_answer(answer, entry)` takes (see
+    `meta` has `task`, `task_kwargs`, and `entry`, the argument of the task's `score_answer(answer, entry)` (see
     `score`); `answer` is the reference, "" for tasks that accept many.
 
     Args:
-        cfg: A section `data.train` or `data.eval[i]`. `kwargs`: `task`, and the task's own arguments beside it;
+        cfg: A section `data.train` or `data.eval[i]`. `kwargs`: `task`, and the task's arguments in addition to it;
             `difficulty`, a level of the task's curriculum, 0 the easiest, sets them all. Or `tasks`, a mapping of task to
-            such arguments, whose problems take turns.
+            such arguments, whose problems alternate.
         part: "train" or "eval".
-        key: What messages call the section.
+        key: Name of the section in messages.
 
     Raises:
         ConfigError: Unknown task or argument.
@@ -68,12 +68,14 @@ class ReasoningGymProblems:
             raise ConfigError(f"{key}.size is {self._size}; source reasoning_gym makes at most {_SEED_BLOCK}")
         self._part, self._fraction = part, cfg.eval_fraction
         seed = (cfg.seed * _SEED_BLOCK) % _PART_BLOCK + (_PART_BLOCK if part == "eval" else 0)
-        given = arguments(cfg)
-        tasks = given.pop("tasks", None)
+        kwargs_of_section = arguments(cfg)
+        tasks = kwargs_of_section.pop("tasks", None)
         if tasks is None:
-            tasks = {given.pop("task", None): given}
-        elif given:
-            raise ConfigError(f"{key}.kwargs has {', '.join(given)} beside tasks; put arguments below their task")
+            tasks = {kwargs_of_section.pop("task", None): kwargs_of_section}
+        elif kwargs_of_section:
+            raise ConfigError(
+                f"{key}.kwargs has {', '.join(kwargs_of_section)} beside tasks; put arguments below their task"
+            )
         self._several = len(tasks) > 1
         self._streams = [_TaskStream(name, dict(kwargs or {}), seed, key) for name, kwargs in tasks.items()]
         self._accepted: list[list[int]] = [[] for _ in self._streams]
@@ -97,7 +99,7 @@ class ReasoningGymProblems:
         )
 
     def _position(self, which: int, turn: int) -> int:
-        """Where a stream has the question number `turn` of those that belong to the part."""
+        """Returns the position, in a stream, of question number `turn` among those of the part."""
         accepted, stream = self._accepted[which], self._streams[which]
         position = accepted[-1] + 1 if accepted else 0
         tried = 0
@@ -115,7 +117,7 @@ class ReasoningGymProblems:
 
 
 class _TaskStream:
-    """The problems of one task, by position, without end."""
+    """Infinite sequence of the problems of one task, by position."""
 
     def __init__(self, task: Any, kwargs: dict[str, Any], seed: int, key: str) -> None:
         _check(task, kwargs, key)
@@ -144,10 +146,10 @@ class _TaskStream:
 
 
 def score(answer: str | None, meta: dict[str, Any]) -> float:
-    """What the task's own scorer says of an answer, from 0 to 1; an answer on which it raises is worth nothing.
+    """Scores an answer by the task's scorer, from 0 to 1; an answer on which it raises scores 0.
 
     Args:
-        answer: As the model gave it, without the words around it.
+        answer: The model's answer, without surrounding text.
         meta: Of the problem; may have been through JSON.
     """
     task, entry = meta["task"], meta["entry"]
@@ -157,7 +159,7 @@ def score(answer: str | None, meta: dict[str, Any]) -> float:
     try:
         return float(scorer.score_answer(answer, entry))
     except Exception:
-        # Scorers parse what a model wrote, and some are not ready for everything.
+        # Scorers parse the model's text, and some raise on unexpected input.
         return 0.0
 
 
@@ -175,8 +177,8 @@ def _check(task: Any, kwargs: dict[str, Any], key: str) -> None:
     if task not in factory.DATASETS or task == "composite":
         near = difflib.get_close_matches(str(task or ""), factory.DATASETS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(factory.DATASETS))}"
-        found = "is not set" if task is None else f"is {task!r}, which reasoning-gym does not have"
-        raise ConfigError(f"{key}.kwargs.task {found}{hint}")
+        problem = "is not set" if task is None else f"is {task!r}, which reasoning-gym does not have"
+        raise ConfigError(f"{key}.kwargs.task {problem}{hint}")
     allowed = {field.name for field in dataclasses.fields(factory.DATASETS[task][1])} - {"seed", "size"}
     if factory.has_curriculum(task):
         allowed.add("difficulty")
@@ -208,7 +210,10 @@ def _create(task: str, kwargs: dict[str, Any], seed: int, size: int) -> Any:
 
 
 def _entry(dataset: Any, position: int) -> Entry:
-    """What a task makes. Some draw from the process's global generators; these are seeded for it, and then put back."""
+    """Returns a task's problem.
+
+    Some tasks use the process's global generators; these are seeded for the call, and restored afterwards.
+    """
     import numpy as np
 
     states = random.getstate(), np.random.get_state()
@@ -223,13 +228,13 @@ def _entry(dataset: Any, position: int) -> Entry:
 
 
 class _Maker:
-    """A process with the hash seed 0 that makes problems one by one, and ends when this one does."""
+    """Process with the hash seed 0 that generates problems one by one, and ends when this process does."""
 
     _current: _Maker | None = None
 
     @classmethod
     def of_this_process(cls) -> _Maker:
-        """The maker of this process, made if there is none: a fork must not use its parent's."""
+        """Returns the maker of this process, which is started if necessary: a fork must not use its parent's."""
         if cls._current is None or cls._current._owner != os.getpid():
             cls._current = cls()
         return cls._current
@@ -245,18 +250,18 @@ class _Maker:
         atexit.register(self._end)
 
     def entry(self, task: str, kwargs: dict[str, Any], seed: int, position: int) -> Entry:
-        """One problem.
+        """Returns one problem.
 
         Raises:
-            RlhpcError: It could not be made.
+            RlhpcError: The problem could not be generated.
         """
-        asked, answers = self._process.stdin, self._process.stdout
-        assert asked is not None
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None
         assert answers is not None
         with self._lock:
             try:
-                asked.write(json.dumps([task, kwargs, seed, position]).encode() + b"\n")
-                asked.flush()
+                requests.write(json.dumps([task, kwargs, seed, position]).encode() + b"\n")
+                requests.flush()
                 if not readable([answers.fileno()], _PATIENCE_S):
                     raise DeadlineExceeded(f"problem {position} of {task} was not made in {_PATIENCE_S} s")
                 entry: Entry = pickle.load(answers)
@@ -272,7 +277,7 @@ class _Maker:
 
 
 def _serve() -> None:
-    """What a `_Maker`'s process does."""
+    """Runs the process of a `_Maker`: reads requests from stdin and writes pickled problems to stdout."""
     out, sys.stdout = sys.stdout.buffer, sys.stderr  # some tasks print
     streams: dict[str, _TaskStream] = {}
     for line in sys.stdin:
@@ -285,7 +290,7 @@ def _serve() -> None:
 
 
 def _jsonable(value: Any) -> Any:
-    """The same value, with texts in place of what JSON does not know (fractions)."""
+    """Returns a value with texts in place of types that JSON does not support (fractions)."""
     if isinstance(value, dict):
         return {name: _jsonable(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Sources of problems by name: built in, registered, an entry point of group `rlhpc.data`, or `module:Class`."""
+"""Registry of data sources: built in, registered, an entry point of group `rlhpc.data`, or `module:Class`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhpc.runtime.plugins import Registry
 if TYPE_CHECKING:
     from rlhpc.language.config.data import DataSourceConfig
 
-#: Of classes or functions `(cfg, *, part, key) -> PromptDataset`.
+#: Classes or functions `(cfg, *, part, key) -> PromptDataset`.
 SOURCES: Registry[Callable[..., PromptDataset]] = Registry(
     "data source", "data.train.source", "rlhpc.data",
     {
@@ -41,13 +41,13 @@ def make_dataset(
 
     Args:
         cfg: The section.
-        part: "train" or "eval": which of the two sides of `eval_fraction`, and of a procedural task's problems. No
+        part: "train" or "eval": the side of `eval_fraction`, and of a procedural task's problems. No
             problem is on both.
         demonstrations: Every problem must have a `response` (sft).
-        key: What messages call the section.
+        key: Name of the section in messages.
 
     Raises:
-        ConfigError: It cannot be built, or has no problem.
+        ConfigError: The dataset cannot be built, or is empty.
     """
     key = key or f"data.{part}"
     if part not in PARTS:
@@ -76,7 +76,7 @@ def make_dataset(
 
 
 class WordedDataset:
-    """A source's problems, in the words of `prompt_template` and `system_prompt`."""
+    """Problems of a source, with `prompt_template` and `system_prompt` applied."""
 
     def __init__(self, problems: PromptDataset, wording: Wording) -> None:
         self.problems, self.wording = problems, wording
@@ -96,7 +96,7 @@ def _require_answers(dataset: WordedDataset, why: str, key: str) -> None:
 
 
 def _require_responses(dataset: WordedDataset, cfg: DataSourceConfig, key: str) -> None:
-    # Files name the line at fault themselves; of any other source the first problem tells.
+    # Files report the invalid line; of any other source only the first problem is checked.
     if isinstance(dataset.problems, Demonstrating):
         dataset.problems.require_responses()
     elif not dataset[0].response:
@@ -104,9 +104,9 @@ def _require_responses(dataset: WordedDataset, cfg: DataSourceConfig, key: str) 
 
 
 def _description(cfg: DataSourceConfig, part: str) -> str:
-    said = [f"source {cfg.source}"]
+    parts = [f"source {cfg.source}"]
     named = {"path": cfg.path, "split": cfg.split, "size": cfg.size}
-    said += [f"{name} {value}" for name, value in named.items() if value is not None]
+    parts += [f"{name} {value}" for name, value in named.items() if value is not None]
     if cfg.eval_fraction:
-        said.append(f"the {part} side of eval_fraction {cfg.eval_fraction}")
-    return ", ".join(said)
+        parts.append(f"the {part} side of eval_fraction {cfg.eval_fraction}")
+    return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""Problems from the columns of files."""
+"""Problems from the columns of files: JSON lines, Parquet, HDF5 and folders of `datasets`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Table(Protocol):
     """Rows with named columns.
 
     Attributes:
-        sparse: Whether a key that an object lacks may stand in it as null, since all objects of a column share their keys.
+        sparse: An object may have null in place of a missing key, since all objects of a column share their keys.
     """
 
     sparse: bool
@@ -44,20 +44,20 @@ class Table(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Row:
-        """One row, whole."""
+        """Returns one complete row."""
 
     def rows(self, columns: Sequence[str]) -> Iterator[Row]:
-        """All rows in order, with those of `columns` that they have."""
+        """Yields all rows in order, with those of `columns` that they have."""
 
     def columns(self, index: int) -> list[str]:
-        """The columns of one row."""
+        """Returns the columns of one row."""
 
     def place(self, index: int) -> str:
-        """File and position of a row, for messages."""
+        """Returns file and position of a row, for messages."""
 
 
 class JsonLines:
-    """One JSON object per line; `.gz` is unpacked. Empty lines do not count."""
+    """File with one JSON object per line; `.gz` is decompressed. Empty lines do not count."""
 
     sparse = False
 
@@ -70,7 +70,7 @@ class JsonLines:
             OSError,
             EOFError,
             zlib.error,
-        ) as error:  # no gzip, one that is cut off or damaged, or an unreadable file
+        ) as error:  # not gzip, truncated or damaged, or an unreadable file
             raise ConfigError(f"{path} cannot be read: {first_line(error)}") from None
         # Bytes rather than parsed rows: a third of the memory.
         self._lines = [line for _, line in numbered]
@@ -103,7 +103,7 @@ class JsonLines:
 
 
 class ParquetFile:
-    """One Parquet file, in memory as Arrow keeps it."""
+    """One Parquet file, in memory as an Arrow table."""
 
     sparse = True
 
@@ -140,7 +140,7 @@ class ParquetFile:
 
 
 class Hdf5File:
-    """One HDF5 file, or a group in it: each data set is a column, its first axis the rows.
+    """One HDF5 file, or a group in it: each data set is a column, whose first axis is the rows.
 
     Texts are UTF-8 strings; a column with the attribute `encoding = "json"` holds JSON texts (a conversation, a list of
     tests).
@@ -174,8 +174,8 @@ class Hdf5File:
             raise ConfigError(f"{path} cannot be read as HDF5: {first_line(error)}") from None
         lengths = {name: len(values) for name, values in self._columns.items()}
         if len(set(lengths.values())) > 1:
-            said = ", ".join(f"{name} {length}" for name, length in lengths.items())
-            raise ConfigError(f"{path}: the columns have different lengths: {said}")
+            lengths_text = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise ConfigError(f"{path}: the columns have different lengths: {lengths_text}")
         self._length = next(iter(lengths.values()), 0)
 
     def __len__(self) -> int:
@@ -197,12 +197,12 @@ class Hdf5File:
 
 
 class DatasetFolder:
-    """What `datasets.Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote, memory-mapped.
+    """Folder from `datasets.Dataset.save_to_disk` or `DatasetDict.save_to_disk`, memory-mapped.
 
     Args:
         path: The folder.
-        split: Which part of a `DatasetDict`; may be left out where there is one.
-        key: What messages call the section.
+        split: Part of a `DatasetDict`; optional if there is only one.
+        key: Name of the section in messages.
     """
 
     sparse = True
@@ -282,23 +282,23 @@ class Joined:
         return table.place(inside)
 
 
-Found = TypeVar("Found")
+Result = TypeVar("Found")
 
 
 class ColumnProblems:
     """Rows of a table as problems.
 
     A prompt column holds a text or a list of chat messages; a conversation that ends with the assistant's turn has its
-    demonstration there. Columns that the configuration does not name go to `meta`, as far as JSON can hold them, so
-    that templates and rewards find them. All prompts are looked at once, here, so that a bad row does not end a run
+    demonstration there. Columns that the configuration does not name go to `meta`, as far as JSON can represent them, so
+    that templates and rewards can use them. All prompts are checked here, so that an invalid row does not end a run
     halfway through.
 
     Args:
         cfg: A section `data.train` or `data.eval[i]`.
         table: The rows.
         part: Side of `eval_fraction`.
-        key: What messages call the section.
-        filters: `column=value` that rows must fulfil, or None.
+        key: Name of the section in messages.
+        filters: `column=value` that rows must match, or None.
 
     Raises:
         ConfigError: A column is missing, or a prompt is neither text nor conversation; names file and row.
@@ -331,7 +331,7 @@ class ColumnProblems:
             meta={name: plain(value) for name, value in row.items() if name not in named and _is_plain(value)},
             response=response,
             level=_text(row[self._level]) if self._level else "",
-            images=self._shown(row, number, read_images) if self._images else (),
+            images=self._read_image_column(row, number, read_images) if self._images else (),
             tools=self._shown_tools(row, number),
             turn=turn,
             place=self._table.place(number),
@@ -339,26 +339,26 @@ class ColumnProblems:
 
     @property
     def sparse(self) -> bool:
-        """Says whether null stands for keys that are absent (`Table.sparse`)."""
+        """True if null represents absent keys (`Table.sparse`)."""
         return self._table.sparse
 
     def place(self, index: int) -> str:
-        """File and row of a problem, for messages."""
+        """Returns file and row of a problem, for messages."""
         return self._table.place(self._rows[index])
 
     def columns(self, index: int) -> list[str]:
-        """The columns of a problem's row."""
+        """Returns the columns of a problem's row."""
         return self._table.columns(self._rows[index])
 
     def expect_responses(self) -> None:
-        """Reads the column of responses as demonstrations: texts or messages. Otherwise it may hold anything."""
+        """Reads the column of responses as demonstrations: texts or messages. Otherwise it may hold any value."""
         self._demonstrates = True
 
     def require_responses(self) -> None:
-        """Sees to it that each problem has a demonstration.
+        """Checks that each problem has a demonstration.
 
         Raises:
-            ConfigError: One has none; names file and row.
+            ConfigError: A problem has none; names file and row.
         """
         self.expect_responses()
         chosen = set(self._rows)
@@ -371,13 +371,13 @@ class ColumnProblems:
                 )
 
     def require_answers(self, why: str) -> None:
-        """Sees to it that each problem has a reference answer.
+        """Checks that each problem has a reference answer.
 
         Args:
-            why: What needs it, for the message.
+            why: The user of the answers, for the message.
 
         Raises:
-            ConfigError: One has none; names file and row.
+            ConfigError: A problem has none; names file and row.
         """
         if not self._answer:
             raise ConfigError(
@@ -394,7 +394,7 @@ class ColumnProblems:
     def _select(self, filters: str | None, part: str, fraction: float) -> list[int]:
         wanted_keys = {"prompt_key": self._prompt, "answer_key": self._answer, "level_key": self._level,
                        "images_key": self._images, "tools_key": self._tools}  # fmt: skip
-        column, _, wanted = (filters or "").partition("=")
+        column, _, expected = (filters or "").partition("=")
         if filters:
             wanted_keys["split"] = column
         needed = {name: value for name, value in wanted_keys.items() if value}
@@ -403,14 +403,14 @@ class ColumnProblems:
             for name, needs in needed.items():
                 if needs not in row:
                     self._missing(name, needs, number)
-            if filters and _text(row[column]) != wanted:
+            if filters and _text(row[column]) != expected:
                 continue
             messages, _ = self._conversation(row[self._prompt], number)
             content = json.dumps(messages, sort_keys=True, default=_python)
             self._shown_tools(row, number)
             if self._images:
-                self._shown(row, number, check_images)
-                content += names_of(row[self._images])  # many pictures have one question
+                self._read_image_column(row, number, check_images)
+                content += names_of(row[self._images])  # many images share one question
             if belongs(content, part, fraction):
                 rows.append(number)
         if filters and not rows and len(self._table):
@@ -420,7 +420,7 @@ class ColumnProblems:
         return rows
 
     def _conversation(self, value: Any, number: int) -> tuple[list[Message], Message | None]:
-        """Messages up to where the model is to speak, and the last assistant's turn or None."""
+        """Returns the messages before the model's response, and the assistant's last turn or None."""
         if isinstance(value, str) and (value.strip() or (value and self._images)):
             return [{"role": "user", "content": value}], None
         why = ""
@@ -439,7 +439,7 @@ class ColumnProblems:
         )
 
     def _demonstration(self, row: Row, number: int) -> tuple[list[Message], str, Message | None]:
-        """Messages up to where the model is to speak, and the demonstration: as text, and as a message where it is more."""
+        """Returns the messages before the response, and the demonstration: as text, and as a message if it has more."""
         messages, turn = self._conversation(row[self._prompt], number)
         value = row.get(self._response)
         if value is None or value in ("", [], ()):
@@ -473,7 +473,7 @@ class ColumnProblems:
         except ConfigError as error:
             raise ConfigError(f"{self._table.place(number)}: column {self._tools!r}: {error}") from None
 
-    def _shown(self, row: Row, number: int, how: Callable[[Any, Path], Found]) -> Found:
+    def _read_image_column(self, row: Row, number: int, how: Callable[[Any, Path], Result]) -> Result:
         try:
             return how(row[self._images or ""], self._folder)
         except ConfigError as error:
@@ -490,28 +490,28 @@ class ColumnProblems:
 
 
 def jsonl(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
-    """Source `jsonl`."""
+    """Reads source `jsonl`."""
     _no_kwargs(cfg, key)
     table = Joined([JsonLines(file) for file in find_files(cfg.path, (".jsonl", ".jsonl.gz", ".ndjson"), key)])
     return ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 
 def parquet(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
-    """Source `parquet`."""
+    """Reads source `parquet`."""
     _no_kwargs(cfg, key)
     table = Joined([ParquetFile(file) for file in find_files(cfg.path, (".parquet",), key)])
     return ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 
 def hdf5(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
-    """Source `hdf5`; `kwargs: {group: train}` takes the columns of a group."""
+    """Reads source `hdf5`; `kwargs: {group: train}` selects the columns of a group."""
     files = find_files(cfg.path, (".h5", ".hdf5"), key)
     table = Joined([Hdf5File(file, **cfg.kwargs) for file in files])
     return ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 
 def hf(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
-    """Source `hf`."""
+    """Reads source `hf`."""
     _no_kwargs(cfg, key)
     if not cfg.path:
         raise ConfigError(f"{key}.path is not set; source hf reads a folder written by save_to_disk of datasets")
@@ -527,7 +527,7 @@ def hf(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON would return it: tuples become lists, numpy's numbers Python's."""
+    """Returns the value in the form of parsed JSON: tuples become lists, numpy's numbers Python's."""
     return json.loads(json.dumps(value, default=_python))
 
 

@@ -1,4 +1,4 @@
-"""Prompts and demonstrations as tokens."""
+"""Tokenization of prompts and demonstrations, end tokens, and stop texts."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 
 OVERLONG = ("error", "drop")
-#: Of what is kept about problems that were looked at.
+#: Version of the cached results of checked problems.
 _VERSION = 1
 
 
 def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: str = "actor.model.model_path") -> Any:
-    """The tokenizer of a Hugging Face folder or hub name; one without a padding token pads with its end token.
+    """Loads the tokenizer of a Hugging Face folder or hub name; one without a padding token pads with its end token.
 
     Raises:
-        ConfigError: There is none at `path`.
+        ConfigError: There is no tokenizer at `path`.
     """
     if not path:
         raise ConfigError(f"{key} is not set; a language model needs a Hugging Face folder or hub name")
@@ -53,8 +53,8 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: st
     folder = expand_home(path)
     if folder.is_dir():
         if not has_tokenizer(folder):
-            there = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
-            raise ConfigError(f"{key} is {path!r}, a folder without a tokenizer; it has: {there}")
+            entries = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+            raise ConfigError(f"{key} is {path!r}, a folder without a tokenizer; it has: {entries}")
     elif not is_hub_name(path):
         raise ConfigError(f"{key} is {path!r}; there is no such folder{_nearest(folder)}")
     try:
@@ -74,18 +74,18 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: st
 
 
 class PromptTokenizer:
-    """Turns problems into token ids.
+    """Converter of problems to token ids.
 
     Args:
         tokenizer: Of transformers.
         max_prompt_tokens: `data.max_prompt_tokens`.
         overlong: `data.overlong_prompts`: "error" or "drop".
         chat_template: `data.….chat_template`; false gives the model the bare text of the messages, one per line.
-        key: What messages call the section.
-        context: Most tokens of the model or its engine, of which a prompt must leave one; None where that is not known.
+        key: Name of the section in messages.
+        context: Context of the model or its engine, of which a prompt must leave one token; None if unknown.
 
     Raises:
-        ConfigError: The tokenizer has no chat template, where one is wanted.
+        ConfigError: The tokenizer has no chat template, but one is required.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class PromptTokenizer:
         self.limit = "data.max_prompt_tokens"
         if context is not None and context - 1 < max_prompt_tokens:
             self.max_prompt_tokens, self.limit = context - 1, f"the model's context of {context} tokens"
-        self._known: set[tuple[str, ...]] = set()
+        self._checked_shapes: set[tuple[str, ...]] = set()
 
     @cached_property
     def looker(self) -> Looker:
-        """What looks at prompts' pictures.
+        """Image processing for prompts.
 
         Raises:
-            ConfigError: The model does not.
+            ConfigError: The model has none.
         """
         if not self.chat_template:
             raise ConfigError(
@@ -134,9 +134,9 @@ class PromptTokenizer:
     def _turn_end(self) -> int | None:
         return turn_end(self.tokenizer)
 
-    def seen(self, prompt: Prompt, at: Sequence[int]) -> PromptImages | None:
-        """What a prompt shows, whose pictures begin where `encode` says; None if it shows nothing."""
-        return self.looker.seen(prompt.images, at) if prompt.images else None
+    def prompt_images(self, prompt: Prompt, at: Sequence[int]) -> PromptImages | None:
+        """Returns a prompt's images, which begin at the positions from `encode`; None if it has none."""
+        return self.looker.prompt_images(prompt.images, at) if prompt.images else None
 
     def text(
         self,
@@ -145,7 +145,7 @@ class PromptTokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Returns what the model reads, special tokens of the chat template included.
+        """Returns the text that the model reads, special tokens of the chat template included.
 
         Raises:
             ConfigError: The template raises.
@@ -158,7 +158,7 @@ class PromptTokenizer:
         return not self.chat_template or messages[0]["role"] == "raw"
 
     def _messages(self, prompt: Prompt) -> Sequence[dict[str, Any]]:
-        return self.looker.asked(prompt) if prompt.images else prompt.messages
+        return self.looker.conversation(prompt) if prompt.images else prompt.messages
 
     def encode_messages(
         self,
@@ -167,18 +167,18 @@ class PromptTokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation, of any length."""
+        """Returns the token ids of a conversation, of any length."""
         text = self.text(messages, tools, add_generation_prompt=add_generation_prompt)
         return self._ids(text, bare=self._is_bare(messages))
 
     def check(self, prompt: Prompt) -> list[str]:
-        """Refuses a problem of which the chat template would leave something out.
+        """Rejects a problem of which the chat template would omit a part.
 
         Returns:
-            Keys of earlier turns that the template leaves out on purpose (reasoning).
+            Keys of earlier turns that the template omits on purpose (reasoning).
 
         Raises:
-            ConfigError: Something would be lost; names file and line.
+            ConfigError: A part would be omitted; names file and line.
         """
         try:
             return self._check(prompt)
@@ -192,26 +192,25 @@ class PromptTokenizer:
             return []
         plain = not prompt.tools and all(message.keys() == {"role", "content"} for message in messages)
         shape = tuple(f"{message['role']} {bool(message['content'].strip())}" for message in messages)
-        if plain and shape in self._known:
+        if plain and shape in self._checked_shapes:
             return []
 
         def render(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
             with_pictures = self._messages(Prompt(prompt.id, tuple(messages), images=prompt.images))
             return self.text(with_pictures, tools, add_generation_prompt=prompt.turn is None)
 
-        lost, old = find_unwritten(messages, prompt.tools, render)
-        if lost:
+        missing, old = find_unwritten(messages, prompt.tools, render)
+        if missing:
             raise ConfigError(
-                f"the chat template ({template_file(self.tokenizer)}) leaves out {', '.join(lost)}: take it out of the "
+                f"the chat template ({template_file(self.tokenizer)}) leaves out {', '.join(missing)}: take it out of the "
                 "data, or use a model whose template writes it"
             )
         if plain:
-            self._known.add(shape)
+            self._checked_shapes.add(shape)
         return old
 
     def encode(self, prompt: Prompt) -> tuple[list[int], list[int]] | None:
-        """Token ids up to where the response begins, and at which of them each picture does; None for a prompt that is to be
-        dropped.
+        """Returns the token ids before the response, and the position of each image; None for a dropped prompt.
 
         Raises:
             ConfigError: The prompt is longer than allowed, or empty.
@@ -222,30 +221,30 @@ class PromptTokenizer:
             raise ConfigError(f"{prompt.where}: {error}") from None
         ids, at = self._widened(prompt, ids)
         if not ids:
-            raise ConfigError(f"{prompt.where} has no tokens: {_shown(prompt)}")
+            raise ConfigError(f"{prompt.where} has no tokens: {_excerpt(prompt)}")
         fits = self._fits(prompt, len(ids), self.max_prompt_tokens, self.limit, "tokens")
         return (ids, at) if fits else None
 
     def encode_demonstration(
         self, prompt: Prompt, max_tokens: int | None = None
     ) -> tuple[list[int], list[bool], list[int]] | None:
-        """Token ids of prompt, response and end token, and which of them SFT trains on: response and end.
+        """Returns the token ids of prompt, response and end token, and the loss mask of SFT: response and end.
 
-        The prompt's ids are those that `encode` gives. A response that is a whole message (`Prompt.turn`) is what the chat
-        template writes for it.
+        The prompt's ids are those of `encode`. A response that is a complete message (`Prompt.turn`) is rendered by the chat
+        template.
 
         Args:
             prompt: Has a response.
-            max_tokens: Most tokens in all, by `actor.max_tokens_per_micro_batch`.
+            max_tokens: Maximum number of tokens in all, by `actor.max_tokens_per_micro_batch`.
 
         Returns:
-            ids and loss mask, equally long, and at which id each picture begins; None for a problem that is to be dropped.
+            ids and loss mask, equally long, and at which id each image begins; None for a dropped problem.
 
         Raises:
-            ConfigError: There is no response or no end token, or it is too long.
+            ConfigError: The response or the end token is missing, or the sequence is too long.
         """
         if not prompt.response:
-            raise ConfigError(f"{prompt.where} has no demonstration (data.train.response_key): {_shown(prompt)}")
+            raise ConfigError(f"{prompt.where} has no demonstration (data.train.response_key): {_excerpt(prompt)}")
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(
                 f"the tokenizer of {self.tokenizer.name_or_path} has no end token (eos_token); sft needs one"
@@ -257,7 +256,7 @@ class PromptTokenizer:
         bare = self._is_bare(prompt.messages)
         prompt_text = self.text(self._messages(prompt), prompt.tools)
         text = self._turn_text(prompt, prompt_text) if prompt.turn else prompt.response
-        # Encoded together where the prompt's ids come out the same: some tokenizers put a space before any text.
+        # Encoded jointly if the prompt's ids are unchanged by that: some tokenizers put a space before any text.
         try:
             joined = self._ids(prompt_text + text, bare=bare)
         except ConfigError as error:
@@ -269,21 +268,21 @@ class PromptTokenizer:
             response = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         end_token = self.tokenizer.eos_token_id if bare or self._turn_end is None else self._turn_end
         end = [] if response[-1:] == [end_token] or (prompt.turn and response[-1] in self._special) else [end_token]
-        whole = [*ids, *response, *end]
+        all_ids = [*ids, *response, *end]
         if max_tokens is not None and not self._fits(
-            prompt, len(whole), max_tokens, "actor.max_tokens_per_micro_batch", "tokens with its response"
+            prompt, len(all_ids), max_tokens, "actor.max_tokens_per_micro_batch", "tokens with its response"
         ):
             return None
-        return whole, [False] * len(ids) + [True] * (len(whole) - len(ids)), at
+        return all_ids, [False] * len(ids) + [True] * (len(all_ids) - len(ids)), at
 
     @cached_property
     def _special(self) -> frozenset[int]:
         return special_tokens(self.tokenizer)
 
     def _turn_text(self, prompt: Prompt, prompt_text: str) -> str:
-        """Returns what the template writes for the turn of a demonstration, up to the token that ends it."""
+        """Returns the template's text for the turn of a demonstration, up to the token that ends it."""
         if self._is_bare(prompt.messages):
-            self.check(prompt)  # it refuses
+            self.check(prompt)  # it raises
         assert prompt.turn is not None
         try:
             full = self.text([*self._messages(prompt), prompt.turn], prompt.tools, add_generation_prompt=False)
@@ -303,31 +302,31 @@ class PromptTokenizer:
     def fitting(
         self, dataset: PromptDataset, *, demonstrations: bool = False, max_tokens: int | None = None
     ) -> FittingPrompts:
-        """The problems that are not too long. Looks at all of them, or at what was found of the same ones before.
+        """Returns the problems that are not too long; checks all of them, or uses cached results for the same ones.
 
         Args:
             dataset: All problems.
-            demonstrations: Looks at prompt and response together, too.
-            max_tokens: Most of these.
+            demonstrations: Also checks prompt and response jointly.
+            max_tokens: Maximum number of tokens of these.
 
         Raises:
-            ConfigError: One is too long and `overlong` is "error"; the chat template leaves something of one out, or
-                refuses it; or none is left.
+            ConfigError: A problem is too long and `overlong` is "error"; the chat template omits a part of one, or
+                rejects it; or none remains.
         """
         file = state_folder("prompts") / f"{self._digest(dataset, demonstrations, max_tokens)}.json"
-        known = _read_known(file)
-        if known is None:
-            known = self._look(dataset, demonstrations, max_tokens)
+        results = _read_known(file)
+        if results is None:
+            results = self._look(dataset, demonstrations, max_tokens)
             with contextlib.suppress(OSError, StorageError):
-                replace_durably(file, json.dumps(known).encode(), sync=False)
-        if len(known["dropped"]) == len(dataset):
+                replace_durably(file, json.dumps(results).encode(), sync=False)
+        if len(results["dropped"]) == len(dataset):
             also = (
                 f", or with their responses than actor.max_tokens_per_micro_batch={max_tokens}"
                 if max_tokens is not None
                 else ""
             )
             raise ConfigError(f"all {len(dataset)} prompts are longer than {self.limit}={self.max_prompt_tokens}{also}")
-        return FittingPrompts(dataset, known["dropped"], known["left_out"])
+        return FittingPrompts(dataset, results["dropped"], results["left_out"])
 
     def _look(self, dataset: PromptDataset, demonstrations: bool, max_tokens: int | None) -> dict[str, list[Any]]:
         dropped, left_out = list[int](), set[str]()
@@ -342,7 +341,7 @@ class PromptTokenizer:
         return {"dropped": dropped, "left_out": sorted(left_out)}
 
     def _digest(self, dataset: PromptDataset, demonstrations: bool, max_tokens: int | None) -> str:
-        """Returns a digest of all that lengths of problems depend on."""
+        """Returns a digest of everything on which the lengths of problems depend."""
         tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
         vocabulary = (
             tokenizer.to_str() if tokenizer is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
@@ -374,16 +373,16 @@ class PromptTokenizer:
         except UnicodeEncodeError as error:
             code = f"\\u{ord(text[error.start]):04x}"
             raise ConfigError(f"a text has {code}, half of the pair that writes one character: take it out") from None
-        # A chat template writes its own beginning; bare text gets the tokenizer's, but no end.
+        # A chat template writes the beginning; bare text gets the tokenizer's, but no end.
         ids: list[int] = list(self.tokenizer(text, add_special_tokens=bare, verbose=False)["input_ids"])
         return ids[:-1] if bare and ids and ids[-1] == self.tokenizer.eos_token_id and len(ids) > 1 else ids
 
-    def _fits(self, prompt: Prompt, length: int, most: int, limit: str, what: str) -> bool:
-        if length <= most:
+    def _fits(self, prompt: Prompt, length: int, bound: int, limit: str, unit: str) -> bool:
+        if length <= bound:
             return True
         if self.overlong == "error":
             raise ConfigError(
-                f"{prompt.where} has {length} {what}, more than {limit} allows ({most}): {_shown(prompt)}; raise the "
+                f"{prompt.where} has {length} {unit}, more than {limit} allows ({bound}): {_excerpt(prompt)}; raise the "
                 "limit, or set data.overlong_prompts=drop"
             )
         return False
@@ -393,8 +392,8 @@ class FittingPrompts:
     """Problems of a dataset that are not too long.
 
     Attributes:
-        dropped: How many are.
-        left_out: Keys of messages that the chat template writes for the last turn alone (reasoning).
+        dropped: Number of problems that are too long.
+        left_out: Keys of messages that the chat template renders for the last turn alone (reasoning).
     """
 
     def __init__(self, dataset: PromptDataset, dropped: Sequence[int], left_out: Sequence[str]) -> None:
@@ -403,7 +402,7 @@ class FittingPrompts:
         self.dropped, self.left_out = len(positions), tuple(left_out)
 
     def notes(self, key: str) -> list[str]:
-        """Returns what a person is to know of them at the start, in sentences."""
+        """Returns messages for the user at the start of the run."""
         notes = []
         if self.dropped:
             count = self.dropped + len(self)
@@ -424,42 +423,44 @@ class FittingPrompts:
 
 def _read_known(file: Path) -> dict[str, list[Any]] | None:
     try:
-        known = read_json(file.read_bytes())
+        results = read_json(file.read_bytes())
     except (OSError, ValueError):
         return None
-    return known if isinstance(known, dict) and known.keys() == {"dropped", "left_out"} else None
+    return results if isinstance(results, dict) and results.keys() == {"dropped", "left_out"} else None
 
 
-def _shown(prompt: Prompt) -> str:
+def _excerpt(prompt: Prompt) -> str:
     text = prompt.messages[-1]["content"]
     return repr(text if len(text) <= 60 else text[:60] + "…")
 
 
 def _nearest(folder: Path) -> str:
-    beside = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
-    near = difflib.get_close_matches(folder.name, beside, 1)
+    neighbours = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
+    near = difflib.get_close_matches(folder.name, neighbours, 1)
     return f"; did you mean {str(folder.with_name(near[0]))!r}?" if near else ""
 
 
 def context_tokens(cfg: LanguageConfig, tokenizer: Any) -> int | None:
-    """Returns the most tokens of prompt and response together, by `rollout.max_model_len` or the model that the tokenizer came
-    with; None if neither says so."""
+    """Returns the maximum number of tokens of prompt and response, by `rollout.max_model_len` or the model of the tokenizer.
+
+    None if neither sets it.
+    """
     limit = select(cfg, "rollout.max_model_len")
     if limit is not None:
         return int(limit)
-    most, path = None, str(getattr(tokenizer, "name_or_path", "") or "")
-    with contextlib.suppress(ConfigError):  # a tokenizer from elsewhere than its model
+    max_tokens, path = None, str(getattr(tokenizer, "name_or_path", "") or "")
+    with contextlib.suppress(ConfigError):  # the tokenizer's folder has no model
         config = load_model_config(path, cfg.actor.model.trust_remote_code) if path else None
-        most = getattr(config.get_text_config(), "max_position_embeddings", None) if config else None
-    return None if most is None else int(most)
+        max_tokens = getattr(config.get_text_config(), "max_position_embeddings", None) if config else None
+    return None if max_tokens is None else int(max_tokens)
 
 
-#: One of these lies beside every tokenizer. Without, transformers makes up an empty one for some kinds of models.
+#: Each tokenizer has one of these files. Without them, transformers makes up an empty one for some kinds of models.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def find_tokenizer(model_path: str, trust_remote_code: bool) -> Any | None:
-    """The tokenizer beside a model; None if there is none."""
+    """Returns the tokenizer in a model's folder; None if there is none."""
     folder = Path(model_path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
@@ -470,43 +471,43 @@ def find_tokenizer(model_path: str, trust_remote_code: bool) -> Any | None:
 
 
 def end_tokens(model_path: str, config: Any, tokenizer: Any | None) -> frozenset[int]:
-    """Tokens that end a response by themselves.
+    """Returns the tokens that end a response in addition to the stop texts of a request.
 
-    Those of the generation configuration, of the model, of the tokenizer and of its chat template together: chat models
-    fine-tuned from a base model often name their end of turn in one of these only.
+    These are the end tokens of the generation configuration, the model, the tokenizer and its chat template: chat models
+    fine-tuned from a base model often declare their end of turn in only one of them.
     """
-    found: list[Any] = [
+    declared: list[Any] = [
         getattr(config.get_text_config(), "eos_token_id", None),
         getattr(tokenizer, "eos_token_id", None),
         turn_end(tokenizer),
     ]
-    with contextlib.suppress(OSError, ValueError):  # a model may come without one
-        found.append(transformers().GenerationConfig.from_pretrained(model_path).eos_token_id)
+    with contextlib.suppress(OSError, ValueError):  # a model may have none
+        declared.append(transformers().GenerationConfig.from_pretrained(model_path).eos_token_id)
     ids: set[int] = set()
-    for value in found:
+    for value in declared:
         if value is not None:
             ids.update(value if isinstance(value, (list, tuple)) else (value,))
     return frozenset(int(i) for i in ids)
 
 
 def without_end(token_ids: Sequence[int], tokenizer: Any) -> list[int]:
-    """Returns a response without the end token that the model has drawn, whichever of its end tokens that is."""
+    """Returns a response without the end token that the model sampled, whichever of its end tokens that is."""
     ends = _response_ends(tokenizer)
     return list(token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids)
 
 
 @functools.lru_cache(maxsize=16)
 def _response_ends(tokenizer: Any) -> frozenset[int]:
-    """Returns the end tokens of the model that a tokenizer came with, and the padding token: some are trained to end so."""
+    """Returns the end tokens of a tokenizer's model, and the padding token, which ends the responses of some models."""
     path = str(getattr(tokenizer, "name_or_path", "") or "")
     ends = {getattr(tokenizer, name, None) for name in ("eos_token_id", "pad_token_id")} | {turn_end(tokenizer)}
-    with contextlib.suppress(ConfigError):  # a tokenizer from elsewhere than its model
+    with contextlib.suppress(ConfigError):  # the tokenizer's folder has no model
         ends |= end_tokens(path, load_model_config(path, False), tokenizer) if path else frozenset()
     return frozenset(token for token in ends if token is not None)
 
 
 def cut_at_stop(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[str, str | None]:
-    """Returns the text of a response before its first stop text, and that stop text; the whole text and None without one.
+    """Returns the text of a response before its first stop text, and that stop text; the complete text and None without one.
 
     A stop text neither begins nor ends inside a special token: `b` does not match in `<bos>`, while `<bos>` does.
     """
@@ -524,7 +525,7 @@ def cut_at_stop(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -
 
 
 def _inside_special(tokenizer: Any, token_ids: Sequence[int]) -> set[int]:
-    """Returns the places of a response's text that are inside a special token."""
+    """Returns the indices of a response's text that are inside a special token."""
     special, places = _special(tokenizer), set[int]()
     for number, token in enumerate(token_ids):
         if token in special:
@@ -537,13 +538,13 @@ _special = functools.lru_cache(maxsize=16)(special_tokens)
 
 
 class StopTexts:
-    """Finds a stop text at the end of a response, token by token.
+    """Detector of a stop text at the end of a response, token by token.
 
-    Both engines use it, in place of vLLM's own search: that one forgets a half-written stop text when a request is
-    resumed, and does not see special tokens.
+    Both engines use it in place of vLLM's search, which loses a partial stop text when a request is resumed, and ignores
+    special tokens.
 
     Args:
-        tokenizer: None where the model has none.
+        tokenizer: None if the model has none.
         model_path: For the message.
     """
 
@@ -551,8 +552,11 @@ class StopTexts:
         self._tokenizer, self._model_path = tokenizer, model_path
 
     def check(self, stop: Sequence[str]) -> None:
-        """Raises:
-        ConfigError: These stop texts cannot be looked for."""
+        """Checks stop texts.
+
+        Raises:
+            ConfigError: These stop texts are not supported.
+        """
         if not stop:
             return
         for text in stop:
@@ -567,9 +571,9 @@ class StopTexts:
                 f"stop texts need a tokenizer, and {self._model_path} has none: save it there, or use stop_token_ids"
             )
 
-    def ended(self, token_ids: Sequence[int], stop: tuple[str, ...]) -> bool:
-        """Whether the last token completed one of the texts."""
-        # A token is at least a byte: the text cannot reach back further than this.
+    def is_complete(self, token_ids: Sequence[int], stop: tuple[str, ...]) -> bool:
+        """Returns whether the last token completed one of the texts."""
+        # A token is at least a byte: the text cannot begin further back.
         window = max(len(text.encode()) for text in stop) + 3
         assert self._tokenizer is not None
         return cut_at_stop(self._tokenizer, token_ids[-window:], stop)[1] is not None

@@ -1,8 +1,8 @@
-"""Attention and experts that make the same numbers of a token, bit for bit, whatever else is computed with it.
+"""Batch-invariant attention and expert kernels: a token's result does not depend, bit for bit, on the rest of the batch.
 
-A sum's last bits depend on the order of its terms, which a library chooses by shapes. So attention here is given shapes that a
-row's own length determines. What a layer multiplies has as many rows as fill whole tiles, which makes libraries on CPUs take
-the same order for each row; whether they do is looked at when an engine starts (`forward.Forward`).
+The last bits of a sum depend on the order of its terms, which a library chooses by shapes. So attention here gets shapes that
+depend only on a row's length. The inputs of a layer's products are padded to full tiles, which makes libraries on CPUs use the
+same order for each row; an engine verifies that at its start (`hf_forward.Forward`).
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from torch.nn import functional as F
 
 from rlhpc.language.models.vision import sub_attention
 
-#: Columns come in blocks: what attention reads of a row is this much and a multiple of it, by the row's own length alone.
+#: Attention reads the columns of a row in blocks of this size; their number depends only on the row's length.
 BLOCK = 32
 
 
 def blocks(length: int) -> int:
-    """The columns of the blocks that `length` tokens are in."""
+    """Returns the number of columns of the blocks for `length` tokens."""
     return -(-length // BLOCK) * BLOCK
 
 
 class KeyValues:
-    """The cache of all layers, `[rows, heads, columns, width]` each.
+    """KV cache of all layers, `[rows, heads, columns, width]` each.
 
-    Each row begins at column 0, whatever the others' lengths are; a row that joins or leaves copies no other but the one that
-    takes its place. What is behind a row's end is finite, and weighs nothing.
+    Each row begins at column 0, whatever the lengths of the others. When a row joins or leaves, no other row is copied, except
+    the one that replaces a leaving row. Values behind a row's end are finite and have weight zero.
 
     Attributes:
         rows: Rows in use.
         length: Tokens in each row.
         present: Row and column of each token that is computed next.
-        places: The position of each of them: its column, but for what pictures before it make of that.
-        only: The row whose token that is; None for all.
+        places: Position of each of them: its column, shifted by images before it.
+        only: The row of the only token that is computed next; None for all rows.
     """
 
     present: tuple[Tensor, Tensor]
@@ -71,25 +71,25 @@ class KeyValues:
             layers: Of the cache that the prefill filled: `keys` and `values` `[1, heads, at least all tokens, width]`.
             lengths: Tokens of each sequence.
             source: The sequence of each new row; rows with the same prompt share one.
-            shifts: By how much each sequence's next position is beyond its next column.
+            shifts: Difference between each sequence's next position and its next column.
         """
         begins = [0, *accumulate(lengths)]
-        theirs = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
+        prefilled = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
         first, stop = self.rows, self.rows + len(source)
-        self._fit(theirs, stop, max(lengths[one] for one in source) + 1)
-        for mine, given in zip((*self.keys, *self.values), theirs, strict=True):
-            mine[first:stop].zero_()
+        self._fit(prefilled, stop, max(lengths[one] for one in source) + 1)
+        for tensor, source_tensor in zip((*self.keys, *self.values), prefilled, strict=True):
+            tensor[first:stop].zero_()
             row = first
-            for one, alike in groupby(source):
-                count, length = len(list(alike)), lengths[one]
-                mine[row : row + count, :, :length] = given[0, :, begins[one] : begins[one] + length]
+            for one, copies in groupby(source):
+                count, length = len(list(copies)), lengths[one]
+                tensor[row : row + count, :, :length] = source_tensor[0, :, begins[one] : begins[one] + length]
                 row += count
         self.length[first:stop] = [lengths[one] for one in source]
         self._shift[first:stop] = [shifts[one] for one in source]
         self.rows = stop
 
     def reserve(self, only: int | None = None) -> None:
-        """Makes sure of a column for the next token, of each row or of one, and says where it is."""
+        """Reserves a column for the next token of each row, or of one row, and sets `present` and `places`."""
         self._fit((*self.keys, *self.values), self.rows, int(self.length[: self.rows].max()) + 1)
         rows = np.arange(self.rows) if only is None else np.array([only])
         device = self.keys[0].device
@@ -98,7 +98,7 @@ class KeyValues:
         self.places = torch.from_numpy(self.length[rows] + self._shift[rows]).to(device)
 
     def drop(self, leaving: Sequence[int]) -> list[tuple[int, int]]:
-        """Removes rows. The last ones move into their places: (from, to), to be done likewise by whoever has rows too."""
+        """Removes rows; the last rows replace them. Returns these moves, (from, to), which other per-row data must repeat."""
         moves = moves_into_places(self.rows, leaving)
         if moves:
             movers, holes = (list(side) for side in zip(*moves, strict=True))
@@ -110,7 +110,7 @@ class KeyValues:
         return moves
 
     def _fit(self, like: Sequence[Tensor], rows: int, columns: int) -> None:
-        """Room for so many rows and columns, with some more where it has to grow."""
+        """Grows the tensors to so many rows and columns, with a reserve."""
         room = self.keys[0].shape if self.keys else (0, 0, 0)
         if rows <= room[0] and columns <= room[2]:
             return
@@ -121,7 +121,7 @@ class KeyValues:
         rows, columns = max(rows, room[0]), max(columns, room[2])
         grown = list[Tensor]()
         for old in (*self.keys, *self.values) or like:
-            # Zeros, not whatever was there: 0 weight times NaN is NaN.
+            # Zeros, not uninitialized memory: 0 weight times NaN is NaN.
             new = old.new_zeros((rows, old.shape[1], columns, old.shape[3]))
             if self.keys:
                 new[: self.rows, :, : room[2]] = old[: self.rows]
@@ -131,15 +131,15 @@ class KeyValues:
 
 
 def decoding_cache(store: KeyValues) -> Any:
-    """`store` in the form in which transformers' models take a cache, for one token at a time of `store.present`.
+    """Returns `store` as a cache of transformers' models, for one token at a time of `store.present`.
 
-    Of a single row, layers give back what is in it. Otherwise they give back all there is, and attention has to know what is
-    whose.
+    For a single row, layers return the row's part. Otherwise they return all rows, and attention has to select the columns of
+    each.
     """
     from transformers.cache_utils import Cache, DynamicLayer
 
     class Layer(DynamicLayer):
-        """Writes a token of each row and gives back views: nothing is copied."""
+        """Cache layer that writes a token of each row and returns views, without copies."""
 
         def __init__(self, index: int) -> None:
             super().__init__()
@@ -165,36 +165,36 @@ def decoding_cache(store: KeyValues) -> Any:
 
 
 def moves_into_places(rows: int, leaving: Sequence[int]) -> list[tuple[int, int]]:
-    """Which of the last rows come into the places of those that leave: (from, to)."""
-    gone = set(leaving)
-    left = rows - len(gone)
-    holes = [row for row in sorted(gone) if row < left]
-    movers = [row for row in range(left, rows) if row not in gone]
+    """Returns the moves (from, to) of the last rows into the places of rows that leave."""
+    leaving_rows = set(leaving)
+    remaining = rows - len(leaving_rows)
+    holes = [row for row in sorted(leaving_rows) if row < remaining]
+    movers = [row for row in range(remaining, rows) if row not in leaving_rows]
     return list(zip(movers, holes, strict=True))
 
 
-#: What transformers calls the functions here.
+#: Name under which the functions are registered with transformers.
 NAME = "rlhpc_alike"
-#: Tokens come in multiples of this: vectorized functions then have no rest, which they compute in another way.
+#: Tokens are padded to a multiple of this: vectorized functions compute a remainder in another way.
 TILE = 32
-#: Tokens of an expert come in multiples of this, enough for a product of matrices.
+#: Tokens of an expert are padded to a multiple of this, which suffices for matrix products.
 _EXPERT_TILE = 8
-#: Bytes of which an address is to be a multiple for libraries to go about it in the same way.
+#: Alignment in bytes with which libraries use the same kernel.
 _ALIGNED = 64
-#: Kinds of layers, as configurations name them, that this attention is for.
+#: Layer types of configurations that this attention supports.
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
-#: Positions that depend on the longest sequence of a batch.
+#: Rotary position types that depend on the longest sequence of a batch.
 _BY_LONGEST = frozenset({"dynamic", "longrope"})
 
 
 def tiles(count: int, size: int = TILE) -> int:
-    """The next multiple."""
+    """Returns the next multiple of the tile size."""
     return -(-count // size) * size
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows that attention reads as many columns of: `first` to `end` of `rows`; `mask` `[rows, 1, 1, columns]`."""
+    """Rows for which attention reads the same columns: `first` to `end` of `rows`; `mask` `[rows, 1, 1, columns]`."""
 
     rows: slice | Tensor
     first: int
@@ -203,7 +203,7 @@ class _Group:
 
 
 class Decoding:
-    """One token for each row of a cache, the token's own column included."""
+    """Decoding of one token for each row of a cache, the token's column included."""
 
     def __init__(self, store: KeyValues, dtype: torch.dtype, device: torch.device) -> None:
         self._lengths = store.length[: store.rows] + 1
@@ -211,7 +211,7 @@ class Decoding:
         self._groups: dict[int | None, list[_Group]] = {}
 
     def groups(self, window: int | None) -> list[_Group]:
-        """The rows by the columns they need, of those that a window lets them see."""
+        """Returns the rows grouped by the columns that they need within a window."""
         if window not in self._groups:
             self._groups[window] = list(self._grouped(window))
         return self._groups[window]
@@ -220,30 +220,30 @@ class Decoding:
         lengths = self._lengths
         begins = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
         needs = np.stack([begins // BLOCK * BLOCK, [blocks(int(length)) for length in lengths]], axis=1)
-        if self._device.type != "cpu":  # one launch for all
+        if self._device.type != "cpu":  # one launch for all rows
             needs[:] = needs[:, 0].min(), needs[:, 1].max()
         for first, end in np.unique(needs, axis=0).tolist():
             rows = np.flatnonzero((needs == (first, end)).all(axis=1))
             if len(rows) == 1 and torch.get_num_threads() > 1:
                 rows = rows.repeat(
                     2
-                )  # or the products of a single row with a single head would be divided among threads
+                )  # otherwise the products of a single row with a single head would be divided among threads
             columns = np.arange(first, end)
-            seen = (columns >= begins[rows, None]) & (columns < lengths[rows, None])
-            mask = torch.from_numpy(np.where(seen, 0.0, -np.inf)).to(self._device, self._dtype)
+            visible = (columns >= begins[rows, None]) & (columns < lengths[rows, None])
+            mask = torch.from_numpy(np.where(visible, 0.0, -np.inf)).to(self._device, self._dtype)
             dense = rows[-1] - rows[0] + 1 == len(rows)
             chosen = slice(int(rows[0]), int(rows[-1]) + 1) if dense else torch.from_numpy(rows).to(self._device)
             yield _Group(chosen, first, end, mask[:, None, None])
 
 
-#: What is computed: sequences of these lengths one after the other, or a token of each row; None is rectangles.
+#: Current computation: lengths of sequences one after the other, or a token of each row; None for rectangles.
 _present: ContextVar[Sequence[int] | Decoding | None] = ContextVar("present", default=None)
 
 
 @contextmanager
-def present(what: Sequence[int] | Decoding | None) -> Iterator[None]:
-    """Tells attention what is computed."""
-    token = _present.set(what)
+def present(computation: Sequence[int] | Decoding | None) -> Iterator[None]:
+    """Sets what attention computes in the block: lengths of a prefill, or a token of each row."""
+    token = _present.set(computation)
     try:
         yield
     finally:
@@ -261,38 +261,38 @@ def attend(
     sliding_window: int | None = None,
     **further: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention in the form that transformers calls, to `[B, T, heads, width]`.
+    """Computes causal attention in the form that transformers calls, to `[B, T, heads, width]`.
 
     Args:
         module: The layer's attention.
         query: `[1, heads, T, d]` of a prefill, `[rows, heads, 1, d]` of a token of each row.
-        key, value: Of the same tokens; where rows are decoded, the cache's.
-        attention_mask: None: transformers makes none for a function that it does not know.
+        key, value: Of the same tokens; in decoding, the cache's.
+        attention_mask: None: transformers builds none for a function that it does not know.
         scaling: Of the logits; None is 1/√d.
-        dropout: None in generation.
-        sliding_window: How many tokens, itself included, a token sees; None for all.
-        further: What a family adds; a bound on logits is left out, as it is by the attention `sdpa`.
+        dropout: Unused in generation.
+        sliding_window: How many tokens, itself included, a token attends to; None for all.
+        further: Additional arguments of a family; a bound on logits is ignored, as it is by the attention `sdpa`.
     """
-    what = _present.get()
-    found = query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
-    if isinstance(what, Decoding):
+    computation = _present.get()
+    outputs = query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
+    if isinstance(computation, Decoding):
         with _one_thread(query.device):
-            for group in what.groups(sliding_window):
+            for group in computation.groups(sliding_window):
                 k, v = (each[group.rows][:, :, group.first : group.end] for each in (key, value))
-                found[group.rows] = _last(query[group.rows], k, v, group.mask, scaling).transpose(1, 2)
-        return found, None
+                outputs[group.rows] = _last(query[group.rows], k, v, group.mask, scaling).transpose(1, 2)
+        return outputs, None
     begin = 0
-    for length in what or [query.shape[2]]:
+    for length in computation or [query.shape[2]]:
         part = slice(begin, begin + length)
         begin += length
         q, k, v = (each[:, :, part].contiguous() for each in (query, key, value))
-        found[:, part] = _causal(q, k, v, sliding_window, scaling).transpose(1, 2)
-    return found, None
+        outputs[:, part] = _causal(q, k, v, sliding_window, scaling).transpose(1, 2)
+    return outputs, None
 
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU, which of several threads computes a row may show in it."""
+    """Limits torch to one thread in the block: on a CPU, a row's result may depend on the thread that computes it."""
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1:
         yield
@@ -305,7 +305,7 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None) -> Tensor:
-    """Of whole sequences of the same length, `[B, heads, T, d]`."""
+    """Computes attention of complete sequences of the same length, `[B, heads, T, d]`."""
     length = query.shape[2]
     key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
     if window is None or window >= length:
@@ -317,26 +317,28 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, window: int | None, scali
 
 
 def _last(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Of one token for each row `[rows, heads, 1, d]`."""
+    """Computes attention of one token for each row `[rows, heads, 1, d]`."""
     uneven = query.shape[3] != value.shape[3] or query[0].numel() * query.element_size() % _ALIGNED
     if query.device.type == "cpu" and uneven and len(query) > 1:
-        # The library's own kernel for CPUs, which computes each row by itself, is not for these, or rows begin where they may.
+        # torch's CPU kernel, which computes rows independently, does not support these shapes, or their rows are not aligned.
         parts = zip(query.split(1), key.split(1), value.split(1), mask.split(1), strict=True)
         return torch.cat([_last(q.clone(), k, v, m, scaling) for q, k, v, m in parts])
-    # Heads that share keys are as several tokens of one: keys need not be copied.
+    # Heads that share keys are computed as several tokens of one head, so keys need not be copied.
     shared = query.reshape(len(query), key.shape[1], -1, query.shape[3])
-    found = F.scaled_dot_product_attention(shared, key, value, attn_mask=mask, scale=scaling)
-    return found.reshape(*query.shape[:3], -1)
+    outputs = F.scaled_dot_product_attention(shared, key, value, attn_mask=mask, scale=scaling)
+    return outputs.reshape(*query.shape[:3], -1)
 
 
 def expert_products(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """A layer's experts in the form that transformers calls: `[T, H]` to `[T, H]`, each expert's tokens in whole tiles."""
+    """Computes a layer's experts in the form that transformers calls: `[T, H]` to `[T, H]`, each expert's tokens in full
+    tiles.
+    """
     count, each = top_k_index.shape
     chosen = top_k_index.reshape(-1)
     order = chosen.argsort(stable=True)
     counts = torch.bincount(chosen, minlength=module.num_experts)
     room = -(-counts // _EXPERT_TILE) * _EXPERT_TILE
-    # Where each pair of token and expert goes: behind the room of experts before, in the order among its expert's own.
+    # Index of each pair of token and expert: after the tiles of the preceding experts, in the order within its expert.
     shift = (room.cumsum(0) - room) - (counts.cumsum(0) - counts)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device) + shift[chosen[order]]
@@ -359,14 +361,14 @@ def expert_products(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weig
         inner = module._apply_gate(product(tokens, "gate_up_proj"))
     else:
         inner = module.act_fn(product(tokens, "up_proj"))
-    said = product(inner, "down_proj")[place] * top_k_weights.reshape(-1, 1)
-    return said.view(count, each, -1).sum(dim=1).to(hidden.dtype)
+    outputs = product(inner, "down_proj")[place] * top_k_weights.reshape(-1, 1)
+    return outputs.view(count, each, -1).sum(dim=1).to(hidden.dtype)
 
 
 def can_join(model: Any, context: int) -> bool:
-    """Whether a causal model of transformers seems to be one whose attention is that of this module.
+    """Returns whether a causal model of transformers can probably use the attention of this module.
 
-    Not where it mixes tokens in other ways, or where positions depend on the longest sequence of a batch.
+    It cannot if it mixes tokens by other means, or if positions depend on the longest sequence of a batch.
 
     Args:
         model: From transformers.
@@ -389,7 +391,7 @@ def can_join(model: Any, context: int) -> bool:
 
 
 def join(model: Any, device: torch.device) -> None:
-    """Has a model use the functions here."""
+    """Makes a model use the functions here."""
     sys.modules["transformers"].AttentionInterface.register(NAME, attend)
     model.set_attn_implementation(sub_attention(model, NAME))
     if device.type == "cpu" and getattr(model, "_can_set_experts_implementation", lambda: False)():

@@ -1,4 +1,4 @@
-"""What both engines share: which requests they take, where a response ends, and that an update brings all weights."""
+"""Base of both engines: options, checks of requests, and completeness of weight updates."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="torch.Tensor | Elements")
 
 _DTYPES = ("float32", "bfloat16", "float16")
-#: Sequences at a time where the configuration does not say and the engine has no number of its own.
+#: Default number of concurrent sequences, if neither the configuration nor the engine has one.
 _BATCH = 64
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Sections `rollout` and `actor.model` as an engine reads them.
+    """Options of an engine, from the sections `rollout` and `actor.model`.
 
     Attributes:
         model_path: Hugging Face folder or hub name.
-        device: Where to compute, such as `cpu` or `cuda:0`.
+        device: Device of the computation, such as `cpu` or `cuda:0`.
         dtype: Of the weights: float32, bfloat16 or float16.
-        max_batch_size: Sequences made at a time; None is for an engine's own number.
-        max_model_len: Longest prompt and response together; None takes the model's context.
-        gpu_memory_utilization: Part of the accelerator's memory for vLLM.
+        max_batch_size: Concurrent sequences; None selects the engine's default.
+        max_model_len: Maximum length of prompt and response; None takes the model's context.
+        gpu_memory_utilization: Fraction of the accelerator's memory for vLLM.
         attn_implementation: Of transformers.
         trust_remote_code: Runs code that comes with the model.
         engine_kwargs: Further arguments of the engine's constructor.
@@ -43,8 +43,8 @@ class EngineOptions:
         keeps_cache: `rollout.keep_cache_on_update`.
         divides_experts: `rollout.parallel.expert`.
         says_experts: `rollout.routing_replay`.
-        adapters: Rank and alpha of adapters that come as they are (`rollout.merge_adapters`); None where they are merged.
-        policies: Names of several policies, of which each has such adapters.
+        adapters: Rank and alpha of unmerged adapters (`rollout.merge_adapters`); None if they are merged.
+        policies: Names of several policies, each with such adapters.
     """
 
     model_path: str
@@ -65,7 +65,7 @@ class EngineOptions:
 
     @classmethod
     def from_config(cls, cfg: LanguageConfig, model_path: str, device: str | torch.device) -> EngineOptions:
-        """Reads and checks.
+        """Reads and checks the options of a configuration.
 
         Raises:
             ConfigError: A value is out of range; names the key.
@@ -96,15 +96,15 @@ class EngineOptions:
 
     @property
     def batch(self) -> int:
-        """Sequences made at a time by an engine without a number of its own."""
+        """Concurrent sequences of an engine without a default."""
         return _BATCH if self.max_batch_size is None else self.max_batch_size
 
 
 def choices_of(cfg: LanguageConfig, engine: RolloutBackend) -> int:
-    """How many experts an engine names a token (`SaysExperts`); 0 if it is not to.
+    """Returns how many experts an engine returns for a token (`SaysExperts`); 0 without routing replay.
 
     Raises:
-        ConfigError: It does not say them.
+        ConfigError: The engine does not return experts.
     """
     if not select(cfg, "rollout.routing_replay"):
         return 0
@@ -117,15 +117,15 @@ def choices_of(cfg: LanguageConfig, engine: RolloutBackend) -> int:
 
 
 def adapters_apart(cfg: LanguageConfig) -> bool:
-    """Whether engines get LoRA adapters as they are, rather than merged into the weights."""
+    """Returns whether engines get LoRA adapters separately, rather than merged into the weights."""
     return (select(cfg, "actor.lora.rank") or 0) > 0 and select(cfg, "rollout.merge_adapters") is False
 
 
 def engine_dtype(cfg: LanguageConfig, device: str | torch.device) -> str:
-    """The dtype of an engine's weights on a device: `rollout.dtype`, or that of the model.
+    """Returns the dtype of an engine's weights on a device: `rollout.dtype`, or that of the model.
 
     Raises:
-        ConfigError: There is no such dtype; names the key.
+        ConfigError: The dtype is unknown; names the key.
     """
     if cfg.rollout.dtype == "auto":
         from rlhpc.language.models.loading import compute_dtype
@@ -137,24 +137,24 @@ def engine_dtype(cfg: LanguageConfig, device: str | torch.device) -> str:
 
 
 class UpdateFailed(RlhpcError):
-    """A weight update broke off: the engine's weights are of two versions, so it makes no more tokens."""
+    """Error of an interrupted weight update: the engine's weights are of two versions, so it samples no more tokens."""
 
 
 class EngineBase:
-    """Base of the engines: checks requests, and keeps what `generate` did not ask for until the next `step`.
+    """Base of the engines: checks requests, and retains completions of other requests during `generate` until the next `step`.
 
     A subclass sets `version`, `context` and `vocabulary`, and implements `_queue`, `_advance`, `_abort` and `_drop`.
     """
 
     version: int = 0
     context: int
-    """Longest prompt and response together."""
+    """Maximum length of prompt and response."""
     vocabulary: int
     """Token ids are below this."""
 
     def __init__(self) -> None:
         self._under_way: set[int] = set()
-        self._kept: list[Completion] = []
+        self._retained: list[Completion] = []
         self._refuses: str = ""
 
     def _queue(self, requests: Sequence[Request]) -> None:
@@ -170,11 +170,11 @@ class EngineBase:
         raise NotImplementedError
 
     def _limit(self, request: Request) -> int:
-        """Most tokens of the response."""
+        """Returns the maximum number of tokens of the response."""
         return min(request.sampling.max_new_tokens, self.context - len(request.prompt_ids))
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queues requests (`RolloutBackend.add`). Takes all of them or none."""
+        """Queues requests (`RolloutBackend.add`): all of them or none."""
         batch = list(requests)
         ids = [request.id for request in batch]
         if len(set(ids)) < len(ids) or not self._under_way.isdisjoint(ids):
@@ -216,45 +216,45 @@ class EngineBase:
         """Advances the running requests; returns those that ended (`RolloutBackend.step`)."""
         if self._refuses:
             raise UpdateFailed(self._refuses)
-        done, self._kept = self._kept, []
+        done, self._retained = self._retained, []
         if len(self._under_way) > len(done):
             done += self._advance()
         self._under_way.difference_update(completion.id for completion in done)
         return done
 
     def unfinished(self) -> int:
-        """Number of requests that have not been given back (`RolloutBackend.unfinished`)."""
+        """Returns the number of requests that have not been returned (`RolloutBackend.unfinished`)."""
         return len(self._under_way)
 
     def abort(self) -> list[Completion]:
-        """Ends all requests; returns what each has so far (`RolloutBackend.abort`)."""
-        kept, self._kept = self._kept, []
+        """Ends all requests; returns the tokens of each so far (`RolloutBackend.abort`)."""
+        completions, self._retained = self._retained, []
         self._under_way.clear()
-        return kept + self._abort()
+        return completions + self._abort()
 
     def drop(self, ids: Collection[int]) -> None:
-        """Ends some requests, of which nothing is given back (`DropsRequests.drop`)."""
-        known = self._under_way.intersection(ids)
-        self._kept = [completion for completion in self._kept if completion.id not in known]
-        if known:
-            self._drop(known)
-            self._under_way -= known
+        """Ends some requests, which are not returned (`DropsRequests.drop`)."""
+        running = self._under_way.intersection(ids)
+        self._retained = [completion for completion in self._retained if completion.id not in running]
+        if running:
+            self._drop(running)
+            self._under_way -= running
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See `RolloutBackend.generate`. Others that end meanwhile are given back by the next `step`."""
+        """Completes requests; see `RolloutBackend.generate`. The next `step` returns other requests that end in this time."""
         self.add(requests)
-        mine: dict[int, Completion | None] = {request.id: None for request in requests}
-        missing, others = len(mine), []
+        completions: dict[int, Completion | None] = {request.id: None for request in requests}
+        missing, other_completions = len(completions), []
         while missing:
             for completion in self.step():
-                if completion.id in mine:
-                    mine[completion.id] = completion
+                if completion.id in completions:
+                    completions[completion.id] = completion
                     missing -= 1
                 else:
-                    others.append(completion)
-        self._kept += others
-        self._under_way.update(completion.id for completion in others)
-        return [completion for completion in mine.values() if completion is not None]
+                    other_completions.append(completion)
+        self._retained += other_completions
+        self._under_way.update(completion.id for completion in other_completions)
+        return [completion for completion in completions.values() if completion is not None]
 
     def _begin_update(self, version: int) -> None:
         self._refuses = (
@@ -273,18 +273,18 @@ def fitting_update(
     *,
     complete: bool = True,
 ) -> Iterator[tuple[str, T]]:
-    """Passes an update's tensors on; raises where a name or shape is wrong, and at the end where one is missing.
+    """Passes an update's tensors on; raises where a name or shape is wrong, and at the end if one is missing.
 
     Args:
         named_tensors: By Hugging Face names.
         needed: Shapes that must come, each once.
         optional: Shapes that may come: the other names of tied weights, and buffers.
-        complete: Whether all have to come; otherwise what does not come stays as it is.
+        complete: All tensors must come; otherwise missing ones stay unchanged.
 
     Raises:
         UpdateFailed: Names the tensors.
     """
-    seen: set[str] = set()
+    received: set[str] = set()
     for name, tensor in named_tensors:
         shape = needed.get(name, optional.get(name))
         if shape is None:
@@ -293,11 +293,11 @@ def fitting_update(
             raise UpdateFailed(
                 f"a weight update brought {name!r} of shape {tuple(tensor.shape)}; the model's is {shape}"
             )
-        if name in seen:
+        if name in received:
             raise UpdateFailed(f"a weight update brought {name!r} twice")
-        seen.add(name)
+        received.add(name)
         yield name, tensor
-    missing = sorted(needed.keys() - seen) if complete else []
+    missing = sorted(needed.keys() - received) if complete else []
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise UpdateFailed(f"a weight update left out {', '.join(missing[:3])}{more}")

@@ -1,4 +1,4 @@
-"""Generation with transformers' own models, for any model they have and any machine."""
+"""Engine on transformers' models, for any of them and any machine."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ import numpy as np
 
 
 def uniforms(request: Request, count: int) -> np.ndarray:
-    """The request's random numbers in [0, 1), one per token. They depend on its seed alone."""
+    """Returns the request's random numbers in [0, 1), one per token. They depend only on its seed."""
     generator = np.random.Generator(np.random.Philox(key=request.seed % 2**128))
     return generator.random(count)
 
 
 class Rows:
-    """Sampling parameters of the rows under way, as tensors on the device."""
+    """Sampling parameters of the running rows, as tensors on the device."""
 
     def __init__(self, requests: Sequence[Request], vocabulary: int, device: torch.device) -> None:
         temperature = [request.sampling.temperature for request in requests]
@@ -52,9 +52,9 @@ class Rows:
 
 
 def draw(logits: Tensor, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws one token for each row.
+    """Samples one token for each row.
 
-    A token is where the cumulative probability passes the row's random number, so a row needs one number per token, not
+    The token is where the cumulative probability passes the row's random number, so a row needs one number per token, not
     one per entry of the vocabulary. The sum is taken in float64: in float32 it loses the tail of a large vocabulary.
 
     Args:
@@ -75,7 +75,7 @@ def draw(logits: Tensor, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
         return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
     mass = logprobs.double().exp_()
     if rows.filtered:
-        # In the vocabulary's order again afterwards: a row draws the same whether or not another one is filtered.
+        # The vocabulary's order is restored: a row samples the same whether or not another one is filtered.
         mass = mass.masked_fill_(~_allowed(mass, rows), 0.0)
     tokens = _pick(mass.cumsum_(dim=-1), noise)
     if rows.any_greedy:
@@ -84,7 +84,7 @@ def draw(logits: Tensor, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _allowed(mass: Tensor, rows: Rows) -> Tensor:
-    """What top-k leaves, and of that the nucleus: tokens before which less than top_p is counted, at least one."""
+    """Returns the mask of top-k and nucleus: tokens before which the sum is less than top_p, at least one."""
     ordered, order = torch.sort(mass, dim=-1, descending=True, stable=True)
     ordered = ordered.masked_fill_(torch.arange(mass.shape[1], device=mass.device) >= rows.top_k, 0.0)
     sums = ordered.cumsum(dim=-1)
@@ -93,7 +93,7 @@ def _allowed(mass: Tensor, rows: Rows) -> Tensor:
 
 
 def _pick(sums: Tensor, noise: Tensor) -> Tensor:
-    """Where each row's cumulative mass passes its random number `[N, 1]`; entries without mass are never taken."""
+    """Returns where each row's cumulative mass passes its random number `[N, 1]`; never an entry without mass."""
     total = sums[:, -1:]
     # Strictly below the total, or rounding could point past the last entry that has mass.
     target = torch.minimum(noise.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -101,18 +101,18 @@ def _pick(sums: Tensor, noise: Tensor) -> Tensor:
 
 
 class SequenceTable:
-    """Rows as arrays on the host, so that a step over many of them is a few array operations.
+    """Table of the running rows as arrays on the host, so that a step over many rows is a few array operations.
 
     Args:
-        max_rows: Most rows.
+        max_rows: Maximum number of rows.
         vocabulary: Token ids are below this.
         own_ends: Tokens that end every response.
-        stop_texts: Looks for the texts that end some.
+        stop_texts: Finds the texts that end some responses.
     """
 
     def __init__(self, max_rows: int, vocabulary: int, own_ends: frozenset[int], stop_texts: StopTexts) -> None:
         self.requests: list[Request] = []
-        #: What routers chose for the tokens that were read of each row, part by part.
+        #: Routers' choices for the tokens read in each row, part by part.
         self.experts: list[list[np.ndarray]] = []
         self._vocabulary, self._own_ends, self._stop_texts = vocabulary, own_ends, stop_texts
         self._count, self._limit, self._end_set = (np.zeros(max_rows, dtype=np.int64) for _ in range(3))
@@ -120,7 +120,7 @@ class SequenceTable:
         self._tokens, self._versions = (np.zeros((max_rows, 64), dtype=np.int64) for _ in range(2))
         self._logprobs = np.zeros((max_rows, 64), dtype=np.float32)
         self._noise = np.zeros((max_rows, 64), dtype=np.float64)
-        #: Sets of end tokens, by their line in `_ends`; a row holds the number of its set. There are at most as many as rows.
+        #: Sets of end tokens, with their line in `_ends`; a row has the number of its set. There are at most as many as rows.
         self._end_sets: dict[tuple[int, ...], int] = {}
         self._ends = np.zeros((0, vocabulary), dtype=bool)
 
@@ -128,7 +128,7 @@ class SequenceTable:
         return len(self.requests)
 
     def add(self, request: Request, limit: int) -> None:
-        """A new last row, of at most `limit` tokens."""
+        """Adds a last row, of at most `limit` tokens."""
         row = len(self.requests)
         self.requests.append(request)
         self.experts.append([])
@@ -142,11 +142,11 @@ class SequenceTable:
         self._end_set[row] = self._number_of(request.sampling.stop_token_ids, row)
 
     def _number_of(self, ends: tuple[int, ...], rows: int) -> int:
-        """Returns the number of a set of end tokens; a new one takes the number of one that none of the first rows uses."""
+        """Returns the number of a set of end tokens; a new set takes the number of one that none of the first rows uses."""
         if ends in self._end_sets:
             return self._end_sets[ends]
         used = set(self._end_set[:rows].tolist())
-        idle = next((known for known, number in self._end_sets.items() if number not in used), None)
+        idle = next((end_set for end_set, number in self._end_sets.items() if number not in used), None)
         number = len(self._ends) if idle is None else self._end_sets.pop(idle)
         line = np.zeros((1, self._vocabulary), dtype=bool)
         line[0, [i for i in {*ends, *self._own_ends} if 0 <= i < self._vocabulary]] = True
@@ -158,49 +158,49 @@ class SequenceTable:
         return number
 
     def noise(self, begin: int) -> np.ndarray:
-        """The random numbers of the next token of rows from `begin` on."""
+        """Returns the random numbers of the next token of rows from `begin` on."""
         rows = np.arange(begin, len(self.requests))
         return np.asarray(self._noise[rows, self._count[rows]])
 
     def record(self, begin: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> list[tuple[int, str]]:
-        """Writes down what rows from `begin` on drew; those that end with it, and why."""
+        """Records the tokens sampled by rows from `begin` on; returns the rows that end with them, and the finish reasons."""
         rows = np.arange(begin, len(self.requests))
         at = self._count[rows]
         self._tokens[rows, at], self._logprobs[rows, at], self._versions[rows, at] = tokens, logprobs, version
         self._count[rows] += 1
         stopped = self._ends[self._end_set[rows], tokens]
         for row in rows[self._watched[rows] & ~stopped].tolist():
-            stopped[row - begin] = self._stop_texts.ended(self.said(row), self.requests[row].sampling.stop)
-        ended = stopped | (self._count[rows] >= self._limit[rows])
-        return [(begin + i, "stop" if stopped[i] else "length") for i in np.flatnonzero(ended).tolist()]
+            stopped[row - begin] = self._stop_texts.is_complete(self.response(row), self.requests[row].sampling.stop)
+        is_finished = stopped | (self._count[rows] >= self._limit[rows])
+        return [(begin + i, "stop" if stopped[i] else "length") for i in np.flatnonzero(is_finished).tolist()]
 
-    def said(self, row: int) -> list[int]:
-        """The response so far."""
+    def response(self, row: int) -> list[int]:
+        """Returns the tokens of the response so far."""
         tokens: list[int] = self._tokens[row, : self._count[row]].tolist()
         return tokens
 
     def completion(self, row: int, reason: str) -> Completion:
-        """The response so far, as it is given back."""
+        """Returns the response so far as a completion."""
         count = self._count[row]
         return Completion(
             id=self.requests[row].id,
-            token_ids=self.said(row),
+            token_ids=self.response(row),
             logprobs=self._logprobs[row, :count].tolist(),
             versions=self._versions[row, :count].tolist(),
             finish_reason=reason,
             experts=np.concatenate(self.experts[row]) if self.experts[row] else None,
         )
 
-    def move(self, moves: Iterable[tuple[int, int]], left: int) -> None:
-        """Moves rows into the places of others, (from, to), and keeps the first `left`."""
+    def move(self, moves: Iterable[tuple[int, int]], num_rows: int) -> None:
+        """Moves rows into the places of others, (from, to), and keeps the first `num_rows`."""
         for come, to in moves:
             self.requests[to], self.experts[to] = self.requests[come], self.experts[come]
             for record in self._records():
                 record[to] = record[come]
-        del self.requests[left:], self.experts[left:]
+        del self.requests[num_rows:], self.experts[num_rows:]
 
     def clear(self) -> None:
-        """Forgets all rows."""
+        """Removes all rows."""
         self.requests, self.experts = [], []
 
     def _records(self) -> tuple[np.ndarray, ...]:
@@ -210,28 +210,28 @@ class SequenceTable:
         )  # fmt: skip
 
 
-#: Part of the rows that must be free before waiting requests are let in, so that prefills come in batches.
+#: Fraction of the rows that must be free before waiting requests are admitted, so that prefills come in batches.
 _ADMIT = 8
 
 
 class HFRollout(EngineBase):
     """Continuous batching over a transformers model's `forward`.
 
-    It does not use `generate`, which takes a batch as it is and ends with its slowest sequence, and in which no request
-    can join, no weights can change and no row has random numbers of its own. Here a row that ends makes room for the
-    next request, and each step is one `forward` of all rows with a cache that is never copied (`KeyValues`).
+    It does not use `generate`, which takes a fixed batch and ends with its slowest sequence; there, no request can join, no
+    weights can change, and rows have no separate random numbers. Here the next request replaces a row that ends, and each step
+    is one `forward` of all rows with a cache that is never copied (`KeyValues`).
 
-    Tokens and log-probs of a request depend, bit for bit, on its prompt, its seed, its sampling parameters and the weights
-    alone: not on what else is under way, when it was added, or `rollout.max_batch_size` (`Forward`). That holds on CPUs of one
-    kind with the same number of threads and the same libraries, unless an update or `offload` comes in the middle of a
-    sequence, whose cache is then made anew in one pass. On an accelerator it holds as far as its libraries compute a row of a
-    shape alike wherever it sits, and attention whatever the longest row is; they do not promise it.
+    Tokens and log-probs of a request depend, bit for bit, only on its prompt, seed, sampling parameters and the weights:
+    not on other running requests, the time of its arrival, or `rollout.max_batch_size` (`Forward`). That holds on CPUs of one
+    type with the same number of threads and the same libraries, unless an update or `offload` comes in the middle of a
+    sequence, whose cache is then recomputed in one pass. On an accelerator it holds as far as its libraries compute a row of a
+    shape identically wherever it sits, and attention whatever the longest row is; they do not guarantee it.
 
     Args:
         cfg: The run's configuration.
         model_path: Hugging Face folder or hub name.
-        device: Where to compute.
-        seed: Unused: what a row draws depends on its request's seed.
+        device: Device of the computation.
+        seed: Unused: the tokens of a row depend on its request's seed.
     """
 
     updates_in_part = True
@@ -267,12 +267,12 @@ class HFRollout(EngineBase):
         self._last: Tensor = torch.empty(0, dtype=torch.int64, device=self._device)
 
     def _routers(self) -> Routing:
-        found = routing_of(self._model)
-        if found is None:
+        routing = routing_of(self._model)
+        if routing is None:
             raise ConfigError(
                 "rollout.routing_replay: the model has no routers that transformers knows; leave it false"
             )
-        return found
+        return routing
 
     def _load(self, options: EngineOptions) -> Any:
         arguments = {"attn_implementation": options.attn_implementation, **options.engine_kwargs}
@@ -328,50 +328,50 @@ class HFRollout(EngineBase):
         return done
 
     def _admit(self, requests: list[Request]) -> list[Completion]:
-        """Prefills prompts, each once, and draws the first token of each request."""
+        """Prefills prompts, each once, and samples the first token of each request."""
         by_prompt: dict[tuple[tuple[int, ...], tuple[bytes, ...]], list[Request]] = {}
         for request in requests:
-            shown = () if request.seen is None else request.seen.digests
-            by_prompt.setdefault((request.prompt_ids, shown), []).append(request)
-        taken = [request for alike in by_prompt.values() for request in alike]
-        source = [index for index, alike in enumerate(by_prompt.values()) for _ in alike]
-        firsts = [alike[0] for alike in by_prompt.values()]
+            digests = () if request.seen is None else request.seen.digests
+            by_prompt.setdefault((request.prompt_ids, digests), []).append(request)
+        ordered = [request for same_prompt in by_prompt.values() for request in same_prompt]
+        source = [index for index, same_prompt in enumerate(by_prompt.values()) for _ in same_prompt]
+        firsts = [same_prompt[0] for same_prompt in by_prompt.values()]
         logits = self._forward.prefill([one.prompt_ids for one in firsts], source, [one.seen for one in firsts])
         begin = len(self._ledger)
-        for request, which in zip(taken, source, strict=True):
+        for request, which in zip(ordered, source, strict=True):
             self._ledger.add(request, self._limit(request))
             self._ledger.experts[-1] += self._forward.experts[which : which + 1]
-        rows = Rows(taken, self.vocabulary, self._device)
+        rows = Rows(ordered, self.vocabulary, self._device)
         return self._draw(begin, logits[torch.tensor(source, device=self._device)], rows)
 
     def _draw(self, begin: int, logits: Tensor, sampling: Rows) -> list[Completion]:
-        """Draws a token for each row from `begin` on; gives back and removes the rows that end with it."""
+        """Samples a token for each row from `begin` on; returns and removes the rows that end with it."""
         ledger = self._ledger
         noise = torch.from_numpy(ledger.noise(begin)).to(self._device)
         tokens, logprobs = draw(logits, sampling, noise)
         self._last = torch.cat([self._last[:begin], tokens])
-        ended = ledger.record(begin, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.version)
-        done = [ledger.completion(row, reason) for row, reason in ended]
-        if ended:
-            self._remove([row for row, _ in ended])
-        if ended or begin:
+        finished = ledger.record(begin, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.version)
+        done = [ledger.completion(row, reason) for row, reason in finished]
+        if finished:
+            self._remove([row for row, _ in finished])
+        if finished or begin:
             self._rows = None
         return done
 
     def _remove(self, rows: list[int]) -> None:
-        """Rows make room; the last ones come into their places."""
+        """Removes rows; the last ones replace them."""
         before = len(self._ledger)
-        # A stale cache is filled again from what was said; it may have no rows at all.
+        # A stale cache is recomputed from the tokens; it may have no rows at all.
         moves = moves_into_places(before, rows) if self._stale else self._kv.drop(rows)
-        left = before - len(rows)
-        self._ledger.move(moves, left)
+        remaining = before - len(rows)
+        self._ledger.move(moves, remaining)
         if moves:
             movers, holes = (list(side) for side in zip(*moves, strict=True))
             self._last[holes] = self._last[movers]
-        self._last = self._last[:left]
+        self._last = self._last[:remaining]
 
     def _decode(self) -> list[Completion]:
-        """One token for each row."""
+        """Samples one token for each row."""
         logits = self._forward.decode(self._last)
         for before, chosen in zip(self._ledger.experts, self._forward.experts, strict=False):
             before.append(chosen)
@@ -380,12 +380,12 @@ class HFRollout(EngineBase):
         return self._draw(0, logits, self._rows)
 
     def _recompute(self) -> None:
-        """Fills the cache again, with what the present weights make of prompts and responses so far."""
+        """Recomputes the cache of prompts and responses so far with the current weights."""
         ledger = self._ledger
         self._kv.clear()
         self._stale = False
-        # The last token of each is the next step's input.
-        sequences = [(*request.prompt_ids, *ledger.said(row)[:-1]) for row, request in enumerate(ledger.requests)]
+        # The last token of each row is the next step's input.
+        sequences = [(*request.prompt_ids, *ledger.response(row)[:-1]) for row, request in enumerate(ledger.requests)]
         if sequences:
             self._forward.prefill(sequences, range(len(sequences)), [request.seen for request in ledger.requests])
             ledger.experts = [self._forward.experts[row : row + 1] for row in range(len(sequences))]
@@ -398,9 +398,9 @@ class HFRollout(EngineBase):
             self._rows = None
 
     def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
-        """See `DropsRequests.so_far`."""
+        """Returns the tokens of running requests; see `DropsRequests.so_far`."""
         rows = enumerate(self._ledger.requests)
-        return {request.id: self._ledger.said(row) for row, request in rows if request.id in ids}
+        return {request.id: self._ledger.response(row) for row, request in rows if request.id in ids}
 
     def _abort(self) -> list[Completion]:
         aborted = [self._ledger.completion(row, "abort") for row in range(len(self._ledger))]
@@ -417,39 +417,41 @@ class HFRollout(EngineBase):
     def update_weights(
         self, version: int, named_tensors: Iterable[tuple[str, Tensor | Elements]], *, complete: bool = True
     ) -> None:
-        """Takes in new weights (`RolloutBackend.update_weights`)."""
-        mine = self._model.state_dict(keep_vars=True)
-        shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+        """Loads new weights (`RolloutBackend.update_weights`)."""
+        state = self._model.state_dict(keep_vars=True)
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         needed = {name: shapes.pop(name) for name, _ in self._model.named_parameters()}
         self._begin_update(version)
         with torch.no_grad():
             for name, change in fitting_update(named_tensors, needed, optional=shapes, complete=complete):
-                put(mine[name], change)
-                if mine[name].dtype == change.dtype:
-                    self._as_sent[name] = mine[name]
+                put(state[name], change)
+                if state[name].dtype == change.dtype:
+                    self._as_sent[name] = state[name]
                 else:
                     self._as_sent.pop(name, None)
         self._stale = self._stale or not self._keeps
         self._end_update(version)
 
     def needs(self) -> frozenset[str]:
-        """The weights that a complete update brings."""
+        """Returns the names of the weights in a complete update."""
         return frozenset(name for name, _ in self._model.named_parameters())
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """See `ScoresTexts.score`."""
+        """Returns the log-probs of a text; see `ScoresTexts.score`."""
         ids = torch.tensor([list(token_ids)], device=self._device)
         with torch.inference_mode(), self._memory():
             logprobs = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        found: list[float] = logprobs.gather(1, ids[0, 1:, None]).squeeze(1).tolist()
-        return found
+        scores: list[float] = logprobs.gather(1, ids[0, 1:, None]).squeeze(1).tolist()
+        return scores
 
     def held(self, name: str) -> Tensor | None:
-        """See `TellsWeights.held`."""
+        """Returns a current tensor; see `TellsWeights.held`."""
         return self._as_sent.get(name)
 
     def offload(self) -> None:
-        """See `RolloutBackend.offload`. Weights go to the host; requests under way are recomputed afterwards."""
+        """Frees the accelerator (`RolloutBackend.offload`): moves weights to the host; running requests are recomputed
+        afterwards.
+        """
         self._forward.free()
         self._stale = True
         if self._device.type != "cpu":
@@ -457,7 +459,7 @@ class HFRollout(EngineBase):
             empty_cache()
 
     def reload(self) -> None:
-        """Takes the accelerator back (`RolloutBackend.reload`)."""
+        """Returns to the accelerator (`RolloutBackend.reload`)."""
         with self._memory():
             self._model.to(self._device)
 
@@ -470,25 +472,25 @@ class HFRollout(EngineBase):
 
 
 def context_length(config: Any, options: EngineOptions) -> int:
-    """Longest prompt and response together.
+    """Returns the maximum length of prompt and response.
 
     Raises:
-        ConfigError: `rollout.max_model_len` is beyond the model's context, or neither is known.
+        ConfigError: `rollout.max_model_len` is beyond the model's context, or both are unknown.
     """
-    own = getattr(config, "max_position_embeddings", None)
+    model_context = getattr(config, "max_position_embeddings", None)
     if options.max_model_len is None:
-        if own is None:
+        if model_context is None:
             raise ConfigError(
                 f"the model in {options.model_path!r} does not say its context; set rollout.max_model_len"
             )
-        return int(own)
-    if own is not None and options.max_model_len > own:
-        raise ConfigError(beyond_context("rollout.max_model_len", options.max_model_len, own))
+        return int(model_context)
+    if model_context is not None and options.max_model_len > model_context:
+        raise ConfigError(beyond_context("rollout.max_model_len", options.max_model_len, model_context))
     return options.max_model_len
 
 
 def _refuse_recurrent(config: Any, model_path: str) -> None:
-    """Layers that keep a state of their own cannot join a batch of rows of different lengths."""
+    """Raises for recurrent layers, whose state cannot be in a batch of rows of different lengths."""
     kinds = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
         "sliding_attention",

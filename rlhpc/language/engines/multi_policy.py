@@ -1,4 +1,4 @@
-"""An engine of several policies: one engine for each, with its weights; a request says whose it is."""
+"""Engine of several policies: one engine for each, with its weights; a request names its policy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 
 class SeveralPolicies:
-    """Engines that take turns, each with the weights of a policy, adapters merged. They are such as take parts of an update
-    (`TakesParts`), end single requests, score, and say which weights they need: `hf`.
+    """Engines of several policies, each with merged adapters, which sample in turn.
+
+    They must accept partial updates (`TakesParts`), end single requests, score, and declare the weights that they need: `hf`.
 
     Args:
         names: Of the policies.
-        make: Makes one's engine, of its name.
+        make: Makes the engine of a policy, by its name.
     """
 
     updates_in_part = True
@@ -43,49 +44,54 @@ class SeveralPolicies:
 
     @property
     def version(self) -> int:
-        """See `RolloutBackend.version`."""
+        """Version of the weights; see `RolloutBackend.version`."""
         return int(self._engines[0].version)
 
     def add(self, requests: Iterable[Request]) -> None:
-        """See `RolloutBackend.add`; each goes to its policy's engine."""
-        for policy, mine in groupby(sorted(requests, key=_policy), _policy):
-            self._engines[policy].add(list(mine))
+        """Adds requests to the engines of their policies; see `RolloutBackend.add`."""
+        for policy, policy_requests in groupby(sorted(requests, key=_policy), _policy):
+            self._engines[policy].add(list(policy_requests))
 
     def step(self) -> list[Completion]:
-        """See `RolloutBackend.step`."""
+        """Advances all engines with requests; see `RolloutBackend.step`."""
         if self._torn:
             raise UpdateFailed(self._torn)
         return [done for engine in self._engines if engine.unfinished() for done in engine.step()]
 
     def unfinished(self) -> int:
-        """See `RolloutBackend.unfinished`."""
+        """Returns the number of unfinished requests; see `RolloutBackend.unfinished`."""
         return sum(engine.unfinished() for engine in self._engines)
 
     def abort(self) -> list[Completion]:
-        """See `RolloutBackend.abort`."""
+        """Ends all running requests; see `RolloutBackend.abort`."""
         return [completion for engine in self._engines for completion in engine.abort()]
 
     def drop(self, ids: Collection[int]) -> None:
-        """See `DropsRequests.drop`."""
+        """Ends some requests; see `DropsRequests.drop`."""
         for engine in self._engines:
             engine.drop(ids)
 
     def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
-        """See `DropsRequests.so_far`."""
-        return {number: said for engine in self._engines for number, said in engine.so_far(ids).items()}
+        """Returns the tokens of running requests; see `DropsRequests.so_far`."""
+        return {number: tokens for engine in self._engines for number, tokens in engine.so_far(ids).items()}
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See `RolloutBackend.generate`."""
-        found = dict[int, Completion]()
-        for policy, mine in groupby(sorted(requests, key=_policy), _policy):
-            found |= {completion.id: completion for completion in self._engines[policy].generate(list(mine))}
-        return [found[request.id] for request in requests]
+        """Completes requests; see `RolloutBackend.generate`."""
+        completions = dict[int, Completion]()
+        for policy, policy_requests in groupby(sorted(requests, key=_policy), _policy):
+            completions |= {
+                completion.id: completion for completion in self._engines[policy].generate(list(policy_requests))
+            }
+        return [completions[request.id] for request in requests]
 
     def update_weights(
         self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor | Elements]], *, complete: bool = True
     ) -> None:
-        """See `TakesParts.update_weights`. What all policies have comes once, by its name; the rest is named `policy/name`
-        (`of_policy`). They come in any order."""
+        """Loads weights; see `TakesParts.update_weights`.
+
+        Tensors that all policies share come once, by their names; the others are named `policy/name` (`of_policy`). They come
+        in any order.
+        """
         self._torn = (
             f"the update to version {version} of the policies' weights did not arrive whole; send it again, or restart the "
             "rollout group"
@@ -108,28 +114,28 @@ class SeveralPolicies:
         self._torn = ""
 
     def held(self, name: str) -> torch.Tensor | None:
-        """See `TellsWeights.held`; of what all policies have, the first one's."""
-        policy, _, own = name.rpartition("/")
-        found: torch.Tensor | None = self._engines[self._names.index(policy) if policy else 0].held(own)
-        return found
+        """Returns a current tensor; of shared tensors, the first policy's. See `TellsWeights.held`."""
+        policy, _, tensor_name = name.rpartition("/")
+        tensor: torch.Tensor | None = self._engines[self._names.index(policy) if policy else 0].held(tensor_name)
+        return tensor
 
     def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
-        """See `ScoresTexts.score`; by the weights of a policy."""
+        """Returns the log-probs of a text with the weights of a policy; see `ScoresTexts.score`."""
         engine: ScoresTexts = self._engines[policy]
         return engine.score(token_ids)
 
     def offload(self) -> None:
-        """See `RolloutBackend.offload`."""
+        """Frees the accelerator; see `RolloutBackend.offload`."""
         for engine in self._engines:
             engine.offload()
 
     def reload(self) -> None:
-        """See `RolloutBackend.reload`."""
+        """Returns to the accelerator; see `RolloutBackend.reload`."""
         for engine in self._engines:
             engine.reload()
 
     def close(self) -> None:
-        """See `RolloutBackend.close`."""
+        """Ends the engines; see `RolloutBackend.close`."""
         for engine in self._engines:
             engine.close()
 
@@ -139,10 +145,10 @@ def _policy(request: Request) -> int:
 
 
 def _noted(named: Iterable[Any], came: set[str]) -> Iterator[Any]:
-    """Tensors by their own names, which are written down."""
-    for whole, tensor in named:
-        name = whole.rpartition("/")[2]
+    """Yields tensors by their names without the policy, and records these names."""
+    for full_name, tensor in named:
+        name = full_name.rpartition("/")[2]
         if name in came:
-            raise UpdateFailed(f"a weight update brought {whole!r} twice")
+            raise UpdateFailed(f"a weight update brought {full_name!r} twice")
         came.add(name)
         yield name, tensor

@@ -1,9 +1,9 @@
-"""An engine over several ranks: the first decides, the others repeat.
+"""Engine group: the ranks that form one engine; the leader decides, and the others repeat its commands.
 
-Each rank has its own engine of the same model, of which it holds a part, and computes what the first one does at the same
-time: their kernels wait for each other within a step. So all of them must be given the same requests in the same order, and
-take the same steps. The first tells the others what it does before it does it; what they draw follows from the weights, the
-requests and their seeds, so nothing of it travels. That it is the same is compared all the same.
+Each rank has an engine of the same model, holds a part of it, and computes the same step at the same time: their kernels wait
+for each other within a step. So all of them must get the same requests in the same order, and take the same steps. The leader
+broadcasts each command before it runs it. The sampled tokens follow from the weights, the requests and their seeds, so they
+are not sent, but a checksum of them is compared.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from rlhpc.runtime.errors import RlhpcError
 if TYPE_CHECKING:
     import torch
 
-#: What the first rank tells the others; a tuple begins with one of these.
+#: Commands of the leader; a tuple begins with one of these.
 ADD, STEP, GENERATE, SCORE, ABORT, DROP, OFFLOAD, RELOAD, WEIGHTS, END = (
     "add", "step", "generate", "score", "abort", "drop", "offload", "reload", "weights", "end",
 )  # fmt: skip
-#: Operations, and the check of what the first rank has seen end so far.
-Told = tuple[list[tuple[Any, ...]], int]
+#: Commands, and the checksum of the leader's finished sequences so far.
+Commands = tuple[list[tuple[Any, ...]], int]
 
 
 class EngineLink(Protocol):
-    """What ranks of one engine have of each other."""
+    """Connection of the ranks of one engine."""
 
     @property
     def rank(self) -> int:
-        """This rank's number in the engine; 0 decides."""
+        """Number of this rank in the engine; rank 0 is the leader."""
 
     @property
     def size(self) -> int:
@@ -41,28 +41,29 @@ class EngineLink(Protocol):
 
     @property
     def ident(self) -> str:
-        """A name that the engine's ranks on this host share, and no other engine has."""
+        """Name that the engine's ranks on this host share, and no other engine has."""
 
     def form(self) -> None:
         """Forms torch's default process group of the engine's ranks."""
 
-    def tell(self, told: Told) -> None:
-        """Tells the others; only rank 0 does."""
+    def tell(self, commands: Commands) -> None:
+        """Broadcasts commands; called by rank 0 alone."""
 
-    def hear(self) -> Told:
-        """Waits for what rank 0 tells; only the others do."""
+    def hear(self) -> Commands:
+        """Waits for the commands of rank 0; called by the other ranks."""
 
     def mourn(self, error: BaseException) -> None:
-        """Called when computing together has failed: returns if no rank of the engine has ended, and otherwise waits to be
-        ended, too."""
+        """Handles a failed joint computation: returns if no rank of the engine has ended; otherwise waits until this one is
+        ended.
+        """
 
 
 class EnginesDiffer(RlhpcError):
-    """The ranks of an engine have drawn different tokens. Nobody may go on."""
+    """Error of ranks of an engine that have sampled different tokens. No rank may continue."""
 
 
-class _Seen:
-    """A running check of what has ended, in order."""
+class _Checksum:
+    """Running checksum of the finished sequences, in order."""
 
     def __init__(self) -> None:
         self.check = 0
@@ -74,70 +75,70 @@ class _Seen:
 
 
 class Leader:
-    """The engine as rank 0 has it: a `RolloutBackend` that has the others repeat what it is asked.
+    """Leader's side of an engine group: a `RolloutBackend` that makes the other ranks repeat each call.
 
-    What does not need them at once (requests, aborts) goes with the next step.
+    Commands that need no immediate computation (requests, aborts) are sent with the next step.
 
     Args:
-        engine: This rank's own.
-        link: To the others.
+        engine: This rank's engine.
+        link: Connection to the other ranks.
     """
 
     def __init__(self, engine: RolloutBackend, link: EngineLink) -> None:
-        self._engine, self._link, self._seen = engine, link, _Seen()
+        self._engine, self._link, self._checksum = engine, link, _Checksum()
         self._before: list[tuple[Any, ...]] = []
 
     @property
     def version(self) -> int:
-        """See `RolloutBackend.version`."""
+        """Version of the weights; see `RolloutBackend.version`."""
         return self._engine.version
 
     @property
     def capacity(self) -> int:
-        """See `BoundedEngine.capacity`."""
+        """Concurrent sequences; see `BoundedEngine.capacity`."""
         assert isinstance(self._engine, BoundedEngine)
         return self._engine.capacity
 
     def add(self, requests: Iterable[Request]) -> None:
-        """See `RolloutBackend.add`."""
+        """Adds requests; see `RolloutBackend.add`."""
         batch = list(requests)
         self._engine.add(batch)
         self._before.append((ADD, batch))
 
     def step(self) -> list[Completion]:
-        """See `RolloutBackend.step`."""
+        """Advances all ranks; see `RolloutBackend.step`."""
         return self._drawn((STEP,), self._engine.step)
 
     def unfinished(self) -> int:
-        """See `RolloutBackend.unfinished`."""
+        """Returns the number of unfinished requests; see `RolloutBackend.unfinished`."""
         return self._engine.unfinished()
 
     def abort(self) -> list[Completion]:
-        """See `RolloutBackend.abort`."""
-        found = self._engine.abort()
-        self._seen.saw(found)
+        """Ends all running requests; see `RolloutBackend.abort`."""
+        aborted = self._engine.abort()
+        self._checksum.saw(aborted)
         self._before.append((ABORT,))
-        return found
+        return aborted
 
     def drop(self, ids: Collection[int]) -> None:
-        """See `DropsRequests.drop`."""
+        """Ends some requests; see `DropsRequests.drop`."""
         engine = self._engine
         assert isinstance(engine, DropsRequests)
         engine.drop(ids)
         self._before.append((DROP, list(ids)))
 
     def so_far(self, ids: Collection[int]) -> Mapping[int, list[int]]:
-        """See `DropsRequests.so_far`."""
+        """Returns the tokens of running requests; see `DropsRequests.so_far`."""
         engine = self._engine
         assert isinstance(engine, DropsRequests)
         return engine.so_far(ids)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See `RolloutBackend.generate`."""
+        """Completes requests; see `RolloutBackend.generate`."""
         return self._drawn((GENERATE, list(requests)), lambda: self._engine.generate(requests))
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """See `ScoresTexts.score`."""
+        """Returns the log-probs of a text; see `ScoresTexts.score`."""
         engine = self._engine
         assert isinstance(engine, ScoresTexts)
         self._tell((SCORE, list(token_ids)))
@@ -145,104 +146,104 @@ class Leader:
             return engine.score(token_ids)
 
     def update_weights(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `RolloutBackend.update_weights`: the others take in theirs."""
+        """Loads weights, as the other ranks do with theirs; see `RolloutBackend.update_weights`."""
         self.begin_weights()
         self._engine.update_weights(version, named_tensors)
 
     def begin_weights(self) -> None:
-        """Has the others take in weights, each by itself, as this rank is about to do."""
+        """Makes the other ranks load their weights, as this rank is about to do."""
         self._tell((WEIGHTS,))
 
     def offload(self) -> None:
-        """See `RolloutBackend.offload`."""
+        """Frees all ranks' accelerators; see `RolloutBackend.offload`."""
         self._tell((OFFLOAD,))
         self._engine.offload()
 
     def reload(self) -> None:
-        """See `RolloutBackend.reload`."""
+        """Returns to all ranks' accelerators; see `RolloutBackend.reload`."""
         self._tell((RELOAD,))
         self._engine.reload()
 
     def end(self) -> None:
-        """Lets the others go, until there is something to be done again."""
+        """Releases the other ranks until the next command."""
         self._tell((END,))
 
     def close(self) -> None:
-        """Ends this rank's engine; the others end theirs."""
+        """Ends this rank's engine; the other ranks end theirs."""
         self._engine.close()
 
-    def _drawn(self, what: tuple[Any, ...], act: Callable[[], list[Completion]]) -> list[Completion]:
-        self._tell(what)
+    def _drawn(self, command: tuple[Any, ...], act: Callable[[], list[Completion]]) -> list[Completion]:
+        self._tell(command)
         with _Mourning(self._link):
             done = act()
-        self._seen.saw(done)
+        self._checksum.saw(done)
         return done
 
-    def _tell(self, what: tuple[Any, ...]) -> None:
-        told, self._before = [*self._before, what], []
+    def _tell(self, command: tuple[Any, ...]) -> None:
+        commands, self._before = [*self._before, command], []
         with _Mourning(self._link):
-            self._link.tell((told, self._seen.check))
+            self._link.tell((commands, self._checksum.check))
 
 
 class FollowerEngine:
-    """The engine as the other ranks have it.
+    """Follower's side of an engine group.
 
     Args:
-        engine: This rank's own.
-        link: To rank 0.
-        take_weights: Takes in the weights that come next.
+        engine: This rank's engine.
+        link: Connection to rank 0.
+        take_weights: Loads the weights that come next.
     """
 
     def __init__(self, engine: RolloutBackend, link: EngineLink, take_weights: Callable[[], object]) -> None:
-        self._engine, self._link, self._take, self._seen = engine, link, take_weights, _Seen()
+        self._engine, self._link, self._take, self._checksum = engine, link, take_weights, _Checksum()
 
     def follow(self) -> None:
-        """Repeats what rank 0 does until it lets this rank go.
+        """Repeats the commands of rank 0 until it releases this rank.
 
         Raises:
-            EnginesDiffer: This rank has drawn other tokens.
+            EnginesDiffer: This rank has sampled other tokens.
         """
         with _Mourning(self._link):
             while True:
-                told, check = self._link.hear()
-                for what, *given in told:
-                    # Aborts told with this are in rank 0's check already, and by now in this one's.
-                    if what in (STEP, GENERATE, END) and check != self._seen.check:
+                commands, check = self._link.hear()
+                for command, *arguments in commands:
+                    # Aborts sent in this message are in rank 0's checksum already, and by now in this one's.
+                    if command in (STEP, GENERATE, END) and check != self._checksum.check:
                         raise EnginesDiffer(
                             f"rank {self._link.rank} of {self._link.ident} has drawn other tokens than rank 0 with the same "
                             "requests and weights: nobody goes on with either; restart the rollout group, and report "
                             "model and version of vLLM"
                         )
-                    if what == END:
+                    if command == END:
                         return
-                    self._repeat(what, given)
+                    self._repeat(command, arguments)
 
-    def _repeat(self, what: str, given: list[Any]) -> None:
+    def _repeat(self, command: str, arguments: list[Any]) -> None:
         engine = self._engine
-        if what == ADD:
-            engine.add(given[0])
-        elif what == STEP:
-            self._seen.saw(engine.step())
-        elif what == GENERATE:
-            self._seen.saw(engine.generate(given[0]))
-        elif what == ABORT:
-            self._seen.saw(engine.abort())
-        elif what == DROP:
+        if command == ADD:
+            engine.add(arguments[0])
+        elif command == STEP:
+            self._checksum.saw(engine.step())
+        elif command == GENERATE:
+            self._checksum.saw(engine.generate(arguments[0]))
+        elif command == ABORT:
+            self._checksum.saw(engine.abort())
+        elif command == DROP:
             assert isinstance(engine, DropsRequests)
-            engine.drop(given[0])
-        elif what == SCORE:
+            engine.drop(arguments[0])
+        elif command == SCORE:
             assert isinstance(engine, ScoresTexts)
-            engine.score(given[0])
-        elif what == OFFLOAD:
+            engine.score(arguments[0])
+        elif command == OFFLOAD:
             engine.offload()
-        elif what == RELOAD:
+        elif command == RELOAD:
             engine.reload()
         else:
             self._take()
 
 
 class _Mourning:
-    """Where a rank of the engine has ended, the error of the others is a consequence, which nobody needs to hear."""
+    """Context that suppresses consequential errors: if a rank of the engine has ended, the others' are of no interest."""
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link

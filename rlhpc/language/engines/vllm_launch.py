@@ -1,4 +1,4 @@
-"""vLLM's own engine in the process of a rank: built, explained where it fails, put to sleep and ended."""
+"""Life cycle of vLLM's engine in the process of a rank: build, error messages, sleep and shutdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhpc.language.data.images import looks
+from rlhpc.language.data.images import has_vision
 from rlhpc.language.engines.vllm_images import take_pictures
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.scratch import cache_folder
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 @contextmanager
 def one_of_several(link: EngineLink | None) -> Iterator[None]:
-    """While vLLM builds the engine of this rank.
+    """Prepares the process while vLLM builds the engine of one rank of a group.
 
-    - `RANK` and `LOCAL_RANK` are what it reads: a rank sees no accelerator but its own, which is its first.
-    - The name of its process group becomes that of the shared memory by which ranks on one host add up what they computed:
-      it must be the engine's own, and another on every host.
-    - That shared memory has a name in /dev/shm, which is taken back once all have opened it: who is killed leaves nothing.
-    - Who waits there never sleeps. Ranks that may be put on one core would wait for one that cannot run meanwhile, so these
-      add up by gloo: vLLM does so where ranks have different names.
-    - Its queue for messages between ranks would open a port that anybody may connect to. Nothing here sends by it.
+    - vLLM reads `RANK` and `LOCAL_RANK`: a rank sees only one accelerator, so its local rank is 0.
+    - The name of the process group becomes that of the shared memory in which ranks on one host reduce tensors:
+      it must be unique to the engine and the host.
+    - The shared memory's name in /dev/shm is removed once all ranks have opened it: a killed rank leaves nothing behind.
+    - Waiting ranks never sleep. If ranks may share a core, they would wait for one that cannot run, so these reduce by gloo:
+      vLLM does so if the ranks' names differ.
+    - vLLM's message queue between ranks would open a port without authentication. Nothing here uses the queue.
 
     Args:
-        link: To the engine's other ranks; None where there are none.
+        link: Connection to the engine's other ranks; None for an engine of one rank.
     """
     if link is None:
         yield
@@ -54,14 +54,14 @@ def one_of_several(link: EngineLink | None) -> Iterator[None]:
     from vllm.platforms import current_platform
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-    name = link.ident.replace(":", "-").replace("/", "-")  # vLLM takes what comes behind the last colon
+    name = link.ident.replace(":", "-").replace("/", "-")  # vLLM reads the text after the last colon
     if current_platform.is_cpu() and not cores_are_apart():
         name = f"{name}-{link.rank}"
     variables = {"RANK": str(link.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(link.size)}
     before = {name: os.environ.get(name) for name in variables}
     queues, launched = MessageQueue.create_from_process_group, ExecutorWithExternalLauncher._distributed_args
 
-    def told(self: Any) -> tuple[str, int, int]:
+    def distributed_args(self: Any) -> tuple[str, int, int]:
         return f"rlhpc:{name}", link.rank, 0
 
     def none(*args: Any, **kwargs: Any) -> None:
@@ -69,7 +69,7 @@ def one_of_several(link: EngineLink | None) -> Iterator[None]:
 
     os.environ.update(variables)
     setattr(MessageQueue, "create_from_process_group", staticmethod(none))  # noqa: B010 (mypy knows its signature)
-    setattr(ExecutorWithExternalLauncher, "_distributed_args", told)  # noqa: B010 (as above)
+    setattr(ExecutorWithExternalLauncher, "_distributed_args", distributed_args)  # noqa: B010 (as above)
     _compile_no_lookup()
     try:
         yield
@@ -86,10 +86,9 @@ def one_of_several(link: EngineLink | None) -> Iterator[None]:
 
 
 def sees_all_cards(size: int) -> bool:
-    """Returns whether this process's device mask shows as many accelerators as its engine has ranks.
+    """Returns whether this process's device mask has as many accelerators as its engine has ranks.
 
-    vLLM's own all-reduce takes the number of a rank for a place in that mask. Where there is no such place it fails, and NCCL
-    has to add up.
+    vLLM's custom all-reduce uses the rank as an index into that mask. If the mask is shorter it fails, and NCCL has to reduce.
 
     Args:
         size: Ranks of the engine.
@@ -101,17 +100,19 @@ def sees_all_cards(size: int) -> bool:
 
 
 def cores_are_apart() -> bool:
-    """Whether no two ranks of the default process group that are on one host may compute on the same core."""
-    mine = (host_id(), frozenset(os.sched_getaffinity(0)))
-    found: list[tuple[str, frozenset[int]]] = [mine] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, mine)
-    pairs = itertools.combinations(found, 2)
-    return not any(host == other and cores & theirs for (host, cores), (other, theirs) in pairs)
+    """Returns whether all ranks of the default process group on one host have disjoint sets of cores."""
+    local_cores = (host_id(), frozenset(os.sched_getaffinity(0)))
+    rank_cores: list[tuple[str, frozenset[int]]] = [local_cores] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(rank_cores, local_cores)
+    pairs = itertools.combinations(rank_cores, 2)
+    return not any(host == other and cores & other_cores for (host, cores), (other, other_cores) in pairs)
 
 
 def _compile_no_lookup() -> None:
-    """A divided embedding finds its own tokens by a function that torch compiles, on a CPU by a compiler of C++: 15 seconds at
-    the first step of every process, for two comparisons and a sum."""
+    """Replaces the compiled lookup of a sharded embedding by the plain function on CPUs.
+
+    torch compiles it by a C++ compiler: 15 seconds at the first step of every process, for two comparisons and a sum.
+    """
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.platforms import current_platform
 
@@ -123,50 +124,50 @@ def _compile_no_lookup() -> None:
 
 log = logging.getLogger(__name__)
 
-#: What vLLM is told through its environment, unless the user did. Its engine runs in this process: weights are handed over
-#: as tensors, and nothing of it outlives the rank.
+#: Environment variables for vLLM, unless the user sets them. Its engine runs in this process: weights are passed as tensors,
+#: and nothing of it outlives the rank.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
 }
-#: Variables that vLLM sets for processes of its own; programs that the rank starts later have no use for them.
+#: Variables that vLLM sets for its subprocesses; programs that the rank starts later do not need them.
 _LEAKED = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
-#: Packages that vLLM must not see while it builds an engine: it looks at every attribute of all modules of the process, and
-#: trimesh's stand-ins for packages that are missing raise at that. ManiSkill brings it.
+#: Packages hidden from vLLM while it builds an engine: it reads every attribute of all modules of the process, and trimesh's
+#: placeholders for missing packages raise on access. ManiSkill imports it.
 _UNSEEN = ("trimesh",)
-#: Most memory that the CPU build's cache takes unless told otherwise.
+#: Default limit of the CPU build's cache.
 _CPU_CACHE_BYTES = 4 << 30
-#: Least number of tokens that the CPU build computes in a step.
+#: Minimum number of tokens that the CPU build computes in a step.
 _CPU_BATCH_TOKENS = 4096
 
 
 class VLLMProcess:
-    """vLLM's `LLMEngine`, whatever for. A subclass says in `_arguments` what it wants of it.
+    """vLLM's `LLMEngine` in this process. A subclass sets further arguments in `_arguments`.
 
     Args:
         options: Of the engine.
         config: The model's Hugging Face configuration.
         seed: Of the engine.
-        link: To the other ranks of the engine, if it has several.
+        link: Connection to the other ranks of an engine group.
 
     Raises:
-        ConfigError: vLLM is not installed or of the wrong build, there is no such model, or memory does not suffice.
+        ConfigError: vLLM is not installed or of the wrong build, the model does not exist, or memory does not suffice.
     """
 
-    #: What to do where vLLM cannot be had.
+    #: Advice in errors when vLLM is not available.
     instead = "take rollout_backend hf"
     #: Whether requests have seeds.
     draws = False
 
     def __init__(self, options: EngineOptions, config: Any, seed: int, link: EngineLink | None = None) -> None:
         self._options, self._sleeps, self._link = options, options.sleeps, link
-        self._looks = looks(config)
+        self._has_images = has_vision(config)
         self._build(config, seed)
 
     def _arguments(self) -> dict[str, Any]:
-        """Arguments of the engine beside those of `_build`."""
+        """Returns arguments of the engine in addition to those of `_build`."""
         return {}
 
     def _build(self, config: Any, seed: int) -> None:
@@ -211,15 +212,15 @@ class VLLMProcess:
             "enable_sleep_mode": self._sleeps and not self._on_cpu,
             **self._arguments(),
         }
-        if self._looks:
-            # Pictures come cut and in the numbers that the model looks at; each request has its own.
+        if self._has_images:
+            # Images come as normalized patches; requests share none.
             arguments["mm_processor_cache_gb"] = 0
-            if "mm_device_do_normalize" in EngineArgs.__dataclass_fields__:  # earlier ones do not, either
+            if "mm_device_do_normalize" in EngineArgs.__dataclass_fields__:  # earlier versions never normalize
                 arguments["mm_device_do_normalize"] = False
         if self._on_cpu:
             arguments["enforce_eager"] = True
             if self.draws:
-                # A prompt that is prefilled in parts has its random numbers taken back, which generators of CPUs cannot do.
+                # With a prefill in parts, vLLM rewinds random numbers, which CPU generators do not support.
                 arguments["enable_chunked_prefill"] = False
                 arguments["max_num_batched_tokens"] = max(
                     _CPU_BATCH_TOKENS, _context(config.get_text_config(), options)
@@ -246,7 +247,7 @@ class VLLMProcess:
                 **({} if self._on_cpu or sees_all_cards(self._link.size) else {"disable_custom_all_reduce": True}),
             }
         with _leaving_no_trace(), _unseen_modules(), one_of_several(self._link), self._explained():
-            if self._looks:
+            if self._has_images:
                 take_pictures(config, options.model_path, options.trust_remote_code)
             try:
                 engine_args = EngineArgs(**arguments)
@@ -277,13 +278,13 @@ class VLLMProcess:
             raise
 
     def _sleep(self, level: int) -> bool:
-        """Gives the accelerator to another role, where there is one and the run has its roles take turns.
+        """Frees the accelerator for another role, if the roles of the run take turns on it.
 
         Args:
             level: 1 keeps the weights on the host, 2 drops them.
 
         Returns:
-            Whether it sleeps.
+            Whether the engine sleeps.
         """
         if self._on_cpu:
             _say_once("vLLM's CPU build has no sleep mode: offload frees nothing")
@@ -321,13 +322,15 @@ def _context(config: Any, options: EngineOptions) -> int:
 
 
 def _cpu_cache_bytes(config: Any, options: EngineOptions) -> int:
-    """Bytes for the largest number of sequences at full length, up to a limit; by itself vLLM would take most of the
-    memory."""
+    """Returns the cache size for the largest number of sequences at full length, up to a limit.
+
+    vLLM's default would be most of the memory.
+    """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * heads * width * getattr(torch, options.dtype).itemsize
     length = _context(config, options)
-    # Its blocks are of up to 128 tokens; one sequence of full length must fit whatever the limit is.
+    # Its blocks have up to 128 tokens; one sequence of full length must fit whatever the limit is.
     blocks = -(-length // 128) + 1
     return int(max(token * 128 * blocks * 2, min(_CPU_CACHE_BYTES, token * 128 * blocks * options.batch)))
 
@@ -340,7 +343,7 @@ def _leaving_no_trace() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_num_threads = set_num_threads  # the CPU build replaces it by a warning
+        torch.set_num_threads = set_num_threads  # the CPU build replaces it by a function that warns
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -359,15 +362,15 @@ def _unseen_modules() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """vLLM checks its arguments with pydantic, whose second line is the reason."""
+    """Returns the first lines of an error: vLLM checks its arguments with pydantic, whose second line is the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])
 
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
+    if text not in _logged:
+        _logged.add(text)
         log.warning(text)

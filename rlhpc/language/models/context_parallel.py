@@ -1,9 +1,10 @@
-"""Rows of tokens that several ranks share (`actor.parallel.context`): each reads a run of neighbours, and for attention, heads
-and tokens change places (Ulysses, Jacobs et al. 2023), so that each rank attends with some of the heads to the whole row.
+"""Context parallelism (`actor.parallel.context`, Ulysses, Jacobs et al. 2023): several ranks share a packed row of tokens.
 
-That asks nothing of a model but that its tokens meet in attention alone, and that it takes positions. What is said of the
-tokens is put together again on all ranks of the row, which therefore compute the same loss; its gradient goes back to whoever
-read the token, and nowhere twice.
+Each rank reads a contiguous part of the row. For attention, an all-to-all exchanges tokens for heads, so that each rank
+computes some of the heads over the full row.
+
+The model must mix tokens in attention alone, and take positions. The outputs are gathered on all ranks of the row, which
+therefore compute the same loss. The gradient of a token's output goes to the rank that read the token, once.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from rlhpc.training.mesh import Mesh
 
 @dataclass(frozen=True)
 class RowShare:
-    """This rank's part in reading rows.
+    """Rank's share of a packed row.
 
     Attributes:
-        rank, size: Which of how many parts it reads.
+        rank, size: Index of the rank's part, and the number of parts.
         group: The ranks of a row.
     """
 
@@ -34,22 +35,22 @@ class RowShare:
 
     @classmethod
     def of(cls, mesh: Mesh | None) -> RowShare | None:
-        """A mesh's; None if its rows are not shared."""
+        """Returns the share of a mesh's rank; None if its rows are not shared."""
         if mesh is None or mesh.context is None:
             return None
         return cls(mesh.context.get_local_rank(), mesh.context.size(), mesh.context.get_group())
 
     def length(self, batch: TokenBatch) -> int:
-        """Tokens of a part; the row is filled up so that all are equally long."""
+        """Returns the tokens of a part; the row is padded so that all parts have the same length."""
         return -(-max(2, batch.tokens) // self.size)
 
     def bounds(self, batch: TokenBatch) -> tuple[int, int]:
-        """Where in the row the part begins and ends."""
+        """Returns where in the row the part begins and ends."""
         length = self.length(batch)
         return self.rank * length, (self.rank + 1) * length
 
     def inputs(self, batch: TokenBatch) -> dict[str, Any]:
-        """`TokenBatch.inputs` of a row, of this part; attention is told of all samples."""
+        """Returns this part of `TokenBatch.inputs` of a row; the segments describe all samples of the row."""
         inputs = batch.inputs()
         ids, positions, segments = inputs["input_ids"], inputs["position_ids"], inputs["segments"]
         more = self.length(batch) * self.size - ids.shape[1]
@@ -64,20 +65,20 @@ class RowShare:
             "input_ids": ids[:, part], "position_ids": positions[:, part], "segments": replace(segments, group=self.group)
         }  # fmt: skip
 
-    def whole(self, part: Tensor, batch: TokenBatch) -> Tensor:
-        """What a model said of the part, `[1, t, …]`, beside what it said on the others: `[1, T, …]`."""
+    def gather(self, part: Tensor, batch: TokenBatch) -> Tensor:
+        """Gathers a model's output of the parts, `[1, t, …]` each, into that of the row, `[1, T, …]`, with gradients."""
         start, end = self.bounds(batch)
         filled = part.new_zeros(1, self.length(batch) * self.size, *part.shape[2:])
-        return self.together(filled.index_copy(1, torch.arange(start, end, device=part.device), part))
+        return self.sum(filled.index_copy(1, torch.arange(start, end, device=part.device), part))
 
-    def together(self, parts: Tensor) -> Tensor:
-        """The sum over the row's ranks, of which each but one has a zero in every place."""
-        found: Tensor = _Together.apply(parts, self.group)
-        return found
+    def sum(self, parts: Tensor) -> Tensor:
+        """Returns the sum over the row's ranks, with gradients; each position is nonzero on one rank at most."""
+        summed: Tensor = _SumOverRanks.apply(parts, self.group)
+        return summed
 
 
-class _Together(torch.autograd.Function):
-    """The ranks compute the same of the sum, so each has the whole gradient of its own part."""
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over ranks; the gradient passes unchanged, since all ranks compute the same loss from the sum."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
@@ -91,7 +92,7 @@ class _Together(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Splits along one dimension and joins along another, over the ranks of a row: its own reverse, the other way round."""
+    """All-to-all over the ranks of a row that splits one dimension and joins another; its gradient is the reverse exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, split: int, join: int) -> Tensor:
@@ -108,7 +109,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class Heads:
-    """Stands for a layer's attention whose heads are shared out: what transformers' function looks at of it."""
+    """Substitute for a layer's attention module whose heads are shared: the attributes that transformers' function reads."""
 
     is_causal = True
 
@@ -118,17 +119,19 @@ class Heads:
 
 
 def to_heads(query: Tensor, key: Tensor, value: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`[1, heads, t, d]` of a rank's tokens to `[1, heads / n, T, d]` of all. Where there are fewer heads of keys and values
-    than ranks, each is sent to several."""
-    size, heads, kept = dist.get_world_size(group), query.shape[1], key.shape[1]
-    if kept % size:
-        each = size // kept if size % kept == 0 else heads // kept
+    """Exchanges tokens for heads: `[1, heads, t, d]` of a rank's tokens to `[1, heads / n, T, d]` of all tokens.
+
+    With fewer key-value heads than ranks, each of these heads is sent to several ranks.
+    """
+    size, heads, num_kv_heads = dist.get_world_size(group), query.shape[1], key.shape[1]
+    if num_kv_heads % size:
+        each = size // num_kv_heads if size % num_kv_heads == 0 else heads // num_kv_heads
         key, value = key.repeat_interleave(each, 1), value.repeat_interleave(each, 1)
     q, k, v = (_Exchange.apply(one, group, 1, 2) for one in (query, key, value))
     return q, k, v
 
 
-def to_tokens(found: Tensor, group: Any) -> Tensor:
-    """`[1, T, heads / n, d]` back to `[1, t, heads, d]`."""
-    tokens: Tensor = _Exchange.apply(found, group, 1, 2)
+def to_tokens(values: Tensor, group: Any) -> Tensor:
+    """Exchanges heads for tokens: `[1, T, heads / n, d]` back to `[1, t, heads, d]`."""
+    tokens: Tensor = _Exchange.apply(values, group, 1, 2)
     return tokens

@@ -1,4 +1,4 @@
-"""Language models from and to Hugging Face folders."""
+"""Loading and export of language models as Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rlhpc.language.data.images import looks
+from rlhpc.language.data.images import has_vision
 from rlhpc.language.hugging_face import no_progress_bar, transformers, turn_end
 from rlhpc.language.models.vision import tell_places
 from rlhpc.runtime.devices import computes_bfloat16
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-#: The one of them that suits the device.
+#: Chooses the dtype that suits the device.
 AUTO = "auto"
-#: A model's configuration in its folder.
+#: File name of a model's configuration.
 CONFIG = "config.json"
 _ABSENT = object()
-#: Files that say how pictures become patches.
+#: Files of image processors.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def pretrained_in(module: nn.Module) -> Any:
-    """The model of transformers in a module that may be wrapped around it; None if there is none."""
+    """Returns the transformers model in a module that may wrap it; None if the module has none."""
     package = sys.modules.get("transformers")
-    if package is None:  # then there is no such model
+    if package is None:  # nothing has imported transformers
         return None
     return next((part for part in module.modules() if isinstance(part, package.PreTrainedModel)), None)
 
@@ -61,15 +61,15 @@ def window_of(config: Any) -> int:
 
 
 def compute_dtype(model: PretrainedConfig, device: str | torch.device, section: str = "actor.model") -> torch.dtype:
-    """What `dtype` of a model names.
+    """Returns the dtype that a model's `dtype` names.
 
     Args:
         model: The section.
-        device: Where it will compute: `auto` is bfloat16 on an accelerator that computes in it, else float32.
-        section: What messages call it.
+        device: Device of the computation: `auto` is bfloat16 on an accelerator that computes in it, else float32.
+        section: Name of the section in messages.
 
     Raises:
-        ConfigError: Another name.
+        ConfigError: The name is unknown.
     """
     if model.dtype == AUTO:
         return torch.bfloat16 if computes_bfloat16(torch.device(device).type) else torch.float32
@@ -86,17 +86,17 @@ def load_causal_lm(
     empty: bool = False,
     key: str = "actor.model.model_path",
 ) -> Any:
-    """The causal language model of a section such as `actor.model`, on the host.
+    """Loads the causal language model of a section such as `actor.model`, on the host.
 
     Args:
         model: The section: model_path, attn_implementation, trust_remote_code.
         dtype: Of its weights.
         checkpointing: Recomputes activations in the backward pass.
         empty: Makes it on the meta device, without reading weights.
-        key: What messages call model_path.
+        key: Name of model_path in messages.
 
     Raises:
-        ConfigError: There is no such model, or this transformers cannot build it.
+        ConfigError: The model does not exist, or this transformers cannot build it.
     """
     module = load_by("", model, dtype=dtype, empty=empty, key=key)
     tell_places(module)
@@ -115,18 +115,18 @@ def load_by(
     options: Mapping[str, Any] | None = None,
     **config_changes: Any,
 ) -> Any:
-    """A model by one of transformers' auto classes.
+    """Loads a model by one of transformers' auto classes.
 
     Args:
-        auto: The class's name; "" is for that which writes, `writes_by`.
-        model: Where it is.
+        auto: The class's name; "" selects the generating class, `writes_by`.
+        model: Section with the path.
         dtype, empty: See `load_causal_lm`.
-        key: What messages call `model_path`.
+        key: Name of `model_path` in messages.
         options: Further arguments of the class's `from_pretrained`, which then may return more than the model.
-        config_changes: Of the model's own configuration.
+        config_changes: Changes of the model's configuration.
 
     Raises:
-        ConfigError: There is no such model, or this transformers cannot build it.
+        ConfigError: The model does not exist, or this transformers cannot build it.
     """
     package = transformers()
     if not model.model_path:
@@ -157,22 +157,24 @@ def load_by(
 
 
 def writes_by(package: Any, path: str, trust_remote_code: bool) -> str:
-    """The auto class of transformers by which a model writes: one of its own where it looks at pictures, too."""
+    """Returns the name of transformers' auto class for generation; vision-language models have a different one."""
     config = package.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     return auto_class(config)
 
 
 def auto_class(config: Any) -> str:
-    """`writes_by` of a configuration."""
-    return "AutoModelForImageTextToText" if looks(config) else "AutoModelForCausalLM"
+    """Returns `writes_by` of a configuration."""
+    return "AutoModelForImageTextToText" if has_vision(config) else "AutoModelForCausalLM"
 
 
 def model_file(path: str, name: str) -> Path | None:
-    """Where a file of a model is: in its folder, or in the hub's cache, into which it is fetched if need be; None if the model
-    has no such file."""
+    """Returns the path of a model's file: in its folder, or in the hub's cache, into which it is fetched if necessary.
+
+    None if the model has no such file.
+    """
     if Path(path).is_dir():
-        found = Path(path) / name
-        return found if found.is_file() else None
+        file = Path(path) / name
+        return file if file.is_file() else None
     with contextlib.suppress(OSError, ValueError):
         cached = transformers().utils.cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         return None if cached is None else Path(cached)
@@ -180,10 +182,10 @@ def model_file(path: str, name: str) -> Path | None:
 
 
 def prepared(module: Any, checkpointing: bool) -> Any:
-    """The model without a cache of keys and values and, if asked for, with checkpointing of activations."""
+    """Turns off a model's KV cache and, if requested, turns on activation checkpointing; returns the model."""
     module.config.use_cache = False
     if checkpointing:
-        # The reentrant kind would need inputs that require gradients, which frozen embeddings (LoRA) do not give.
+        # The reentrant variant needs inputs that require gradients; frozen embeddings (LoRA) do not provide them.
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return module
 
@@ -195,14 +197,14 @@ def export_model(
     dtype: torch.dtype = torch.float32,
     load: Callable[..., Any] = load_causal_lm,
 ) -> None:
-    """Writes a Hugging Face folder: safetensors (sharded where large), config, generation config, tokenizer.
+    """Writes a Hugging Face folder: safetensors (sharded if large), config, generation config, tokenizer.
 
     Args:
         folder: Made if missing.
         tensors: All weights, by their names in the model; tied ones once.
         model: `actor.model`, for config and tokenizer.
         dtype: Of the weights written.
-        load: How a model like that is built: `load_causal_lm`, or `load_scalar_model`.
+        load: Builds a model of this architecture: `load_causal_lm`, or `load_scalar_model`.
     """
     skeleton = load(model, dtype=dtype, empty=True)
     state = {name: tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors}
@@ -220,14 +222,14 @@ def export_model(
 
 
 def config_file(config: Any, model: PretrainedConfig) -> bytes:
-    """Returns the `config.json` of a model that training began from, with what training changed.
+    """Returns the `config.json` of the model that training started from, with the changes made by training.
 
-    transformers writes the keys that it knows alone, some by other names, and engines read others. So only values that differ
-    from what transformers makes of the original are taken from the trained model's configuration.
+    transformers writes only the keys that it knows, some under other names, and engines read others. So the result takes from
+    the trained model's configuration only the values that differ from what transformers writes for the original.
 
     Args:
         config: Of the trained model.
-        model: Where the model is that training began from.
+        model: Section with the path of the original model.
     """
     written = json.loads(config.to_json_string())
     source = model_file(str(model.model_path), CONFIG)
@@ -240,7 +242,7 @@ def config_file(config: Any, model: PretrainedConfig) -> bytes:
 
 
 def _changed(original: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Returns a configuration with the changes between two forms of it that transformers wrote."""
+    """Returns a configuration with the differences between two forms of it that transformers wrote."""
     changed = dict(original)
     for key in before.keys() | after.keys():
         old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
@@ -252,19 +254,18 @@ def _changed(original: dict[str, Any], before: dict[str, Any], after: dict[str, 
             changed[key] = _changed(original[key], old, new)
         else:
             changed[key] = new
-    if "dtype" in changed and "torch_dtype" in changed:  # its former name, which some read first
+    if "dtype" in changed and "torch_dtype" in changed:  # the former name, which some programs read first
         changed["torch_dtype"] = changed["dtype"]
     return changed
 
 
 def export_tokenizer(folder: Path, model: PretrainedConfig, *, pads: bool = False) -> None:
-    """Writes the tokenizer of `actor.model`, and what cuts pictures for it; a model without one (token ids come from
-    elsewhere) is left without.
+    """Writes the tokenizer of `actor.model`, and its image processor; writes nothing for a model without a tokenizer.
 
     Args:
         folder: The target.
         model: `actor.model`.
-        pads: It is used to make batches: one without a padding token gets its end token for that.
+        pads: The tokenizer must pad batches: without a padding token, its end token becomes one.
     """
     package = transformers()
     with contextlib.suppress(OSError, ValueError):
@@ -276,12 +277,12 @@ def export_tokenizer(folder: Path, model: PretrainedConfig, *, pads: bool = Fals
         tokenizer.save_pretrained(folder)
         _name_end(folder / "generation_config.json", turn_end(tokenizer))
     for name in _PROCESSORS:
-        if (own := model_file(str(model.model_path), name)) is not None:
-            shutil.copyfile(own, folder / name)
+        if (processor := model_file(str(model.model_path), name)) is not None:
+            shutil.copyfile(processor, folder / name)
 
 
 def _name_end(config: Path, end: int | None) -> None:
-    """Adds the chat template's end of turn to the end tokens of a generation configuration: demonstrations end so."""
+    """Adds the chat template's end-of-turn token to the end tokens of a generation configuration, as demonstrations use it."""
     if end is None or not config.is_file():
         return
     values = json.loads(config.read_text())
@@ -299,23 +300,23 @@ def _generation_config(package: Any, path: str, config: Any) -> Any:
         return package.GenerationConfig.from_model_config(config)
 
 
-#: Below a checkpoint's folder.
+#: Subfolder of a checkpoint.
 FOLDER = "model"
 
 
 def model_files(module: nn.Module, model: PretrainedConfig, dtype: torch.dtype | None = None) -> dict[str, bytes]:
-    """Config, generation config, tokenizer, and the code that came with the model, by file name.
+    """Returns config, generation config, tokenizer, and the model's custom code, as file contents by name.
 
     Args:
-        module: The Hugging Face model, or what peft made of it.
+        module: The Hugging Face model, or peft's wrapper of it.
         model: `actor.model`, for the tokenizer.
-        dtype: Of the weights beside them, if they are others than the module's.
+        dtype: Of the weights written with these files, if it differs from the module's.
     """
     inner: Any = module
     if hasattr(inner, "get_base_model"):
         inner = inner.get_base_model()
     config = copy.deepcopy(inner.config)
-    config.use_cache = True  # training does without
+    config.use_cache = True  # training turns it off
     if dtype is not None:
         config.dtype = dtype
     with temporary_folder("model") as folder:

@@ -1,4 +1,4 @@
-"""How a batch is cut into micro-batches, and how samples are shared so that all have about equally much to compute."""
+"""Dynamic micro-batching: cuts a batch into micro-batches, and balances the samples' costs over ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from rlhpc.runtime.comm.background import AsyncWork
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.worker import Worker
 
-#: Which samples each micro-batch has, and the micro-batches.
+#: Indices of each micro-batch's samples, with the micro-batch.
 Parts = list[tuple[Tensor, TokenBatch]]
-#: One more micro-batch is worth it if it saves this fraction of a full one in padding: it costs kernel launches and,
-#: with sharded weights, another gathering of them.
+#: An additional micro-batch must save this fraction of a full one in padding: it costs kernel launches and, with sharded
+#: weights, another gathering of them.
 _OVERHEAD = 16
 
 
 def costs_of(lengths: Sequence[int] | Tensor, hidden: int) -> list[int]:
-    """What samples cost a transformer, relative to each other: a token the same 24 h² operations in each layer, of four
-    projections and a feed-forward part four times as wide, and 2 h for each token that it attends to on average half of.
+    """Returns the relative costs of samples in a transformer.
+
+    In each layer, a token costs 24 h² operations, of four projections and a feed-forward part four times as wide, and 2 h for
+    each token that it attends to, on average half of the sample.
 
     Args:
         lengths: Tokens of each sample.
-        hidden: h, the width of the model; 0 looks at attention alone.
+        hidden: h, the width of the model; 0 counts attention alone.
     """
     return [int(length) * (12 * hidden + int(length)) for length in lengths]
 
@@ -36,28 +38,29 @@ def costs_of(lengths: Sequence[int] | Tensor, hidden: int) -> list[int]:
 def balance(
     costs: Sequence[int], bins: int, sizes: Sequence[int] | None = None, room: int | None = None
 ) -> list[list[int]] | None:
-    """Shares out what costs something: the dearest first, each to who has least so far. The sum of the dearest bin is at most
-    4/3 of the best possible one (Graham 1969), if none is full, and with many samples close to it.
+    """Distributes items over bins by their costs: the most expensive first, each to the bin with the lowest sum so far.
+
+    The largest sum is at most 4/3 of the best possible one (Graham 1969), if no bin is full, and with many samples close to
+    it.
 
     Args:
-        costs: Of each.
-        bins: How many have a share.
-        sizes: What each takes of the room; by default no room is counted.
-        room: Of each bin.
+        costs: Of each item.
+        bins: Number of bins.
+        sizes: Capacity that each item takes; by default no capacity is counted.
+        room: Capacity of each bin.
 
     Returns:
-        Which ones each bin has, the dearest first; None if they do not all find room this way. It depends on the arguments
-        alone.
+        The items of each bin, the most expensive first; None if some item does not fit. It depends only on the arguments.
     """
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     loads = [(0, number) for number in range(bins)]
     shares: list[list[int]] = [[] for _ in range(bins)]
-    left = [room] * bins
+    remaining = [room] * bins
     for i in order:
         full = list[tuple[int, int]]()
         while loads:
             load, number = heapq.heappop(loads)
-            free = left[number]
+            free = remaining[number]
             if free is None or sizes is None or sizes[i] <= free:
                 break
             full.append((load, number))
@@ -65,24 +68,25 @@ def balance(
             return None
         shares[number].append(i)
         if free is not None and sizes is not None:
-            left[number] = free - sizes[i]
+            remaining[number] = free - sizes[i]
         for entry in (*full, (load + costs[i], number)):
             heapq.heappush(loads, entry)
     return shares
 
 
 def rows(lengths: Sequence[int] | Tensor, max_tokens: int, hidden: int = 0, at_least: int = 1) -> list[Tensor]:
-    """Cuts samples into rows without padding of at most `max_tokens` each, as few as `balance` can, which cost about the same;
-    in each the longest sample comes first.
+    """Cuts samples into rows without padding of at most `max_tokens` each, as few as `balance` can, of about equal cost.
+
+    In each row the longest sample comes first.
 
     Args:
         lengths: Tokens of each sample.
         max_tokens: `actor.max_tokens_per_micro_batch`.
         hidden: The width of the model.
-        at_least: So many rows, some of them maybe without samples.
+        at_least: Minimum number of rows; some of them may have no samples.
 
     Returns:
-        Which samples each row has.
+        Indices of each row's samples.
 
     Raises:
         ConfigError: A sample is longer than `max_tokens`.
@@ -95,18 +99,17 @@ def rows(lengths: Sequence[int] | Tensor, max_tokens: int, hidden: int = 0, at_l
 
 
 def micro_batches(lengths: Sequence[int] | Tensor, max_tokens: int) -> list[Tensor]:
-    """Cuts samples into micro-batches, each of which is, padded, a rectangle of at most `max_tokens` cells; the longest come
-    first.
+    """Cuts samples into micro-batches that are, padded, rectangles of at most `max_tokens` cells; the longest come first.
 
-    Samples of similar length share a micro-batch; among the ways to cut the sorted lengths, the one with the least
-    padding (and not many more batches for it) is taken. The result depends on the arguments alone.
+    Samples of similar length share a micro-batch. Among the ways to cut the sorted lengths, the one with the least
+    padding (without many more micro-batches) is chosen. The result depends only on the arguments.
 
     Args:
         lengths: Tokens of each sample.
         max_tokens: `actor.max_tokens_per_micro_batch`.
 
     Returns:
-        Which samples each micro-batch has.
+        Indices of each micro-batch's samples.
 
     Raises:
         ConfigError: A sample is longer than `max_tokens`.
@@ -125,14 +128,15 @@ def cut_up(
     hidden: int = 0,
     agreed: Callable[[int], int] = lambda count: count,
 ) -> Parts:
-    """A batch's micro-batches: rows without padding (`rows`), or rectangles (`micro_batches`).
+    """Cuts a batch into micro-batches: rows without padding (`rows`), or rectangles (`micro_batches`).
 
     Args:
-        batch: What is cut.
+        batch: The batch.
         max_tokens: `actor.max_tokens_per_micro_batch`.
-        packed: Whether the model reads rows.
+        packed: The model reads rows.
         hidden: The width of the model.
-        agreed: How many all ranks have, of those that this one needs; one more may have no samples, and trains nothing.
+        agreed: Returns the number of micro-batches on all ranks, from the number that this one needs; additional ones may have
+            no samples, and train nothing.
 
     Raises:
         ConfigError: A sample is longer than `max_tokens`.
@@ -140,37 +144,37 @@ def cut_up(
     cuts = rows(batch.lengths, max_tokens, hidden) if packed else micro_batches(batch.lengths, max_tokens)
     number = agreed(max(1, len(cuts)))
     if packed and number > len(cuts) and len(wider := rows(batch.lengths, max_tokens, hidden, number)) == number:
-        cuts = wider  # a rank with less to do than others has shorter rows, not fewer
+        cuts = wider  # a rank with less work than others has shorter rows, not fewer
     cuts += [torch.zeros(0, dtype=torch.long)] * (number - len(cuts))
-    return [(cut, (batch.select(cut) if len(cut) else batch.nothing()).read_by(packed)) for cut in cuts]
+    return [(cut, (batch.select(cut) if len(cut) else batch.empty_sample()).read_by(packed)) for cut in cuts]
 
 
-def values_of(score: Callable[[TokenBatch], Tensor], parts: Parts, batch: TokenBatch, who: str) -> Tensor:
-    """What is said of all tokens of a batch, one micro-batch after the other.
+def values_of(score: Callable[[TokenBatch], Tensor], parts: Parts, batch: TokenBatch, score_name: str) -> Tensor:
+    """Computes values of all tokens of a batch, one micro-batch after the other.
 
     Args:
-        score: `[t]` or `[t, k]` of a micro-batch's t tokens; called without gradients.
+        score: Returns `[t]` or `[t, k]` for a micro-batch's t tokens; called without gradients.
         parts: The micro-batches; see `cut_up`.
         batch: The batch.
-        who: What a message calls `score`.
+        score_name: Name of `score` in messages.
 
     Returns:
         `[T]` or `[T, k]` float32, on the host.
 
     Raises:
-        RlhpcError: It gives another number of values.
+        RlhpcError: `score` returns another number of values.
     """
-    found: Tensor | None = None
+    all_values: Tensor | None = None
     for samples, part in parts:
         with torch.no_grad():
             values = score(part).float().cpu()
         if values.shape[:1] != (part.tokens,):
-            raise RlhpcError(f"{who} gave {len(values)} values for {part.tokens} tokens")
-        if found is None:
-            found = values.new_zeros(batch.tokens, *values.shape[1:])
-        found[batch.tokens_of(samples)] = values
-    assert found is not None, "there is a micro-batch, if only one without tokens"
-    return found
+            raise RlhpcError(f"{score_name} gave {len(values)} values for {part.tokens} tokens")
+        if all_values is None:
+            all_values = values.new_zeros(batch.tokens, *values.shape[1:])
+        all_values[batch.tokens_of(samples)] = values
+    assert all_values is not None, "there is a micro-batch, if only one without tokens"
+    return all_values
 
 
 def _fitting(lengths: Sequence[int] | Tensor, max_tokens: int) -> list[int]:
@@ -205,14 +209,14 @@ def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
 def minibatches(
     batch: TokenBatch, total: int, size: int, epochs: int, seed: tuple[int, int]
 ) -> Iterator[tuple[str, TokenBatch]]:
-    """A rank's part of each optimizer step's samples, whole episodes at a time.
+    """Yields a rank's part of each optimizer step's samples, in complete episodes.
 
     Args:
         batch: The rank's samples.
         total: Episodes of the step, over all ranks.
         size: Episodes of an optimizer step, over all ranks.
         epochs: Passes over the samples.
-        seed: Seed and step. All ranks draw the same order from it; without a choice the episodes keep theirs.
+        seed: Seed and step. All ranks draw the same order from it; with one minibatch per epoch the episodes keep theirs.
 
     Yields:
         "epoch 0, minibatch 1", and the samples.
@@ -228,18 +232,20 @@ def minibatches(
 
 
 def share_out(batch: TokenBatch, worker: Worker, sizes: MeshSizes, *, each: int = 1, hidden: int = 0) -> TokenBatch:
-    """A rank's new part of the samples of all ranks. All ranks call it; who gets what depends on the lengths alone. Ranks of a
-    block have the same samples, and those at the same place of all blocks share them out.
+    """Balances the samples of all ranks and returns this rank's new part; all ranks call it.
+
+    The assignment depends on the lengths alone. Ranks of a model-parallel block have the same samples; ranks at the same index
+    of all blocks exchange them.
 
     Args:
         batch: The samples that this rank has, on the host. Their columns have the same names on all ranks.
         worker: The rank.
         sizes: Of the worker's group.
-        each: So many neighbours stay together, as the answers of a pair do.
+        each: This number of neighbouring samples stays on one rank, such as the responses of a pair.
         hidden: The width of the model (`costs_of`).
 
     Returns:
-        Samples as they lay in the first block, then in the second, …; what a rank had, where sharing gains nothing.
+        Samples in the order of the first block, then of the second, …; the rank's own batch if balancing gains nothing.
     """
     lane = sizes.lane_of(worker.rank)
     peers = range(lane, worker.world_size, sizes.block)
@@ -257,16 +263,16 @@ def share_out(batch: TokenBatch, worker: Worker, sizes: MeshSizes, *, each: int 
     for to, units in enumerate(moves[here]):
         if units and to != here:
             sent.append(worker.send(_units(batch, units, each).pack(), worker.group_name, peers[to], async_op=True))
-    found = []
-    for of, theirs in enumerate(moves):
+    received = []
+    for of, rank_moves in enumerate(moves):
         if of == here:
-            found.append(_units(batch, theirs[here], each))
-        elif theirs[here]:
-            found.append(TokenBatch.unpack(worker.recv(worker.group_name, peers[of])))
+            received.append(_units(batch, rank_moves[here], each))
+        elif rank_moves[here]:
+            received.append(TokenBatch.unpack(worker.recv(worker.group_name, peers[of])))
     for work in sent:
         if work is not None:
             work.wait()
-    return TokenBatch.joined(found)
+    return TokenBatch.joined(received)
 
 
 def _costs(batch: TokenBatch, each: int, hidden: int) -> list[int]:

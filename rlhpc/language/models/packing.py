@@ -1,9 +1,9 @@
-"""Samples that a model reads as one row without padding: each token attends to its own sample, and no mask of T × T is made.
+"""Sequence packing: a model reads samples as one row without padding, and each token attends to its own sample.
 
-Transformers' models hand what attention has to do to a function of a name. Ours gets, through the model's own arguments, where
-each sample begins and ends. On an accelerator in half precision that is one call of torch's kernel for rows of several
-samples; elsewhere one call of its causal attention for each run of samples of the same length. A batch that is a rectangle is
-attended to as ever.
+No mask of T × T is built. transformers' models call a registered attention function. The function here gets, through the
+model's arguments, where each sample begins and ends. On an accelerator in half precision it is one call of torch's kernel for
+variable lengths; elsewhere it is one call of torch's causal attention for each run of samples of the same length. A
+rectangular batch uses causal attention as usual.
 """
 
 from __future__ import annotations
@@ -26,30 +26,32 @@ from rlhpc.language.models.vision import sub_attention
 from rlhpc.runtime.devices import attends_by_segments
 from rlhpc.runtime.errors import ConfigError
 
-#: What transformers calls the function here.
+#: Name under which the function is registered with transformers.
 NAME = "rlhpc_segments"
-#: Kinds of layers, as configurations name them, in which a token sees others through attention alone.
+#: Layer types of configurations in which tokens interact only through attention.
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
-#: Rotary positions whose factors follow from the longest position there is: in a row, that of another sample.
+#: Rotary position types whose factors depend on the longest position: in a row, that is another sample's.
 _ROPES_BY_LENGTH = frozenset({"longrope", "su", "dynamic"})
-#: How far, of the largest number, what a row says may be from what its sample says alone: in float32, and in half precision.
+#: Largest deviation, relative to the largest value, of a sample's outputs in a row from those alone: in float32, and in half
+#: precision.
 _FAR, _FAR_HALF = 1e-3, 0.1
-#: Where `reads_rows` notes of each call of attention whether it was given the row's samples, and whether a window.
+#: Where `reads_rows` records, for each attention call, whether it got segments, and whether it got a window.
 _calls: ContextVar[list[tuple[bool, bool]] | None] = ContextVar("calls", default=None)
-#: What some families ask of attention beside what is done here.
+#: Arguments of some families' attention that are not implemented here.
 _FURTHER = ("softcap", "s_aux", "position_bias")
 
 
 def pack(model: nn.Module) -> bool:
-    """Has a causal model, or one that was made of it, read rows of several samples, if it seems to be one that can; before the
-    first row, `reads_rows` makes sure.
+    """Makes a causal model, or one derived from it, read rows of several samples, if its type allows it.
+
+    Before the first row, `reads_rows` verifies it.
 
     Args:
         model: From transformers, without adapters, maybe on the meta device; changed in place.
 
     Returns:
-        Whether it does. A model does not that is to use another attention than `sdpa`, that mixes tokens in other ways than by
-        attention, or whose attention does more than weigh values (a bound on logits, sinks).
+        Whether the model packs. It does not if it uses another attention than `sdpa`, mixes tokens by other means than
+        attention, or needs more of attention than weighted values (a bound on logits, sinks).
     """
     causal = pretrained_in(model)
     if causal is None or not _can(causal):
@@ -60,23 +62,24 @@ def pack(model: nn.Module) -> bool:
 
 
 def unpack(model: nn.Module) -> None:
-    """Has a model that `pack` changed read rectangles again."""
+    """Makes a model that `pack` changed read rectangles again."""
     causal = pretrained_in(model)
     causal.set_attn_implementation(sub_attention(causal, "sdpa"))
 
 
 @torch.no_grad()
 def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype, share: RowShare | None = None) -> bool:
-    """Returns whether a packed model says of a sample in a row what it says of it alone, by one pass each over a few tokens.
+    """Returns whether a packed model gives the same outputs for a sample in a row as alone, by one pass each over a few
+    tokens.
 
-    It may not: some families do not hand on to their attention what they are given, do not heed positions, or keep their
-    window in a mask, which is not made here.
+    Some families do not: they do not pass arguments to their attention, ignore positions, or keep their window in a mask,
+    which is not built here.
 
     Args:
         model: Is called; all ranks of a sharded one call it.
-        device: Where it is.
-        dtype: What it computes in.
-        share: Of rows, if several ranks share them.
+        device: Device of the model.
+        dtype: Dtype of the computation.
+        share: This rank's share of rows, if several ranks share them.
     """
     first, second = torch.arange(2, 7), torch.arange(3, 12) % 5 + 1
     row, alone = (
@@ -86,9 +89,9 @@ def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype, share
     calls = list[tuple[bool, bool]]()
     token = _calls.set(calls)
     try:
-        outputs = _said(model, row, share)
+        outputs = _row_outputs(model, row, share)
         windows = [has_window for _, has_window in calls]
-        expected = _said(model, alone, share)
+        expected = _row_outputs(model, alone, share)
     finally:
         _calls.reset(token)
     a, b = outputs[len(first) : row.tokens], expected[: alone.tokens]
@@ -100,11 +103,11 @@ def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype, share
 
 
 def _hands_on_windows(model: nn.Module, windows: list[bool]) -> bool:
-    """Returns whether each layer whose configuration gives it a sliding window hands the window on to its attention.
+    """Returns whether each layer whose configuration has a sliding window passes it to its attention.
 
     Args:
         model: Was called once.
-        windows: Of each call of attention, in order, whether it was given a window.
+        windows: For each attention call, in order, whether it got a window.
     """
     config = pretrained_in(model).config.get_text_config()
     has_window = getattr(config, "sliding_window", None) is not None
@@ -113,22 +116,22 @@ def _hands_on_windows(model: nn.Module, windows: list[bool]) -> bool:
     return windows == expected if len(windows) == len(expected) else {*windows} == {*expected}
 
 
-def _said(model: nn.Module, batch: TokenBatch, share: RowShare | None) -> Tensor:
-    """`[T, …]` float32."""
+def _row_outputs(model: nn.Module, batch: TokenBatch, share: RowShare | None) -> Tensor:
+    """Returns a model's outputs for a row, `[T, …]` float32."""
     inputs = batch.inputs() if share is None else share.inputs(batch)
-    said = model(**inputs, use_cache=False)
-    said = said if isinstance(said, Tensor) else said["logits"]
-    return (said if share is None else share.whole(said, batch))[0].float()
+    outputs = model(**inputs, use_cache=False)
+    outputs = outputs if isinstance(outputs, Tensor) else outputs["logits"]
+    return (outputs if share is None else share.gather(outputs, batch))[0].float()
 
 
 def packs(model: nn.Module) -> bool:
-    """Whether `pack` was called, and the model can."""
+    """Returns whether `pack` was called for the model and succeeded."""
     causal = pretrained_in(model)
     return causal is not None and causal.config.get_text_config()._attn_implementation == NAME
 
 
 def width(model: nn.Module) -> int:
-    """How many numbers a causal model's hidden state of a token has; 0 if it does not say."""
+    """Returns the size of a causal model's hidden states; 0 if its configuration does not have it."""
     causal = pretrained_in(model)
     return 0 if causal is None else int(getattr(causal.config.get_text_config(), "hidden_size", 0))
 
@@ -151,7 +154,7 @@ def _can(causal: Any) -> bool:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Returns the kinds of rotary positions that a model has, of all its kinds of layers."""
+    """Returns the types of rotary positions of a model, over all types of layers."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     sections = [parameters, *(section for section in parameters.values() if isinstance(section, dict))]
     return {str(section.get("rope_type", section.get("type"))) for section in sections}
@@ -169,20 +172,20 @@ def attend(
     segments: Segments | None = None,
     **further: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention in the form that transformers calls: `[B, heads, T, d]` each, to `[B, T, heads, d]`.
+    """Computes causal attention in the form that transformers calls: `[B, heads, T, d]` each, to `[B, T, heads, d]`.
 
     Args:
         module: The layer's attention.
         query, key, value: A row of several samples (B = 1), or a rectangle of one sample a row, padded on the right.
-        attention_mask: None: transformers makes none for a function that it does not know.
+        attention_mask: None: transformers builds none for a function that it does not know.
         scaling: Of the logits.
         dropout: Of the weights.
-        sliding_window: How many tokens, itself included, a token sees; None for all.
+        sliding_window: How many tokens, itself included, a token attends to; None for all.
         segments: The row's samples; None for a rectangle.
-        further: What a family adds.
+        further: Additional arguments of a family.
 
     Raises:
-        ConfigError: The family wants more of attention than this does.
+        ConfigError: The family needs more of attention than this function computes.
     """
     if unknown := [name for name in _FURTHER if further.get(name) is not None]:
         raise ConfigError(
@@ -190,15 +193,15 @@ def attend(
             "actor.use_remove_padding=false"
         )
     calls = _calls.get()
-    if calls is not None and not isinstance(module, Heads):  # those are a part of a call that is noted already
+    if calls is not None and not isinstance(module, Heads):  # `Heads` marks a nested call, whose outer call is recorded
         calls.append((segments is not None, sliding_window is not None))
     if segments is None:
         return _causal(module, query, key, value, scaling=scaling, dropout=dropout, window=sliding_window), None
     if segments.group is not None:
         q, k, v = to_heads(query, key, value, segments.group)
         heads, alone = Heads(module, q, k), replace(segments, group=None)
-        found, _ = attend(heads, q, k, v, None, scaling, dropout, sliding_window, alone)  # type: ignore[arg-type]
-        return to_tokens(found, segments.group), None
+        outputs, _ = attend(heads, q, k, v, None, scaling, dropout, sliding_window, alone)  # type: ignore[arg-type]
+        return to_tokens(outputs, segments.group), None
     if not dropout and attends_by_segments(query, value) and (kernel := _kernel()):
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
         rows: Any = kernel(
@@ -206,7 +209,7 @@ def attend(
             window_size=((sliding_window or 0) - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         return rows[None], None
-    # Split, and not cut out one by one: the gradient of a split is one tensor, put together once.
+    # `split` rather than slices: its gradient is one tensor, which is assembled once.
     sizes = [count * length for count, length in segments.runs]
     parts = [
         _causal(
@@ -219,8 +222,7 @@ def attend(
 
 
 def _kernel() -> Callable[..., Any] | None:
-    """Torch's attention within the samples of a row, called as in torch 2.13; None if this torch's has no windows (before
-    2.11)."""
+    """Returns torch's variable-length attention, called as in torch 2.13; None if it has no windows (before 2.11)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -235,17 +237,17 @@ def _as_in_213(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
         return None
     if "enable_gqa" in takes:
         return kernel
-    # Before 2.13 heads shared keys without being told to.
+    # Before 2.13 heads shared keys without an option.
     return lambda *rows, enable_gqa, **how: kernel(*rows, **how)
 
 
 def _as_rows(row: Tensor, count: int, length: int) -> Tensor:
-    """`[1, heads, count × length, d]` as `[count, heads, length, d]`."""
+    """Returns `[1, heads, count × length, d]` as `[count, heads, length, d]`."""
     return row[0].unflatten(1, (count, length)).transpose(0, 1)
 
 
 def _causal(module: nn.Module, *weighed: Tensor, scaling: float | None, dropout: float, window: int | None) -> Tensor:
-    """Of query, key and value `[B, heads, T, d]`."""
+    """Computes causal attention of query, key and value `[B, heads, T, d]`."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     query, key, value = weighed
@@ -254,5 +256,5 @@ def _causal(module: nn.Module, *weighed: Tensor, scaling: float | None, dropout:
         behind = torch.arange(length, device=query.device)
         behind = behind[:, None] - behind
         mask = ((behind >= 0) & (behind < window))[None, None]
-    found: Tensor = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling)[0]
-    return found
+    outputs: Tensor = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling)[0]
+    return outputs

@@ -1,4 +1,4 @@
-"""A language model small enough to learn arithmetic on one core: random weights and a tokenizer of characters.
+"""Tiny language model that learns arithmetic on one core: random weights and a character tokenizer.
 
     python -m rlhpc.language.models.tiny models/tiny
 
@@ -22,7 +22,7 @@ from rlhpc.runtime.files import unwritable
 VOCABULARY = string.digits + "+-*= " + string.ascii_lowercase
 """Characters of the default tokenizer."""
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-# The turns' texts one after the other; only the assistant's have an end.
+# Concatenates the turns' texts; only the assistant's have an end.
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -65,7 +65,7 @@ def make_tiny_model(
     config = package.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
-        # Llama's ratio of 8/3, rounded up to what vector units like.
+        # Llama's ratio of 8/3, rounded up to a multiple of 8 for vector units.
         intermediate_size=-(-hidden * 8 // 3 // 8) * 8,
         num_hidden_layers=layers,
         num_attention_heads=heads,
@@ -80,7 +80,7 @@ def make_tiny_model(
 
 
 def write_model(folder: str | Path, maker: Callable[[Any], Any], config: Any, tokenizer: Any, seed: int) -> int:
-    """Writes a model with weights that a seed decides, and its tokenizer; returns the number of parameters."""
+    """Writes a model with weights drawn from a seed, and its tokenizer; returns the number of parameters."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -93,17 +93,16 @@ def write_model(folder: str | Path, maker: Callable[[Any], Any], config: Any, to
 
 
 def character_tokenizer(vocabulary: str = VOCABULARY, context: int = 64) -> Any:
-    """A tokenizer with one token per character, `<bos>` before every text, and a chat template that only joins
-    turns."""
+    """Returns a tokenizer with one token per character, `<bos>` before every text, and a chat template that joins turns."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    known = {token: number for number, token in enumerate((*SPECIAL, *dict.fromkeys(vocabulary)))}
-    tokenizer = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    token_ids = {token: number for number, token in enumerate((*SPECIAL, *dict.fromkeys(vocabulary)))}
+    tokenizer = Tokenizer(models.WordLevel(token_ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", known["<bos>"])]
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", token_ids["<bos>"])]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -119,7 +118,7 @@ def character_tokenizer(vocabulary: str = VOCABULARY, context: int = 64) -> Any:
 
 
 def maker_parser(module: str, about: str, **numbers: int) -> argparse.ArgumentParser:
-    """The words of a module's command that writes a model into a folder.
+    """Returns the argument parser of a module's command that writes a model into a folder.
 
     Args:
         module: Its name in this package.
@@ -148,7 +147,7 @@ def run_maker(parser: argparse.ArgumentParser, make: Callable[..., int], argv: l
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m rlhpc.language.models.tiny FOLDER`."""
+    """Runs `python -m rlhpc.language.models.tiny FOLDER`."""
     parser = maker_parser("tiny", __doc__, hidden=128, layers=4, heads=4, context=64, seed=0)
     parser.add_argument("--vocabulary", default=VOCABULARY, help="characters it knows (default: %(default)r)")
     return run_maker(parser, make_tiny_model, argv)

@@ -1,5 +1,4 @@
-"""A vision-language model small enough to learn to count on one core: random weights, a tokenizer of characters, and what cuts
-pictures into patches.
+"""Tiny vision-language model that learns to count on one core: random weights, a character tokenizer, and an image processor.
 
     python -m rlhpc.language.models.tiny_vision models/tiny_vl
 
@@ -17,9 +16,9 @@ from rlhpc.language.models.tiny import VOCABULARY, character_tokenizer, maker_pa
 from rlhpc.runtime.errors import ConfigError
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-#: Around a picture, what stands for each part of it, and what would stand for those of a film.
+#: Start of an image, placeholder for each of its tokens, end of an image, and placeholder for tokens of a video.
 MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
-# Turns' texts and pictures one after the other; only the assistant's have an end.
+# Concatenates the turns' texts and images; only the assistant's have an end.
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['content'] is string %}{{ message['content'] }}"
@@ -98,7 +97,7 @@ def make_tiny_vision_model(
         config_of: Any = package.Qwen2_5_VLConfig
     else:
         text["head_dim"] = hidden // heads
-        text["rope_parameters"]["mrope_interleaved"] = True  # as it always is in transformers; vLLM wants it said
+        text["rope_parameters"]["mrope_interleaved"] = True  # always so in transformers; vLLM requires the key
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         maker, config_of = package.Qwen3VLForConditionalGeneration, package.Qwen3VLConfig
     config = config_of(
@@ -111,14 +110,14 @@ def make_tiny_vision_model(
 
 
 def _sections(width: int) -> list[int]:
-    """How many pairs of a head's numbers turn with time, height and width."""
+    """Returns the numbers of rotary pairs of a head for time, height and width."""
     pairs = width // 2
     side = 3 * pairs // 8
     return [pairs - 2 * side, side, side]
 
 
 def _processor(package: Any, family: str) -> Any:
-    """Cuts pictures into patches, those of up to 8 × 8 tokens as they are."""
+    """Returns an image processor that leaves images of up to 8 × 8 tokens at their size."""
     point = (_PATCH[family] * _MERGED) ** 2
     options: dict[str, Any] = {
         "patch_size": _PATCH[family],
@@ -129,7 +128,7 @@ def _processor(package: Any, family: str) -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m rlhpc.language.models.tiny_vision FOLDER`."""
+    """Runs `python -m rlhpc.language.models.tiny_vision FOLDER`."""
     parser = maker_parser("tiny_vision", __doc__, hidden=64, layers=2, heads=2, context=128, seed=0)
     parser.add_argument("--family", default=FAMILIES[0], choices=FAMILIES, help="default: %(default)s")
     return run_maker(parser, make_tiny_vision_model, argv)

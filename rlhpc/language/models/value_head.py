@@ -1,7 +1,7 @@
-"""A model that says one number about each token: a causal model's trunk, and a linear head in float32.
+"""Value head: one number about each token, from a causal model's trunk and a linear head in float32.
 
-Its weights have the names of Hugging Face's `…ForSequenceClassification` with one label. It is loaded from such a folder, and
-saved as one. A reward model is asked about a sample's last token (`last_values`), a critic about all.
+The weights have the names of Hugging Face's `…ForSequenceClassification` with one label, and are loaded from and saved to such
+a folder. A reward model scores a sample's last token (`last_values`), a critic all tokens.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from rlhpc.runtime.errors import ConfigError
 if TYPE_CHECKING:
     from rlhpc.language.config.models import PretrainedConfig
 
-#: Name of the head, as transformers and vLLM have it for decoders.
+#: Name of the head, as in transformers and vLLM for decoders.
 HEAD = "score"
-#: Name of the one beside a causal model's head for tokens.
+#: Name of the value head of a causal model that also keeps its LM head.
 VALUE_HEAD = "value_head"
 _CLASSIFIER = "ForSequenceClassification"
 
 
 class Head(nn.Linear):
-    """Computes in float32, whatever the trunk computes in: a reward is a difference of such numbers."""
+    """Linear head in float32, whatever the trunk's dtype: a reward is a difference of such numbers."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`[..., H]` to `[..., 1]` float32."""
+        """Computes `[..., H]` to `[..., 1]` float32."""
         bias = None if self.bias is None else self.bias.float()
         return nn.functional.linear(input.float(), self.weight.float(), bias)
 
@@ -50,9 +50,9 @@ def load_scalar_model(
     seed: int = 0,
     key: str = "actor.model.model_path",
 ) -> Any:
-    """The model of a section such as `actor.model`, on the host, that gives values.
+    """Loads the model of a section such as `actor.model`, on the host, with a value head.
 
-    `module(input_ids=[N, W])` gives `[N, W]` float32, whose column t is the value once token t is read; so does a call with
+    `module(input_ids=[N, W])` returns `[N, W]` float32, whose column t is the value after token t is read; so does a call with
     other `TokenBatch.inputs`.
 
     Args:
@@ -62,19 +62,19 @@ def load_scalar_model(
         checkpointing: Recomputes activations in the backward pass.
         empty: Makes it on the meta device, without reading weights.
         seed: Of a new head's weights; the same seed gives the same ones.
-        key: What messages call model_path.
+        key: Name of model_path in messages.
 
     Raises:
-        ConfigError: There is no such model, it has several labels, or it is no decoder with a linear head.
+        ConfigError: The model does not exist, it has several labels, or it is not a decoder with a linear head.
     """
     classifier = is_classifier(model, key)
     changes = {} if classifier else {"num_labels": 1}
     loading = {} if empty else {"output_loading_info": True}
     with _unreported():
-        found = load_by(
+        loaded = load_by(
             "AutoModelForSequenceClassification", model, dtype=dtype, empty=empty, key=key, options=loading, **changes
         )
-    module, missing = (found, []) if empty else (found[0], sorted(found[1]["missing_keys"]))
+    module, missing = (loaded, []) if empty else (loaded[0], sorted(loaded[1]["missing_keys"]))
     head = getattr(module, HEAD, None)
     if not isinstance(head, nn.Linear) or getattr(module, str(module.base_model_prefix), None) is None:
         raise ConfigError(
@@ -85,29 +85,31 @@ def load_scalar_model(
         raise ConfigError(
             f"{key}={model.model_path}: the sequence classifier has {head.out_features} labels; one that gives a value has 1"
         )
-    own = {f"{HEAD}.{name}" for name, _ in head.named_parameters()}
-    if left := [name for name in missing if classifier or name not in own]:
-        raise ConfigError(f"{key}={model.model_path}: the folder has no weights for {left[0]}")
+    head_weights = {f"{HEAD}.{name}" for name, _ in head.named_parameters()}
+    if absent := [name for name in missing if classifier or name not in head_weights]:
+        raise ConfigError(f"{key}={model.model_path}: the folder has no weights for {absent[0]}")
     if not classifier and not empty:
         _initialize(head, _spread(module.config), seed)
     head.__class__ = Head
     module.forward = types.MethodType(_values, module)
     module.config.architectures = [type(module).__name__]
     module.config.pad_token_id = _pad(model, module.config)
-    module.config.problem_type = "regression"  # vLLM then gives the value itself, rather than its sigmoid
+    module.config.problem_type = "regression"  # vLLM then returns the value itself, rather than its sigmoid
     return prepared(module, checkpointing)
 
 
 def add_value_head(module: Any, seed: int) -> Any:
-    """Gives a causal model a head for values beside the one for tokens. A call of it then returns `logits`, and `token_values`
-    `[N, W]` float32, whose column t is the value once token t is read.
+    """Adds a value head to a causal model that keeps its LM head.
+
+    A call of the model then returns `logits`, and `token_values` `[N, W]` float32, whose column t is the value after token t
+    is read.
 
     Args:
         module: From `load_causal_lm`; changed in place. On the meta device, the head is, too.
         seed: Of the head's weights; the same seed gives the same ones.
 
     Raises:
-        ConfigError: The model's head for tokens cannot be found.
+        ConfigError: The model has no LM head that can be determined.
     """
     tokens = module.get_output_embeddings()
     if tokens is None:
@@ -118,8 +120,8 @@ def add_value_head(module: Any, seed: int) -> Any:
         _initialize(head, _spread(module.config), seed)
     module.add_module(VALUE_HEAD, head)
     read = list[torch.Tensor]()
-    # What the head for tokens reads: to ask for hidden states would keep those of all layers.
-    tokens.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+    # The input of the LM head: requesting hidden states would keep those of all layers.
+    tokens.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         read.clear()
@@ -131,10 +133,10 @@ def add_value_head(module: Any, seed: int) -> Any:
 
 
 def is_classifier(model: PretrainedConfig, key: str = "actor.model.model_path") -> bool:
-    """Whether `model_path` has a sequence classifier's head of its own.
+    """Returns whether `model_path` has the head of a sequence classifier.
 
     Raises:
-        ConfigError: There is no model.
+        ConfigError: The path is not set.
     """
     if not model.model_path:
         raise ConfigError(f"{key} is not set; give a Hugging Face folder or hub name")
@@ -143,12 +145,12 @@ def is_classifier(model: PretrainedConfig, key: str = "actor.model.model_path") 
             str(model.model_path), trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, ImportError):
-        return False  # whoever loads it says why it cannot be
+        return False  # loading the model raises the error with its reason
     return any(str(name).endswith(_CLASSIFIER) for name in config.architectures or ())
 
 
 def _values(module: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """What a call of the model computes, in place of transformers' own `forward`, which gives the last token's value alone."""
+    """Computes the values of all tokens; replaces transformers' `forward`, which returns the last token's value alone."""
     trunk = getattr(module, module.base_model_prefix)
     read = trunk(input_ids=input_ids, **{**inputs, "use_cache": False})
     values: torch.Tensor = getattr(module, HEAD)(read.last_hidden_state)
@@ -156,10 +158,10 @@ def _values(module: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor
 
 
 def new_head(module: nn.Module, name: str, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights that a new head has, by their names in the module.
+    """Yields the initial weights of a new head, by their names in the module.
 
     Args:
-        module: A model with a head of that name, with adapters or without, of whatever memory.
+        module: A model with a head of that name, with or without adapters, on any device.
         name: `HEAD` or `VALUE_HEAD`.
         seed: Of its weights.
     """
@@ -186,7 +188,7 @@ def _initialize(head: nn.Linear, spread: float, seed: int) -> None:
 
 
 def _pad(model: PretrainedConfig, config: Any) -> int | None:
-    """The token that padding is made of: the tokenizer's, as whoever loads the folder will use both together."""
+    """Returns the padding token: the tokenizer's, since users of the folder load both, else the configuration's."""
     from rlhpc.language.data.tokenizer import load_tokenizer
 
     with contextlib.suppress(ConfigError):
@@ -198,7 +200,7 @@ def _pad(model: PretrainedConfig, config: Any) -> int | None:
 
 @contextlib.contextmanager
 def _unreported() -> Iterator[None]:
-    """Without transformers' report that a causal model has no head for values, which is why it gets a new one."""
+    """Suppresses transformers' warning that a causal model has no value head, since a new one is added."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -211,31 +213,30 @@ def _unreported() -> Iterator[None]:
 def token_values(
     model: nn.Module, batch: TokenBatch, *, before: bool = False, share: RowShare | None = None
 ) -> torch.Tensor:
-    """One forward pass of a model from `load_scalar_model`.
+    """Runs one forward pass of a model from `load_scalar_model`.
 
-    As in `token_scores` the model reads one row of all samples, if it can, or a rectangle.
+    As in `token_scores` the model reads one packed row of all samples, if it can, or a rectangle.
 
     Args:
-        model: Takes `TokenBatch.inputs`, and gives `[1, T]` or `[N, W]`.
-        batch: What is valued.
-        before: Token t gets the value before it was read, which is what a critic says of the state in which it was drawn; a
+        model: Takes `TokenBatch.inputs`, and returns `[1, T]` or `[N, W]`.
+        batch: The samples.
+        before: Token t gets the value before it was read, which is a critic's value of the state in which it was sampled; a
             sample's first gets 0.
-        share: Of rows, if several ranks share them.
+        share: This rank's share of rows, if several ranks share them.
 
     Returns:
         `[T]` float32, one after the other as in the batch.
     """
     batch = batch.read_by(packs(model))
-    found = model(**batch.inputs()) if share is None else share.whole(model(**share.inputs(batch)), batch)
-    values = batch.of_tokens(found)
+    outputs = model(**batch.inputs()) if share is None else share.gather(model(**share.inputs(batch)), batch)
+    values = batch.of_tokens(outputs)
     return batch.before(values) if before else values
 
 
 def last_values(values: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """What a reward model says of each sample: the value at its last token that is no padding.
+    """Returns a reward model's score of each sample: the value at its last token that is not padding.
 
-    That is the token at which Hugging Face's sequence classifiers take it: where padding is made of the end token, the one
-    before the end.
+    Hugging Face's sequence classifiers use the same token: if the padding token is the end token, the one before the end.
 
     Args:
         values: `[T]`.
@@ -248,8 +249,8 @@ def last_values(values: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     sample = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths).to(device)
     place = torch.arange(batch.tokens, device=device)
     start = batch.cu_seqlens[:-1].to(device)
-    known = torch.where(batch.ids != batch.pad_id, place, -1)
-    last = start.scatter_reduce(0, sample, known, "amax", include_self=True)
+    unpadded = torch.where(batch.ids != batch.pad_id, place, -1)
+    last = start.scatter_reduce(0, sample, unpadded, "amax", include_self=True)
     filled = batch.lengths.to(device) > 0
-    found = values.new_zeros(len(batch))
-    return found.masked_scatter(filled, values[last[filled]])
+    scores = values.new_zeros(len(batch))
+    return scores.masked_scatter(filled, values[last[filled]])

@@ -1,4 +1,4 @@
-"""Whether a program passes its tests."""
+"""Code reward: runs a program against its problem's tests in a sandbox."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _MAX_PROBLEMS = 256
 
 
 class CodeReward:
-    """Runs the last Python block of a response against the tests of the problem, in a sandbox.
+    """Reward of the last Python block of a response, which runs against the problem's tests in a sandbox.
 
-    The tests are in `meta["tests"]`, or in the column of a published set (`forms.COLUMNS`). A test is one of:
+    The tests are in `meta["tests"]`, or in the column of a published set (`problem_formats.COLUMNS`). A test is one of:
 
-    - statements with `assert`, a function `check(candidate)`, pytest functions, unittest classes, doctests. What an
-      assertion says of calls is judged outside: only the values of the calls come out of the sandbox, and comparisons,
-      `not`, `and`, `abs(a - b) < c`, `math.isclose`, `isinstance`, `all` and the like are applied to them here, as builtin
-      values; what is expected never goes in, nor do names that the tests bind to values of their own, unless the program is
-      given them. Loops over what is known beforehand are written out. So an object that claims to equal everything, an `abs`
-      of the program's own, or a program that ends early and prints success, gains nothing. What cannot be taken apart (other
-      loops, `try`, helpers of the setup that compare) is judged inside, beside the program, in a run of its own; a program
-      bent on it can deceive those.
-    - `{"input": text, "output": text}`: the program is run with that on stdin, and what it prints is compared outside,
+    - statements with `assert`, a function `check(candidate)`, pytest functions, unittest classes, doctests. Assertions on
+      calls are evaluated outside: only the values of the calls leave the sandbox, and comparisons, `not`, `and`,
+      `abs(a - b) < c`, `math.isclose`, `isinstance`, `all` and the like are applied to them here, as builtin values. Expected
+      values never enter the sandbox, nor do names that the tests bind to values, unless they are arguments of the
+      program. Loops over values known in advance are unrolled. So an object that claims to equal everything, a redefined
+      `abs`, or a program that ends early and prints success gains nothing. Tests that cannot be split (other loops, `try`,
+      helpers of the setup that compare) run inside, in the program's process, in a separate run; a malicious program can
+      deceive those.
+    - `{"input": text, "output": text}`: the program runs with the input on stdin, and its output is compared outside,
       up to white space at line ends.
     - `{"call": expression, "output": value}`: as the first.
 
@@ -42,8 +42,8 @@ class CodeReward:
     tests an empty program passes.
 
     Args:
-        partial: The part of the tests that pass, rather than 1 for all of them and 0 else.
-        whole: A response without a block is taken for a program as it stands.
+        partial: The reward is the fraction of the tests that pass, rather than 1 for all of them and 0 otherwise.
+        whole: A response without a block is run as a program unchanged.
         timeout_s: Wall time of all tests of a sample; must be below `reward.timeout_s`.
         sandbox: Arguments of the `Sandbox`.
     """
@@ -57,7 +57,7 @@ class CodeReward:
         timeout_s: float = 6.0,
         sandbox: Mapping[str, Any] | None = None,
     ) -> None:
-        self._partial, self._whole, self._timeout_s = partial, whole, timeout_s
+        self._partial, self._run_unfenced, self._timeout_s = partial, whole, timeout_s
         try:
             self._sandbox = Sandbox(**{"wall_s": timeout_s, **(sandbox or {})})
         except TypeError as error:
@@ -66,10 +66,10 @@ class CodeReward:
 
     @staticmethod
     def check_problem(meta: Mapping[str, Any]) -> None:
-        """Refuses a problem whose tests cannot be read, or test nothing. No program is run.
+        """Rejects a problem whose tests cannot be read, or test nothing. No program is run.
 
         Raises:
-            ValueError: Says what is wrong with them.
+            ValueError: Has the reason.
         """
         _Problem(meta)
 
@@ -77,7 +77,7 @@ class CodeReward:
         problem = self._problem(sample.meta)
         program = last_block(sample.response)
         if program is None:
-            if not self._whole:
+            if not self._run_unfenced:
                 return 0.0
             program = sample.response
         passed = self._passed(problem, program, self._timeout_s, all_of_them=self._partial)
@@ -86,12 +86,12 @@ class CodeReward:
         tested = self._tested(problem)
         if not self._partial:
             return float(all(passed))
-        # What an empty program passes, too, such as that an argument was left alone, only counts where it fails.
+        # A test that an empty program passes, too, such as that an argument is unchanged, counts only if it fails.
         counted = [result for result, depends in zip(passed, tested, strict=True) if depends or not result]
         return sum(counted) / len(counted)
 
     def _problem(self, meta: Mapping[str, Any]) -> _Problem:
-        """Returns the problem, read once for all its samples."""
+        """Returns the problem, which is parsed once for all its samples."""
         columns = (*COLUMNS, "setup", "test_setup_code", "test_imports", "entry_point", "metadata")
         key = repr([meta.get(name) for name in columns])
         if key not in self._problems:
@@ -120,7 +120,7 @@ class CodeReward:
         return passed
 
     def _tested(self, problem: _Problem) -> list[bool]:
-        """Returns which tests an empty program fails; it is tried before the first reward for a problem.
+        """Returns the tests that an empty program fails; it runs before the first reward of a problem.
 
         Raises:
             ValueError: All tests pass without a program, or with functions that return None.
@@ -139,19 +139,19 @@ class CodeReward:
             raise ValueError(problem.refusal)
         return problem.tested
 
-    def _prints(self, program: str, test: Mapping[str, Any], left: float) -> bool:
-        result = self._sandbox.run(program, str(test.get("input", "")), left)
+    def _prints(self, program: str, test: Mapping[str, Any], timeout_s: float) -> bool:
+        result = self._sandbox.run(program, str(test.get("input", "")), timeout_s)
         return result.status == "ok" and _lines(result.stdout) == _lines(str(test["output"]))
 
 
 class _Problem:
-    """The tests of a problem, read.
+    """Parsed tests of a problem.
 
     Attributes:
-        streams: Tests of what the program prints.
+        streams: Tests of the program's output.
         plan: The other tests.
-        tested: Which tests an empty program fails.
-        refusal: Why they test nothing, "" where they do, None while no program has been tried.
+        tested: Whether an empty program fails each test.
+        refusal: Reason why the tests are rejected, "" if they are valid, None before an empty program has run.
     """
 
     def __init__(self, meta: Mapping[str, Any]) -> None:
@@ -170,7 +170,7 @@ def last_block(response: str) -> str | None:
     """Returns the last closed block that is marked as Python, or else the last without a mark.
 
     Fences are those of CommonMark: three or more backticks or tildes, closed by at least as many of the same; in list items
-    and quotes the indentation of the fence is taken off its lines.
+    and quotes the indentation of the fence is removed from its lines.
     """
     blocks: list[tuple[str, str]] = []
     opened: re.Match[str] | None = None
@@ -200,7 +200,7 @@ def _mark(info: str) -> str:
 
 
 def _unindented(line: str, width: int) -> str:
-    """Takes up to `width` columns of white space off the start of a line."""
+    """Removes up to `width` columns of white space from the start of a line."""
     expanded = line.expandtabs(4) if line[:width].strip(" ") != line[:width].strip() else line
     return expanded[min(width, len(expanded) - len(expanded.lstrip())) :]
 

@@ -1,9 +1,9 @@
-"""What the tests of a program claim, taken apart: what must be computed beside the program, and what is decided outside.
+"""Static analysis of a program's tests: which expressions run with the program in the sandbox, and which outside.
 
-Of `assert abs(root(2.0) - 1.41) < 1e-6` only `root(2.0)` is computed where the program is; its value comes out, and the
-subtraction, `abs` and the comparison are done here, on builtin values. So a program that redefines `abs` or `bool`, or
-returns an object with operators of its own, gains nothing, and 1.41 is nowhere in its process to be found. Names that the
-tests bind to values of their own are known here, too; inside they are bound only where the program is given them.
+Of `assert abs(root(2.0) - 1.41) < 1e-6` only `root(2.0)` is computed in the sandbox. Its value is returned, and the
+subtraction, `abs` and the comparison are computed here, on builtin values. So a program that redefines `abs` or `bool`, or
+returns an object with overloaded operators, gains nothing, and 1.41 does not occur in its process. Names that the tests bind
+to values are known here, too; in the sandbox they are bound only if they are passed to the program.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _CONSTANT = (bool, int, float, complex, str, bytes, type(None))
 
 @dataclass
 class TestPlan:
-    """What is run beside a program, and what is claimed of it.
+    """Plan of a problem's tests: steps to run with a program, and claims about their results.
 
     Attributes:
-        steps: For the first run, in order: `value` (an expression whose value comes out), `raises` (statements whose exception
-            comes out) and `do` (statements).
-        scripts: For a second run: `do` as before, and `script`, statements that judge the program themselves. They hold
-            what is expected, so they are not in the same process as the steps.
-        claims: Of each assertion, whether it holds, from the answers to `steps`.
+        steps: For the first run, in order: `value` (an expression whose value is returned), `raises` (statements whose
+            exception is returned) and `do` (statements).
+        scripts: For a second run: `do` as before, and `script`, statements that test the program in the sandbox. They contain
+            the expected values, so they run in a different process from the steps.
+        claims: For each assertion, a function that evaluates it from the answers to `steps`.
         verdicts: Indices into `scripts` that have to pass.
         setup: Statements to run before the steps.
-        values: Values of names that the tests have bound so far, where they are known here.
+        values: Values of names that the tests have bound so far, if they are known here.
         strict: Whether the program has to define a builtin function's name for the tests of that function to count.
     """
 
@@ -67,7 +67,7 @@ class TestPlan:
     strict: list[bool] = field(default_factory=lambda: [False])
 
     def copy(self) -> TestPlan:
-        """Returns a plan that can be extended and thrown away."""
+        """Returns a plan that can be extended and discarded."""
         return TestPlan(
             list(self.steps), list(self.scripts), list(self.claims), list(self.verdicts), self.setup, dict(self.values),
             dict(self.meanings), dict(self.definitions), list(self.prepared), self.strict,
@@ -75,7 +75,7 @@ class TestPlan:
 
 
 def meanings_of(body: Sequence[ast.stmt]) -> dict[str, str]:
-    """Returns what names mean that statements of the tests bind: `math.isclose` for an import of it, else ""."""
+    """Returns the meanings of names that the tests' statements bind: `math.isclose` for an import of it, else ""."""
     meanings: dict[str, str] = {}
     for statement in body:
         if isinstance(statement, ast.ImportFrom):
@@ -109,7 +109,7 @@ def calls(body: Sequence[ast.stmt], name: str) -> bool:
 
 
 class Reader:
-    """Reads one test into `plan`.
+    """Parser of one test, which adds to `plan`.
 
     Attributes:
         judged: Assertions that depend on the program.
@@ -125,15 +125,15 @@ class Reader:
         self._done: list[int] = []
 
     def read(self, body: list[ast.stmt]) -> TestPlan:
-        """Reads the statements of a test.
+        """Parses the statements of a test.
 
         Raises:
-            Unclear: They cannot be taken apart.
+            Unclear: They cannot be split.
         """
         claims = len(self.plan.claims)
-        rest, functions, classes = problem_formats.test_functions(body)
-        called = self.entry and has_check(rest) and not calls(rest, "check")
-        for statement in rest:
+        plain, functions, classes = problem_formats.test_functions(body)
+        called = self.entry and has_check(plain) and not calls(plain, "check")
+        for statement in plain:
             self._statement(statement)
         if called:
             check = self._functions["check"]
@@ -144,14 +144,14 @@ class Reader:
             if self.judged + self.possible == before:
                 raise ValueError(f"the test {function.name} asserts nothing of the program")
         done = [*self.plan.prepared, *self._done]
-        if not self.judged and not self.possible:  # what it prepares has to be right for those after it
+        if not self.judged and not self.possible:  # its preparation must be valid for the tests after it
             self.plan.prepared = done
         if done:  # no statement of the test may raise
             self.plan.claims[claims:] = [outside.after(done, claim) for claim in self.plan.claims[claims:]]
         return self.plan
 
     def _do(self, statement: ast.stmt) -> None:
-        """Has a statement run beside the program, after what it needs."""
+        """Adds a statement to the steps, after its prerequisites."""
         stored = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
         simple = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr))
         source = ast.unparse(self._inserted(statement, simple))
@@ -161,7 +161,7 @@ class Reader:
         self._done.append(add_step(self.plan, "do", source))
 
     def _inserted(self, node: Any, simple: bool = True) -> Any:
-        """Puts values in place of known expressions, and binds inside what the program may change or keep."""
+        """Replaces known expressions by their values, and binds names in the sandbox that the program may change or keep."""
         node = (
             ast.parse(ast.unparse(node), mode="eval").body
             if isinstance(node, ast.expr)
@@ -179,7 +179,7 @@ class Reader:
         return node
 
     def _bind_inside(self, name: str) -> None:
-        """Binds a name inside, where the program gets hold of its value: it may change it."""
+        """Binds a name in the sandbox, since the program gets its value and may change it."""
         if name not in self.values:
             return
         value = self.values.pop(name)
@@ -196,15 +196,15 @@ class Reader:
                 raise Unclear
 
     def _define(self, names: set[str]) -> None:
-        """Has functions and classes of the tests defined inside, if anything there names them."""
+        """Defines functions and classes of the tests in the sandbox if they are used there."""
         for name in sorted(names & self.plan.definitions.keys()):
             definition = self.plan.definitions.pop(name)
             self._do(definition)
 
     def bind(self, statement: ast.Assign) -> bool:
-        """Binds names to a value that is known here; returns False if it is not."""
+        """Binds names to a value that is known here; returns False if it is not known."""
         try:
-            value = self.known(statement.value)
+            value = self.constant_value(statement.value)
             if isinstance(value, (zip, enumerate)):
                 value = list(value)
             pairs = [pair for target in statement.targets for pair in bound_names(target, value)]
@@ -215,7 +215,7 @@ class Reader:
         return True
 
     def _inline(self, function: ast.FunctionDef, arguments: Sequence[ast.expr]) -> None:
-        """Reads a function's body as if it stood outside of it, with names of its own for what it assigns."""
+        """Parses a function's body in place of its call, with renamed local variables."""
         parameters = function.args
         if len(parameters.args) != len(arguments) or parameters.vararg or parameters.kwarg or parameters.kwonlyargs:
             raise Unclear
@@ -250,7 +250,7 @@ class Reader:
         elif isinstance(statement, ast.With) and self._expects_exception(statement):
             self._raises(statement)
         elif isinstance(statement, ast.If) and any(isinstance(node, ast.Assert) for node in inner):
-            for chosen in statement.body if self.known(statement.test) else statement.orelse:
+            for chosen in statement.body if self.constant_value(statement.test) else statement.orelse:
                 self._statement(chosen)
         elif isinstance(statement, ast.For) and any(isinstance(node, (ast.Assert, ast.With)) for node in inner):
             self._loop(statement, inner)
@@ -268,10 +268,10 @@ class Reader:
             self._do(statement)
 
     def _asserting_call(self, call: ast.expr) -> bool:
-        """Reads a call of a function of the tests that asserts something; returns False for other expressions.
+        """Parses a call of a test's function that asserts something; returns False for other expressions.
 
         Raises:
-            Unclear: Only the function can tell.
+            Unclear: Only the function itself can decide.
         """
         if not isinstance(call, ast.Call) or not asserts([ast.Expr(call)], self._functions):
             return False
@@ -287,7 +287,7 @@ class Reader:
         return len(statement.items) == 1 and isinstance(call, ast.Call) and self._meaning(call.func) == "pytest.raises"
 
     def _raises(self, statement: ast.With) -> None:
-        """Reads `with pytest.raises(...)`: the exception comes out, and its classes are compared here."""
+        """Parses `with pytest.raises(...)`: the exception is returned, and its classes are compared here."""
         call = statement.items[0].context_expr
         assert isinstance(call, ast.Call)
         matched = [k.value.value for k in call.keywords if k.arg == "match" and isinstance(k.value, ast.Constant)]
@@ -304,10 +304,10 @@ class Reader:
         self.judged += 1
 
     def _loop(self, loop: ast.For, inner: list[ast.AST]) -> None:
-        """Writes out a loop over what is known here."""
+        """Unrolls a loop over values that are known here."""
         if loop.orelse or any(isinstance(node, (ast.Break, ast.Continue, *_BINDING)) for node in inner):
             raise Unclear
-        for value in items(loop.iter, self.known):
+        for value in items(loop.iter, self.constant_value):
             self._rounds += 1
             if self._rounds > MOST_ROUNDS:
                 raise Unclear
@@ -317,7 +317,7 @@ class Reader:
                 self._statement(statement)
 
     def _is_known(self, node: ast.expr) -> bool:
-        """Tells whether nothing of the program stands in an expression."""
+        """Returns whether an expression is independent of the program."""
         before, rounds, self._trial = self._trial, self._rounds, True
         try:
             self._term(node)
@@ -327,8 +327,8 @@ class Reader:
             self._trial, self._rounds = before, rounds
         return True
 
-    def known(self, node: ast.expr) -> Any:
-        """Returns the value of an expression in which nothing of the program stands."""
+    def constant_value(self, node: ast.expr) -> Any:
+        """Returns the value of an expression that is independent of the program."""
         if self._bound or not self._is_known(node):
             raise Unclear
         try:
@@ -348,11 +348,11 @@ class Reader:
         stored |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
         loaded = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         functions = sorted(loaded - stored - self.names.keys() - self.values.keys())
-        if not functions:  # nothing of the program
+        if not functions:  # nothing depends on the program
             if not outside.holds(term, []):
                 self.plan.claims.append(term)
             return
-        # The program's own function may have the name of a builtin one, or an import of its own that of a module.
+        # The program may define a function with the name of a builtin one, or import a name of a module.
         number = add_step(self.plan, "value", f"any(name in globals() for name in {functions!r})")
         self._all_inside = True
         try:
@@ -368,9 +368,9 @@ class Reader:
         self.possible += 1
 
     def _term(self, node: ast.expr) -> Term:
-        """How a value is made, outside as far as that is known here."""
-        known, value = literal(node)
-        if known:
+        """Returns a function that computes an expression, outside the sandbox as far as its parts are known here."""
+        is_literal, value = literal(node)
+        if is_literal:
             return lambda answers: value
         if self._is_leaf(node):
             return self._leaf(node)
@@ -386,12 +386,12 @@ class Reader:
                     [self._term(n) for n in (node.left, *node.comparators)], [type(op) for op in node.ops]
                 )
             case ast.BinOp():
-                kind, left, right = type(node.op), self._term(node.left), self._term(node.right)
-                return lambda answers: outside.computed(kind, left(answers), right(answers))
+                kind, first, second = type(node.op), self._term(node.left), self._term(node.right)
+                return lambda answers: outside.computed(kind, first(answers), second(answers))
             case ast.List() | ast.Tuple() | ast.Set():
-                made = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
+                container_type = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
                 items = [self._term(element) for element in node.elts]
-                return lambda answers: made([item(answers) for item in items])
+                return lambda answers: container_type([item(answers) for item in items])
             case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
                 return self._comprehension(node)
             case ast.Dict():
@@ -405,10 +405,10 @@ class Reader:
                 container, place = self._term(node.value), self._index(node.slice)
                 return lambda answers: container(answers)[place(answers)]
             case ast.NamedExpr():
-                known = self.known(node.value)
+                is_literal = self.constant_value(node.value)
                 if not self._trial:
-                    self.values[node.target.id], self.names[node.target.id] = known, ""
-                return lambda answers: known
+                    self.values[node.target.id], self.names[node.target.id] = is_literal, ""
+                return lambda answers: is_literal
             case ast.Call() if self._is_method(node):
                 assert isinstance(node.func, ast.Attribute)
                 name, receiver = node.func.attr, self._term(node.func.value)
@@ -450,7 +450,7 @@ class Reader:
         return lambda answers: outside.value_of(answers, number)
 
     def _text(self, node: ast.expr) -> Term:
-        """Returns a part of an f-string."""
+        """Returns a function that computes a part of an f-string."""
         if not isinstance(node, ast.FormattedValue):
             return self._term(node)
         convert = {-1: None, 115: str, 114: repr, 97: ascii}[node.conversion]
@@ -465,7 +465,7 @@ class Reader:
         return lambda answers: slice(*[part(answers) for part in parts])
 
     def _key(self, node: ast.expr) -> Term:
-        """Returns the function that a sorting key is."""
+        """Returns a function that computes a sorting key."""
         if not isinstance(node, ast.Lambda):
             function = outside.FUNCTIONS[self._meaning(node)][0]
             return lambda answers: function
@@ -498,18 +498,18 @@ class Reader:
         return True
 
     def _is_method(self, node: ast.Call) -> bool:
-        """Tells whether it is a method of a value of the tests, one that changes nothing."""
+        """Returns whether a call is of a non-mutating method of a test's value."""
         if not isinstance(node.func, ast.Attribute) or node.keywords or self._all_inside:
             return False
         try:
-            receiver = self.known(node.func.value)
+            receiver = self.constant_value(node.func.value)
         except Unclear:
             return False
         names = outside.KNOWN_METHODS.get(type(receiver), ())
         return node.func.attr in names and all(self._is_known(argument) for argument in node.args)
 
     def _is_leaf(self, node: ast.expr) -> bool:
-        """Whether an expression is computed as a whole beside the program."""
+        """Returns whether a complete expression is computed in the sandbox."""
         if literal(node)[0]:
             return False
         match node:
@@ -549,7 +549,7 @@ class Reader:
         return True
 
     def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Term:
-        made: Callable[[list[Any]], Any] = set if isinstance(node, ast.SetComp) else list
+        collection: Callable[[list[Any]], Any] = set if isinstance(node, ast.SetComp) else list
         bound, before = dict(self._bound), (self.plan.copy(), list(self._done))
         try:
             if any(generator.is_async for generator in node.generators):
@@ -559,13 +559,13 @@ class Reader:
             if isinstance(node, ast.GeneratorExp) or bound:
                 raise
             self._return_to(*before)
-            return self._leaf(node)  # a list, after all, can come out as it is
+            return self._leaf(node)  # a list can be returned as it is
         finally:
             self._bound = bound
-        return lambda answers: made(list(rounds(answers)))
+        return lambda answers: collection(list(rounds(answers)))
 
     def _return_to(self, plan: TestPlan, done: list[int]) -> None:
-        """Forgets what a trial has added to the plan."""
+        """Restores the plan from before a trial."""
         self.plan, self._done = plan, done
         self.names, self.values = plan.meanings, plan.values
 
@@ -573,9 +573,9 @@ class Reader:
         if not generators:
             term = self._term(element)
             return lambda answers: [term(answers)]
-        first, rest = generators[0], generators[1:]
-        try:  # each round is written out, so that it may call the program
-            values = items(first.iter, self.known)
+        first, remaining = generators[0], generators[1:]
+        try:  # each round is unrolled, so that it may call the program
+            values = items(first.iter, self.constant_value)
         except Unclear:
             values = None
         if values is not None and not self._bound:
@@ -587,19 +587,19 @@ class Reader:
                 put = Renamed(assigned(first.target, value))
                 conditions = [self._term(put.visit(expression(test))) for test in first.ifs]
                 inner = [ast.comprehension(g.target, put.visit(expression(g.iter)),
-                         [put.visit(expression(test)) for test in g.ifs], 0) for g in rest]  # fmt: skip
+                         [put.visit(expression(test)) for test in g.ifs], 0) for g in remaining]  # fmt: skip
                 parts.append((conditions, self._rounds_of(inner, put.visit(expression(element)))))
             return lambda answers: [
-                found
+                element_value
                 for conditions, part in parts
                 if all(condition(answers) for condition in conditions)
-                for found in part(answers)
+                for element_value in part(answers)
             ]
         iterated = self._term(first.iter)
         cells: dict[str, list[Any]] = {name: [None] for name in assigned(first.target, None)}
         self._bound |= cells
         conditions = [self._term(test) for test in first.ifs]
-        body = self._rounds_of(rest, element)
+        body = self._rounds_of(remaining, element)
 
         def run(answers: Sequence[Answer]) -> Any:
             for value in iterated(answers):
@@ -626,7 +626,7 @@ class Reader:
             return None
         if outside.ANY not in keywords and any(keyword.arg not in keywords for keyword in node.keywords):
             return None
-        if function is isinstance:  # of classes of the program's own, only the program can tell
+        if function is isinstance:  # only the program can test for its classes
             kinds = node.args[1:2]
             kinds = kinds[0].elts if kinds and isinstance(kinds[0], ast.Tuple) else kinds
             if not kinds or not all(self._meaning(kind) in outside.TYPES for kind in kinds):
@@ -634,7 +634,7 @@ class Reader:
         return function
 
     def _meaning(self, node: ast.expr) -> str:
-        """The name of what an expression stands for, "" where that is the program's or the setup's."""
+        """Returns the qualified name of an expression, "" if the program or the setup defines it."""
         if self._all_inside:
             return ""
         if isinstance(node, ast.Name):
@@ -645,10 +645,10 @@ class Reader:
 
 
 class _Inserted(ast.NodeTransformer):
-    """Puts values of the tests into an expression that is computed inside, and no more of them than it needs.
+    """Transformer that inserts the tests' values into an expression for the sandbox, and only those that it needs.
 
     Attributes:
-        needed: Names that have to be bound inside, since the program is given the very object.
+        needed: Names that must be bound in the sandbox, since the program gets the object itself.
     """
 
     def __init__(self, reader: Reader, local: set[str], simple: bool) -> None:
@@ -659,7 +659,7 @@ class _Inserted(ast.NodeTransformer):
         return isinstance(node, ast.Name) and node.id in self._reader.values
 
     def visit(self, node: ast.AST) -> Any:
-        """Replaces an expression of which everything is known, unless it is a name."""
+        """Replaces an expression whose parts are all known, unless it is a name."""
         if not isinstance(node, ast.expr) or not any(self._is_value(n) for n in ast.walk(node)):
             return node if isinstance(node, ast.expr) else self.generic_visit(node)
         if isinstance(node, ast.Name):
@@ -668,7 +668,7 @@ class _Inserted(ast.NodeTransformer):
         loads = isinstance(getattr(node, "ctx", None) or ast.Load(), ast.Load)
         if self._simple and loads and not names & self._local and not isinstance(node, ast.Starred):
             try:
-                return written_out(self._reader.known(node))
+                return written_out(self._reader.constant_value(node))
             except Unclear:
                 pass
         return self.generic_visit(node)

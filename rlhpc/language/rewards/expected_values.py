@@ -1,6 +1,6 @@
-"""What is decided about a program outside the sandbox: arithmetic, comparisons and builtin functions on builtin values.
+"""Evaluation of assertions outside the sandbox: arithmetic, comparisons and builtin functions on builtin values.
 
-A program chose the operands, so everything is bounded.
+The program under test chose the operands, so everything is bounded.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 _DEEPEST = 64
 _LARGEST_EXPONENT = 10_000
 _MOST_ALIKE = 32
-"""Members of a set with one hash. More are there to make it slow."""
+"""Maximum number of set members with the same hash. A program adds more to slow the comparison down."""
 
 
 def decode(value: Any, depth: int = 0) -> Any:
-    """Inverse of the harness's encoding.
+    """Decodes a value from the harness's encoding.
 
     Raises:
-        ValueError: It is not what the harness writes. A program can write in its place.
+        ValueError: It is not the harness's output. A program can write in its place.
     """
     if depth > _DEEPEST:
         raise ValueError("nested too deep")
@@ -85,9 +85,9 @@ def _decoded(kind: str, inner: Any, depth: int) -> Any:
 
 
 def _spread(members: list[Hashable]) -> Iterable[Hashable]:
-    """Refuses what would take quadratic time in a hash table."""
-    alike = collections.Counter(map(hash, members))
-    if len(members) > _MOST_ALIKE and max(alike.values()) > _MOST_ALIKE:
+    """Raises for members that would take quadratic time in a hash table."""
+    hash_counts = collections.Counter(map(hash, members))
+    if len(members) > _MOST_ALIKE and max(hash_counts.values()) > _MOST_ALIKE:
         raise ValueError("a set of members that share their hash")
     return members
 
@@ -95,7 +95,7 @@ def _spread(members: list[Hashable]) -> Iterable[Hashable]:
 _MOST_BITS, _MOST_ITEMS = 1 << 22, 1 << 20
 Answer = Mapping[str, Any]
 Term = Callable[[Sequence[Answer]], Any]
-"""Gives a value, from what came out of the sandbox for each step."""
+"""Function that computes a value from the sandbox's answers to the steps."""
 
 
 def _range(*numbers: int) -> range:
@@ -122,7 +122,7 @@ SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {
 
 
 class Approximation:
-    """A number, or a container of numbers, that equals what is near it, as `pytest.approx` does."""
+    """Number, or container of numbers, that equals values near it, like `pytest.approx`."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -175,7 +175,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "math.isnan": (math.isnan, ()), "math.isinf": (math.isinf, ()), "collections.Counter": (collections.Counter, ()),
     "range": (_range, ()),
 }  # fmt: skip
-"""What is computed outside, with the keywords that are known here."""
+"""Functions that are computed outside, with the supported keywords."""
 
 
 def _factorial(number: int) -> int:
@@ -186,7 +186,7 @@ def _factorial(number: int) -> int:
 
 _MOMENTS = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta)
 ANY = "*"
-"""Stands for keywords of any name."""
+"""Wildcard for keywords of any name."""
 KNOWN_FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     **{f.__name__: (f, ()) for f in (bytes, complex, chr, ord, bin, hex, oct, divmod)},
     **{f"math.{f.__name__}": (f, ()) for f in (math.ceil, math.floor, math.gcd, math.hypot, math.radians, math.degrees)},
@@ -199,23 +199,26 @@ KNOWN_FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "dict": (dict, (ANY,)),
     "collections.OrderedDict": (dict, (ANY,)), "copy.deepcopy": (copy.deepcopy, ()), "copy.copy": (copy.copy, ()),
 }  # fmt: skip
-"""Functions that are computed outside where all their arguments come from the tests; the program chooses none of them."""
+"""Functions that are computed outside if all their arguments come from the tests; the program chooses none of them."""
 KNOWN_METHODS: dict[type, tuple[str, ...]] = {
     dict: ("items", "keys", "values", "get", "copy"), list: ("copy", "index", "count"), tuple: ("index", "count"),
     str: ("upper", "lower", "strip", "split", "splitlines", "join", "replace", "title", "capitalize", "startswith", "endswith",
           "encode"),
     bytes: ("decode",), set: ("copy", "union", "intersection", "difference"),
 }  # fmt: skip
-"""Methods of values of the tests, by type: those that change nothing."""
+"""Non-mutating methods of the tests' values, by type."""
 CONVERSIONS = {"list", "tuple", "set", "frozenset", "dict", "sorted", "len", "str", "int", "float", "sum", "round", "min",
                 "max", "collections.Counter"}  # fmt: skip
-"""Around a value of the program these may be computed inside: they have to give the very value that is expected, and the
-program might as well return what makes them do so. So values that cannot leave, such as a deque, can be converted."""
+"""Conversions of a program's value that may run in the sandbox: they must give exactly the expected value, so a manipulated
+conversion gains no more than returning that value.
+
+Values that cannot leave the sandbox, such as a deque, can thus be converted.
+"""
 CONSTANTS: dict[str, Any] = {**TYPES, "math.pi": math.pi, "math.e": math.e, "math.inf": math.inf, "math.nan": math.nan}
 
 
 def holds(claim: Term, answers: Sequence[Answer]) -> bool:
-    """Whether a claim is true; one that cannot be evaluated is not."""
+    """Returns whether a claim is true; a claim that cannot be evaluated is not."""
     try:
         return bool(claim(answers))
     except Exception:  # no answer, values that do not compare, too large
@@ -227,7 +230,7 @@ def value_of(answers: Sequence[Answer], number: int) -> Any:
 
 
 def raised(answers: Sequence[Answer], number: int, names: Sequence[str], pattern: str | None) -> bool:
-    """Tells whether statements ended with one of the exceptions. A name that the program lacks is none of its errors."""
+    """Returns whether statements ended with one of the exceptions. A name missing in the program is not its error."""
     text, classes = value_of(answers, number)
     if "NameError" in classes and "NameError" not in names:
         return False
@@ -242,7 +245,7 @@ def method(receiver: Any, name: str, arguments: Sequence[Any]) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """Returns a value as JSON would give it back: tuples become lists, and keys texts."""
+    """Returns a value in the form of parsed JSON: tuples become lists, and keys texts."""
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
     if isinstance(value, dict):
@@ -255,47 +258,47 @@ def after(done: Sequence[int], claim: Term) -> Term:
 
 
 def either(parts: Sequence[Term], *, stops: bool) -> Term:
-    """`or` where `stops` is true, else `and`."""
+    """Returns `or` of terms if `stops` is true, else `and`."""
 
     def value(answers: Sequence[Answer]) -> Any:
-        found = None
+        result = None
         for part in parts:
-            found = part(answers)
-            if bool(found) == stops:
+            result = part(answers)
+            if bool(result) == stops:
                 break
-        return found
+        return result
 
     return value
 
 
 def compared(terms: Sequence[Term], kinds: Sequence[type[ast.cmpop]]) -> Term:
     def value(answers: Sequence[Answer]) -> bool:
-        left = terms[0](answers)
+        previous = terms[0](answers)
         for kind, term in zip(kinds, terms[1:], strict=True):
-            right = term(answers)
-            if not COMPARISONS[kind](left, right):
+            current = term(answers)
+            if not COMPARISONS[kind](previous, current):
                 return False
-            left = right
+            previous = current
         return True
 
     return value
 
 
-def computed(kind: type[ast.operator], left: Any, right: Any) -> Any:
-    """Arithmetic on numbers, and what is harmless on sequences; bounded, since a program chose the operands."""
+def computed(kind: type[ast.operator], first: Any, second: Any) -> Any:
+    """Computes arithmetic on numbers, and harmless operations on sequences; bounded, since a program chose the operands."""
     numbers: Any = (int, float, complex, Fraction, Decimal)
-    if isinstance(left, numbers) and isinstance(right, numbers):
-        if kind is ast.Pow and isinstance(left, (int, Fraction)):
-            bits = max(int(part).bit_length() for part in (left.numerator, left.denominator))
-            if not float(abs(right)) * bits <= _MOST_BITS:
+    if isinstance(first, numbers) and isinstance(second, numbers):
+        if kind is ast.Pow and isinstance(first, (int, Fraction)):
+            bits = max(int(part).bit_length() for part in (first.numerator, first.denominator))
+            if not float(abs(second)) * bits <= _MOST_BITS:
                 raise ValueError("too large")
-        return ARITHMETIC[kind](left, right)
-    if kind is ast.Add and type(left) is type(right) and isinstance(left, (str, bytes, list, tuple)):
-        return left + right
-    if kind is ast.Sub and isinstance(left, (set, frozenset)) and isinstance(right, (set, frozenset)):
-        return left - right
+        return ARITHMETIC[kind](first, second)
+    if kind is ast.Add and type(first) is type(second) and isinstance(first, (str, bytes, list, tuple)):
+        return first + second
+    if kind is ast.Sub and isinstance(first, (set, frozenset)) and isinstance(second, (set, frozenset)):
+        return first - second
     if kind is ast.Mult:
-        sequence, count = (right, left) if isinstance(left, int) else (left, right)
+        sequence, count = (second, first) if isinstance(first, int) else (first, second)
         if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(count, int):
             if len(sequence) * count > _MOST_ITEMS:
                 raise ValueError("too large")

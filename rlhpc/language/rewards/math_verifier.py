@@ -1,4 +1,4 @@
-"""Whether a mathematical answer is right, as a number or as an expression."""
+"""Math reward: compares an answer with the reference, as a number or as an expression."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from rlhpc.runtime.plugins import required
 _NUMBER = re.compile(r"(?<![\w.])-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
 _TEX_BRACE = re.compile(
     r"\\.|[{}]", re.DOTALL
-)  # a backslash escapes the next character, so "\\\\}" is a row's end and a brace
+)  # a backslash escapes the next character, so "\\\\}" is the end of a row and a brace
 
 
 def squeeze(text: str) -> str:
-    """The text without white space at its ends, and with one space for each stretch of it inside."""
+    """Returns the text without white space at its ends, and with one space for each run of white space."""
     return " ".join(text.split())
 
 
 def boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` holds; braces inside are counted."""
+    """Returns the content of the last `\\boxed{...}`; nested braces are counted."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
@@ -44,62 +44,62 @@ def boxed(text: str) -> str | None:
 
 
 def hashed(text: str) -> str | None:
-    """What follows the last `####` on its line."""
-    _, found, rest = text.rpartition("####")
-    answer = rest.split("\n", 1)[0].strip() if found else ""
+    """Returns the text after the last `####` on its line."""
+    _, separator, suffix = text.rpartition("####")
+    answer = suffix.split("\n", 1)[0].strip() if separator else ""
     return answer or None
 
 
 def tagged(text: str) -> str | None:
-    """What the last `<answer>...</answer>` holds."""
+    """Returns the content of the last `<answer>...</answer>`."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return text[start + len("<answer>") : end].strip() if 0 <= start < end else None
 
 
 def last_number(text: str) -> str | None:
-    """The last number."""
-    found = _NUMBER.findall(text)
-    return found[-1] if found else None
+    """Returns the last number."""
+    numbers = _NUMBER.findall(text)
+    return numbers[-1] if numbers else None
 
 
-def whole(text: str) -> str | None:
-    """The whole response."""
+def complete_text(text: str) -> str | None:
+    """Returns the complete response."""
     return text.strip() or None
 
 
 WAYS: dict[str, Callable[[str], str | None]] = {
-    "boxed": boxed, "####": hashed, "tag": tagged, "last_number": last_number, "whole": whole,
+    "boxed": boxed, "####": hashed, "tag": tagged, "last_number": last_number, "whole": complete_text,
 }  # fmt: skip
 
 
-def check_ways(ways: Sequence[str], what: str) -> tuple[str, ...]:
-    """Checks the names of ways.
+def check_ways(ways: Sequence[str], option: str) -> tuple[str, ...]:
+    """Checks the names of extraction methods.
 
     Raises:
-        ConfigError: One is unknown.
+        ConfigError: A name is unknown.
     """
     unknown = [way for way in ways if way not in WAYS]
     if unknown or isinstance(ways, str):
-        found = ways if isinstance(ways, str) else unknown[0]
-        raise ConfigError(f"reward.terms: {what} has {found!r}; allowed: a list of {', '.join(WAYS)}")
+        unknown_way = ways if isinstance(ways, str) else unknown[0]
+        raise ConfigError(f"reward.terms: {option} has {unknown_way!r}; allowed: a list of {', '.join(WAYS)}")
     return tuple(ways)
 
 
 def extract(text: str, ways: Sequence[str]) -> str | None:
-    """What is found by the first of the ways that finds anything."""
-    return next((found for way in ways if (found := WAYS[way](text)) is not None), None)
+    """Returns the result of the first extraction method that finds an answer."""
+    return next((answer for way in ways if (answer := WAYS[way](text)) is not None), None)
 
 
 MAX_CHARACTERS = 1000
-"""Longer answers are neither parsed nor read as numbers."""
+"""Maximum length of an answer that is parsed or read as a number."""
 
 _DOLLARS = re.compile(r"\$+([^$]*[^$\\])\$+")
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\\[,;:! ]\d{3})+(?!\d)")  # 1\,000
 _THIN_SPACE = re.compile(r"\\[,;:! ]")
 _EXPONENT = re.compile(
     r"([-+]?(?:\d+\.?\d*|\.\d+))e([-+]?\d{1,3})"
-)  # e is Euler's number to math-verify, E a power of ten
+)  # e is Euler's number in math-verify, E a power of ten
 _MIXED = re.compile(r"([-+]?\d+)\s+(\d+)/(\d+)")  # 3 1/2
 _CURRENCY = re.compile(r"(.*[\d}])\s*\b(dollars?|euros?|yen|yuan)", re.IGNORECASE | re.DOTALL)
 
@@ -111,10 +111,8 @@ _FRACTION = re.compile(r"(\d*)\s*\\[dt]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}
 
 
 def to_latex(answer: str) -> str:
-    """Returns an answer in the LaTeX that math-verify reads, without the `$` and the full stop around it."""
-    text = " ".join(
-        "".join(_ascii(character) for character in answer).split()
-    )  # a line's end in a matrix is white space
+    """Returns an answer in LaTeX for math-verify, without the `$` and the full stop around it."""
+    text = " ".join("".join(_ascii(character) for character in answer).split())  # a line end in a matrix is white space
     if match := _DOLLARS.fullmatch(text):
         text = match[1].strip()
     text = text.removesuffix(".").strip()
@@ -129,10 +127,11 @@ def to_latex(answer: str) -> str:
 
 
 def parse_word(latex: str) -> str | None:
-    """Returns a word, with or without `\\text{}` around it; None is anything else. To math-verify some are expressions.
+    """Returns a word, with or without `\\text{}` around it; None for other texts. math-verify reads some words as
+    expressions.
 
     Args:
-        latex: What `to_latex` returned.
+        latex: From `to_latex`.
     """
     match = _WORD.fullmatch(latex)
     return (match[1] or match[2]) if match else None
@@ -141,10 +140,10 @@ def parse_word(latex: str) -> str | None:
 def parse_number(latex: str) -> Fraction | None:
     """Returns the value of a plain number: an integer, a decimal, a ratio, a fraction or a mixed number.
 
-    math-verify reads each of these as the same value. None is anything else, and what math-verify alone can decide.
+    math-verify reads each of these as the same value. None for other texts, and for those that only math-verify can decide.
 
     Args:
-        latex: What `to_latex` returned.
+        latex: From `to_latex`.
     """
     if len(latex) > MAX_CHARACTERS:
         return None
@@ -176,7 +175,7 @@ def normalize_answer(answer: str) -> str:
 
 
 def _ascii(character: str) -> str:
-    """Full-width forms, the digits of any script, and the minus sign, in ASCII."""
+    """Converts full-width forms, the digits of any script, and the minus sign to ASCII."""
     if character < "\x80":
         return character
     if character.isdecimal():
@@ -187,15 +186,15 @@ def _ascii(character: str) -> str:
 
 
 class MathReward:
-    """1 where the answer equals the reference, else 0: numbers by value, expressions by algebra (math-verify).
+    """Reward of 1 if the answer equals the reference, else 0: numbers by value, expressions by algebra (math-verify).
 
-    The answer is taken from the last `\\boxed{...}`, else from behind the last `####`; a reference that is a worked
+    The answer is the last `\\boxed{...}`, else the text after the last `####`; a reference that is a worked
     solution with one of these, as in GSM8K and MATH, is read the same way.
 
     Args:
-        extract: Where the answer is looked for, in this order: `boxed`, `####`, `tag` (`<answer>…</answer>`),
+        extract: Extraction methods, in this order: `boxed`, `####`, `tag` (`<answer>…</answer>`),
             `last_number`, `whole`.
-        last_number: Takes the last number of a response in which nothing else is found. Lenient: it rewards answers
+        last_number: Takes the last number of a response if no other method finds an answer. Lenient: it rewards answers
             that a reader has to guess.
     """
 
@@ -205,21 +204,21 @@ class MathReward:
 
     def __init__(self, extract: Sequence[str] = ("boxed", "####"), last_number: bool = False) -> None:
         required("math_verify", "reward 'math' needs math-verify")
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about deadlines, which are kept here
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about deadlines, which the pool enforces
         self._ways = check_ways(extract, "extract of 'math'") + (("last_number",) if last_number else ())
 
     def __call__(self, sample: Sample) -> float:
-        wanted = extract(sample.answer, ("boxed", "####", "whole"))
-        if wanted is None:
+        reference = extract(sample.answer, ("boxed", "####", "whole"))
+        if reference is None:
             raise ValueError("the problem has no answer to compare with")
-        given = extract(sample.response, self._ways)
-        return float(given is not None and equal(wanted, given))
+        answer = extract(sample.response, self._ways)
+        return float(answer is not None and equal(reference, answer))
 
 
 def equal(reference: str, answer: str) -> bool:
-    """Returns whether two answers are the same number, expression, set, interval, matrix or text, as math-verify says.
+    """Returns whether two answers are the same number, expression, set, interval, matrix or text, according to math-verify.
 
-    Identical texts, plain numbers of one value and identical words need no parser; every other pair goes to it.
+    Identical texts, plain numbers of one value and identical words need no parser; every other pair is parsed.
     """
     if len(answer) > MAX_CHARACTERS:
         return False
@@ -232,7 +231,7 @@ def equal(reference: str, answer: str) -> bool:
     word = parse_word(reference)
     if word is not None and word == parse_word(answer):
         return True
-    # The caller's deadline ends what takes too long; alarms of the library's own would need the main thread.
+    # The caller's deadline bounds the time; the library's alarms would need the main thread.
     library = importlib.import_module("math_verify")
     return bool(library.verify(_parsed(reference), _parsed(answer), timeout_seconds=None))
 

@@ -1,8 +1,8 @@
-"""The processes that judge: one server, which has imported what rewards need, and the judges that it forks.
+"""Judge processes of the reward pool: one server, which imports the rewards' modules, and the judges that it forks.
 
-The server imports and forks, nothing else, so a judge that hung or died is replaced in milliseconds. Judges are killed
-with all that they started, also what has daemonised. When the pool's process is gone, however it died, the server's pipe
-reads end-of-file, and everything ends.
+The server only imports and forks, so a judge that hung or died is replaced in milliseconds. Judges are killed with all
+their child processes, including daemons. When the pool's process ends, for whatever reason, the server reads end-of-file from
+its socket, and ends all processes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, outlive_parent, readable
 
 Spec = list[tuple[str, Any, dict[str, Any]]]
-"""The name of each reward, its class or function, and its arguments."""
+"""Name of each reward, its class or function, and its arguments."""
 
 
 def judge(rewards: dict[str, Reward], sample: Sample) -> tuple[dict[str, float], str]:
-    """The value of each reward, and what went wrong with the others, "" for nothing."""
+    """Returns the value of each reward, and the errors of the others, "" if there are none."""
     values, errors = {}, []
     for name, reward in rewards.items():
         try:
@@ -49,29 +49,29 @@ def judge(rewards: dict[str, Reward], sample: Sample) -> tuple[dict[str, float],
 
 
 def _work(spec: Spec, connection: socket.socket) -> None:
-    """A judge: builds the rewards, then answers one sample after the other."""
+    """Runs a judge: builds the rewards, then scores one sample after the other."""
     limits = [factory.memory_mb if isinstance(factory, MemoryBound) else 0 for _, factory, _ in spec]
     if all(limits):
-        most = max(limits) << 20
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        limit = max(limits) << 20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
         rewards = {name: build_reward(name, factory, kwargs) for name, factory, kwargs in spec}
     except BaseException as error:
-        told = str(error) if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
-        pickle_stream.send(connection, {"failed": told, "config": isinstance(error, ConfigError)})
+        reason = str(error) if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
+        pickle_stream.send(connection, {"failed": reason, "config": isinstance(error, ConfigError)})
         return
     pickle_stream.send(connection, {"ready": os.getpid()})
-    while (asked := pickle_stream.receive(connection)) is not None:
-        ticket, sample = asked
+    while (request := pickle_stream.receive(connection)) is not None:
+        ticket, sample = request
         pickle_stream.send(connection, {"ticket": ticket, "verdict": judge(rewards, sample)})
 
 
 class JudgeServer:
-    """Serves `start` and `kill` requests of one pool over `control`."""
+    """Server of `start` and `kill` requests of one pool over `control`."""
 
     def __init__(self, control: socket.socket, spec: Spec, folder: Path) -> None:
         self.control, self.spec, self.folder = control, spec, folder
-        self.judges: dict[int, int] = {}  # process: number
+        self.judges: dict[int, int] = {}  # number by process
 
     def serve(self) -> None:
         """Runs until the pool is closed or gone."""
@@ -86,13 +86,13 @@ class JudgeServer:
                 with contextlib.suppress(BlockingIOError):
                     reader.recv(4096)
             if self.control.fileno() in ready:
-                asked = pickle_stream.receive(self.control)
-                if asked is None:
+                request = pickle_stream.receive(self.control)
+                if request is None:
                     break
-                if asked["op"] == "start":
-                    self._start(asked["judge"])
+                if request["op"] == "start":
+                    self._start(request["judge"])
                 else:
-                    for pid in [pid for pid, number in self.judges.items() if number == asked["judge"]]:
+                    for pid in [pid for pid, number in self.judges.items() if number == request["judge"]]:
                         _kill_tree(pid)
             self._reap()
         for pid in self.judges:
@@ -115,7 +115,7 @@ class JudgeServer:
             for received in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(received, signal.SIG_DFL)
             self.control.close()
-            with contextlib.suppress(OSError):  # where memory runs out, a judge goes before the trainer
+            with contextlib.suppress(OSError):  # when memory runs out, a judge is killed before the trainer
                 Path("/proc/self/oom_score_adj").write_text("800")
             folder = self.folder / str(number)
             folder.mkdir()
@@ -140,7 +140,7 @@ class JudgeServer:
                 shutil.rmtree(self.folder / str(number), ignore_errors=True)
         for pid in _children(os.getpid()):
             if pid not in self.judges:
-                _kill_tree(pid)  # what a dead judge has left behind
+                _kill_tree(pid)  # left behind by a dead judge
 
 
 def _children(pid: int) -> list[int]:
@@ -151,7 +151,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _kill_tree(pid: int, itself: bool = True) -> None:
-    """Kills a process and all below it. It is stopped first, so that it starts nothing more meanwhile."""
+    """Kills a process and its descendants. It is suspended first, so that it starts no more of them."""
     import psutil
 
     with contextlib.suppress(psutil.Error):
@@ -169,10 +169,12 @@ def _kill_tree(pid: int, itself: bool = True) -> None:
 
 
 def main() -> None:
-    """Arguments: a descriptor, the pool's process, and the folder of the judges' files. What to judge by comes first over the
-    socket."""
+    """Runs the server. Its arguments are a descriptor, the pool's process, and the folder of the judges' files.
+
+    The specification of the rewards is the first message on the socket.
+    """
     fd, pool, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    die_with_parent(pool)  # while a user's module is imported, nobody reads the socket
+    die_with_parent(pool)  # while a user's module is imported, the socket is not read
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     adopt_orphans()
@@ -183,13 +185,13 @@ def main() -> None:
 
         for _, factory, _ in spec:
             for module in factory.preload if isinstance(factory, Preloading) else ():
-                with contextlib.suppress(ImportError):  # the judge says so, in words
+                with contextlib.suppress(ImportError):  # the judge reports it in an error message
                     importlib.import_module(module)
     except BaseException as error:
         pickle_stream.send(control, {"failed": "".join(traceback.format_exception(error)), "config": False})
         return
     gc.collect()
     gc.freeze()
-    outlive_parent()  # from here on the socket tells, also where the pool's thread ends before its process
+    outlive_parent()  # from here on end-of-file ends the server, also if the pool's thread ends before its process
     pickle_stream.send(control, {"ready": os.getpid()})
     JudgeServer(control, spec, Path(folder)).serve()

@@ -1,4 +1,4 @@
-"""Published forms of a problem's tests, rewritten as plain assertions.
+"""Published formats of a problem's tests, converted to plain assertions.
 
 Columns: HumanEval and BigCodeBench (`test`), MBPP (`test_list`), APPS, TACO and PRIME (`input_output`), LiveCodeBench
 (`public_test_cases`), KodCode (`test`), and `tests`, which holds any of them. Statements: pytest functions, unittest
@@ -19,7 +19,7 @@ from rlhpc.language.rewards.python_expressions import Unclear
 
 COLUMNS = ("tests", "test", "test_list", "input_output", "public_test_cases")
 _SETUPS = ("setup", "test_setup_code", "test_imports")
-#: Modules by which published tests import the program.
+#: Modules from which published tests import the program.
 PROGRAM_MODULES = ("solution", "program")
 _COMPRESSED = re.compile(r"[A-Za-z0-9+/=\s]{120,}")
 _METHOD = "(Solution().{0} if 'Solution' in globals() else {0})({1})"
@@ -31,7 +31,7 @@ def tests_of(meta: Mapping[str, Any]) -> list[Test]:
     """Returns the tests of a problem: statements, `{"call", "output"}` and `{"input", "output"}`.
 
     Raises:
-        ValueError: There are none, or they have a form that is not read here.
+        ValueError: The problem has no tests, or their format is not supported.
     """
     column = next((name for name in COLUMNS if meta.get(name)), None)
     if column is None:
@@ -46,7 +46,7 @@ def setup_of(meta: Mapping[str, Any]) -> str:
 
 
 def entry_of(meta: Mapping[str, Any]) -> str:
-    """Returns the expression of the function that the tests call, "" where the problem does not say."""
+    """Returns the expression of the function that the tests call, "" if the problem does not name it."""
     if meta.get("entry_point"):
         return str(meta["entry_point"])
     about = meta.get("metadata")
@@ -131,15 +131,15 @@ def _call(name: str, arguments: Any, output: Any) -> Test:
 
 
 def _lines(value: Any) -> str:
-    """Returns what stdin or stdout holds; some sets have a list of lines."""
+    """Returns the text of stdin or stdout; some sets have a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def parse_test(test: str) -> list[ast.stmt]:
-    """Returns the statements of a test, with the doctests in it as assertions and main guards opened.
+    """Returns the statements of a test, with its doctests as assertions and its main guards expanded.
 
     Raises:
-        ValueError: It is no Python, or a doctest of a kind that is not read here.
+        ValueError: The test is not valid Python, or has an unsupported doctest.
     """
     if test.lstrip().startswith(">>>"):
         return _doctest(test)
@@ -175,7 +175,7 @@ def _is_main_guard(test: ast.expr) -> bool:
 
 
 def _runs_tests(statement: ast.stmt) -> bool:
-    """Tells a call of a test runner: the functions and classes that it would find are called anyway."""
+    """Returns whether a statement calls a test runner: the functions and classes that it would find are called anyway."""
     if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
         return False
     name = ast.unparse(statement.value.func)
@@ -218,7 +218,7 @@ def test_functions(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], list[ast.F
     """Splits statements into plain ones, functions that pytest would call, and unittest classes.
 
     Raises:
-        ValueError: A test function takes fixtures, or has a decorator that is not read here.
+        ValueError: A test function takes fixtures, or has an unsupported decorator.
     """
     plain: list[ast.stmt] = []
     functions: list[ast.FunctionDef] = []
@@ -280,7 +280,7 @@ def _parametrized(function: ast.FunctionDef) -> ast.FunctionDef:
 
 
 def _methods(class_: ast.ClassDef) -> list[ast.FunctionDef]:
-    """Returns the tests of a class without a base, as pytest takes them, as functions."""
+    """Returns the tests of a class without a base, which pytest collects, as functions."""
     functions = []
     for method in class_.body:
         if not isinstance(method, ast.FunctionDef) or not method.name.startswith("test"):
@@ -314,11 +314,11 @@ def unittest_functions(class_: ast.ClassDef) -> list[ast.FunctionDef]:
     """Returns the tests of a unittest class as functions with plain assertions.
 
     Raises:
-        Unclear: The class does more than `setUp` and assertions on values.
+        Unclear: The class has more than `setUp` and assertions on values.
     """
     methods = {s.name: s for s in class_.body if isinstance(s, ast.FunctionDef)}
-    rest = [s for s in class_.body if not isinstance(s, ast.FunctionDef) and not isinstance(s, ast.Expr)]
-    if rest or any(m.decorator_list or len(m.args.args) != 1 for m in methods.values()):
+    other_statements = [s for s in class_.body if not isinstance(s, ast.FunctionDef) and not isinstance(s, ast.Expr)]
+    if other_statements or any(m.decorator_list or len(m.args.args) != 1 for m in methods.values()):
         raise Unclear
     if any(name != "setUp" and not name.startswith("test") for name in methods):
         raise Unclear
@@ -338,7 +338,7 @@ def unittest_functions(class_: ast.ClassDef) -> list[ast.FunctionDef]:
 
 
 class _Unittest(ast.NodeTransformer):
-    """Turns the assertions of unittest into statements, and attributes of `self` into names."""
+    """Transformer of unittest assertions into statements, and of attributes of `self` into names."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         if isinstance(node.value, ast.Name) and node.value.id == "self" and not node.attr.startswith("assert"):
@@ -358,7 +358,7 @@ class _Unittest(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         if ast.unparse(node.func).startswith("self."):
-            raise Unclear  # a method that is no assertion, or one in the middle of an expression
+            raise Unclear  # a method that is no assertion, or an assertion within an expression
         self.generic_visit(node)
         return node
 
@@ -393,7 +393,7 @@ class _Unittest(ast.NodeTransformer):
 
 
 def require_modules(body: Sequence[ast.stmt]) -> None:
-    """Refuses tests that import what is not installed, with which every program would fail.
+    """Rejects tests that import modules that are not installed, with which every program would fail.
 
     Raises:
         ValueError: Names the module.

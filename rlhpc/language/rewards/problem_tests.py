@@ -1,4 +1,4 @@
-"""Plans of problems: all tests of a problem, read into what is run beside a program and what is claimed of it."""
+"""Test plans of problems: all tests of a problem, split into steps to run with a program and claims about their results."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _PREPARATION = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.Funct
 
 
 def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]) -> TestPlan:
-    """Takes all tests of a problem apart.
+    """Splits all tests of a problem.
 
     Args:
         tests: Statements, or `{"call": expression, "output": value}`.
-        meta: `entry_point` and `setup` are looked at, and the columns of published sets for them.
+        meta: `entry_point` and `setup` are read, and the columns of published sets for them.
 
     Raises:
-        ValueError: A test is not valid Python, has a form that is not read here, or tests nothing.
+        ValueError: A test is not valid Python, has an unsupported format, or tests nothing.
     """
     entry, setup = problem_formats.entry_of(meta), problem_formats.parse_test(problem_formats.setup_of(meta))
     problem_formats.require_modules(setup)
     plan = _read_setup(setup, entry)
     defined = {s.name: s for s in setup if isinstance(s, ast.FunctionDef)}
-    if entry in vars(builtins):  # else a program without it would pass
+    if entry in vars(builtins):  # otherwise a program without it would pass
         plan.prepared.append(add_step(plan, "do", f"globals()[{entry!r}]"))
     judged = possible = 0
     for number, test in enumerate(tests, 1):
@@ -43,7 +43,7 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
         problem_formats.require_modules(body)
         _refuse_constant(body, number)
         reader = Reader(plan.copy(), entry, defined)
-        try:  # Judged inside, with all it holds, where it cannot be taken apart: never a bit of each.
+        try:  # A test that cannot be split runs completely in the sandbox: never a part of it.
             plan, judges = reader.read(body), reader.judged
             possible += reader.possible
         except (Unclear, RecursionError):
@@ -62,20 +62,20 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
 
 
 def _read_setup(setup: Sequence[ast.stmt], entry: str) -> TestPlan:
-    """Returns a plan in which values of the setup are known here, but for those that its own definitions use."""
+    """Returns a plan in which values of the setup are known here, except those that the setup's definitions use."""
     plan = TestPlan()
     used = {n.id for s in setup if not isinstance(s, ast.Assign) for n in ast.walk(s) if isinstance(n, ast.Name)}
-    rest = []
+    lines = []
     reader = Reader(plan, entry, {})
     for statement in setup:
         plan.meanings.update(meanings_of([statement]))
         stored = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         if not isinstance(statement, ast.Assign) or stored & used or not reader.bind(statement):
-            rest.append(ast.unparse(statement))
+            lines.append(ast.unparse(statement))
             used |= {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)}
-            for name in used & plan.values.keys():  # what later statements of the setup need
-                rest.insert(len(rest) - 1, f"{name} = {ast.unparse(written_out(plan.values.pop(name)))}")
-    plan.setup = "\n".join(rest)
+            for name in used & plan.values.keys():  # needed by later statements of the setup
+                lines.insert(len(lines) - 1, f"{name} = {ast.unparse(written_out(plan.values.pop(name)))}")
+    plan.setup = "\n".join(lines)
     return plan
 
 
@@ -98,11 +98,11 @@ def _why(body: Sequence[ast.stmt]) -> str:
 
 
 def _script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mapping[str, ast.FunctionDef]) -> int:
-    """Adds a test that is judged inside; returns whether it asserts anything."""
-    rest, functions, classes = problem_formats.test_functions(body)
-    source: list[ast.stmt] = [*rest, *functions, *classes]
+    """Adds a test that runs completely in the sandbox; returns whether it asserts anything."""
+    plain, functions, classes = problem_formats.test_functions(body)
+    source: list[ast.stmt] = [*plain, *functions, *classes]
     lines = [f"{function.name}()" for function in functions]
-    if has_check(rest) and entry and not calls(rest, "check"):
+    if has_check(plain) and entry and not calls(plain, "check"):
         lines.append(f"check({entry})")
     if classes:
         names = ", ".join(class_.name for class_ in classes)
@@ -113,8 +113,8 @@ def _script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mappi
         )
     code = "\n".join([*(ast.unparse(ast.fix_missing_locations(s)) for s in source), *lines])
     tree = ast.parse(code)
-    known = dict(defined) | {s.name: s for s in tree.body if isinstance(s, ast.FunctionDef)}
-    if not (asserts(tree.body, known) or classes):
+    functions_by_name = dict(defined) | {s.name: s for s in tree.body if isinstance(s, ast.FunctionDef)}
+    if not (asserts(tree.body, functions_by_name) or classes):
         return 0
     mentioned = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     before = [f"{name} = {ast.unparse(written_out(value))}" for name, value in plan.values.items() if name in mentioned
@@ -127,7 +127,7 @@ def _script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mappi
 
 
 def _prepares(statement: ast.stmt) -> bool:
-    """Tells whether a statement may be there for the sake of the tests after it."""
+    """Returns whether a statement may prepare the tests after it."""
     is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
     return is_call or isinstance(statement, _PREPARATION)
 
@@ -145,7 +145,7 @@ def _equal(number: int, output: Any) -> Term:
 
 
 def program_names(plan: TestPlan) -> list[str]:
-    """Returns the names that only a program can give a meaning to, in what is run beside it."""
+    """Returns the names in the plan that only a program can define."""
     sources = [step["source"] for step in (*plan.steps, *plan.scripts)] + [plan.setup]
     nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
     loaded = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}

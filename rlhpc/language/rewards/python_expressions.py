@@ -1,4 +1,4 @@
-"""Python's expressions as data: read, renamed, and written again."""
+"""Transformations of Python expressions: literals, renaming, and unparsing."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MOST_ROUNDS = 1000
-"""Rounds of a loop that is written out; longer ones are judged inside."""
+"""Maximum number of rounds of an unrolled loop; longer ones run in the sandbox."""
 
 
 class Unclear(Exception):
-    """A test, or a part of one, that cannot be decided outside."""
+    """Error of a test, or a part of one, that cannot be decided outside the sandbox."""
 
 
 class Renamed(ast.NodeTransformer):
-    """Puts expressions in place of names."""
+    """Transformer that replaces names by expressions."""
 
     def __init__(self, names: Mapping[str, ast.expr]) -> None:
         self._names = names
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        found = self._names.get(node.id)
-        if found is None:
+        replacement = self._names.get(node.id)
+        if replacement is None:
             return node
-        if not isinstance(node.ctx, ast.Load) and not isinstance(found, ast.Name):
-            raise Unclear  # a loop's own variable is assigned to
-        return ast.Name(found.id, node.ctx) if isinstance(found, ast.Name) else found
+        if not isinstance(node.ctx, ast.Load) and not isinstance(replacement, ast.Name):
+            raise Unclear  # a loop variable is assigned to
+        return ast.Name(replacement.id, node.ctx) if isinstance(replacement, ast.Name) else replacement
 
 
 def literal(node: ast.expr) -> tuple[bool, Any]:
@@ -37,21 +37,21 @@ def literal(node: ast.expr) -> tuple[bool, Any]:
 
 
 def always_true(test: ast.expr) -> bool:
-    """Tells whether an assertion holds whatever the program does, such as that of a pair of condition and message."""
+    """Returns whether an assertion holds whatever the program does, such as that of a pair of condition and message."""
     if isinstance(test, (ast.Tuple, ast.List, ast.Set)):
         return bool(test.elts) and not all(isinstance(element, ast.Starred) for element in test.elts)
     return isinstance(test, (ast.GeneratorExp, ast.Lambda))
 
 
 def returns(statement: ast.stmt) -> bool:
-    """Whether it has a `return` or the like that belongs to the function around it."""
+    """Returns whether a statement has a `return` or the like that belongs to the function around it."""
     inside = {id(n) for f in ast.walk(statement) if isinstance(f, (ast.FunctionDef, ast.Lambda)) for n in ast.walk(f)}
     kinds = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith, ast.Global, ast.Nonlocal)
     return any(isinstance(node, kinds) and id(node) not in inside for node in ast.walk(statement))
 
 
-def items(node: ast.expr, known: Callable[[ast.expr], Any]) -> list[Any]:
-    value = known(node)
+def items(node: ast.expr, evaluate: Callable[[ast.expr], Any]) -> list[Any]:
+    value = evaluate(node)
     if not isinstance(value, (list, tuple, str, range, enumerate, zip)) or (
         isinstance(value, range) and len(value) > MOST_ROUNDS
     ):
@@ -60,7 +60,7 @@ def items(node: ast.expr, known: Callable[[ast.expr], Any]) -> list[Any]:
 
 
 def assigned(target: ast.expr, value: Any) -> dict[str, ast.expr]:
-    """The value, as an expression, of each name in a loop's target."""
+    """Returns the value, as an expression, of each name in a loop's target."""
     names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
     if not all(isinstance(name, ast.Name) for name in names):
         raise Unclear
@@ -83,12 +83,12 @@ def written_out(value: Any) -> ast.expr:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise Unclear from None
     if not literal(written)[0]:
-        raise Unclear  # inf, or a value without a notation
+        raise Unclear  # inf, or a value without a literal
     return written
 
 
 def asserts(body: Sequence[ast.stmt], functions: Mapping[str, ast.FunctionDef]) -> bool:
-    """Tells whether statements assert anything when they run, in functions that they call, too."""
+    """Returns whether statements assert anything when they run, including functions that they call."""
     pending, entered = list[ast.AST](body), set[str]()
     while pending:
         node = pending.pop()
@@ -119,7 +119,7 @@ def bound_names(target: ast.expr, value: Any) -> list[tuple[str, Any]]:
 
 
 def containers(value: Any) -> set[int]:
-    """Returns the identities of all that can be changed in a value."""
+    """Returns the identities of all mutable parts of a value."""
     if isinstance(value, (list, set)):
         return {id(value)}.union(*(containers(item) for item in value))
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Rewards by name: built in, registered, an entry point of group `rlhpc.text_rewards`, or `module:name`."""
+"""Registry of rewards: built in, registered, an entry point of group `rlhpc.text_rewards`, or `module:name`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     pass
 from rlhpc.language.data.registry import WordedDataset, _require_answers
 
-#: Of classes whose objects take a `Sample`, and functions of one.
+#: Classes whose objects are called with a `Sample`, and functions of one.
 REWARDS: Registry[Callable[..., Any]] = Registry(
     "reward", "the name of a term of reward.terms", "rlhpc.text_rewards",
     {
@@ -35,7 +35,7 @@ register_reward = REWARDS.register
 
 
 def check_arguments(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    """Whether a reward takes these arguments.
+    """Checks that a reward takes these arguments.
 
     Raises:
         ConfigError: It does not; names those that it takes.
@@ -44,18 +44,18 @@ def check_arguments(name: str, factory: Callable[..., Any], kwargs: dict[str, An
         signature = inspect.signature(factory)
     except ValueError:
         return
-    given = [] if isinstance(factory, type) else [None]  # the sample
+    positional = [] if isinstance(factory, type) else [None]  # the sample
     try:
-        signature.bind(*given, **kwargs)
+        signature.bind(*positional, **kwargs)
     except TypeError as error:
-        names = [p.name for p in signature.parameters.values()][len(given) :]
+        names = [p.name for p in signature.parameters.values()][len(positional) :]
         raise ConfigError(
             f"reward.terms: kwargs of {name!r}: {error}; it takes: {', '.join(names) or 'none'}"
         ) from None
 
 
 def build_reward(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> Reward:
-    """A class is built with `kwargs`; a function gets them beside the sample.
+    """Builds a reward: a class is called with `kwargs`; a function gets them in addition to the sample.
 
     Raises:
         ConfigError: The class does not accept them.
@@ -70,21 +70,23 @@ def build_reward(name: str, factory: Callable[..., Any], kwargs: dict[str, Any])
 
 
 def check_problems(terms: Iterable[str], dataset: WordedDataset, key: str) -> None:
-    """Refuses problems that a term of the reward cannot judge: programs without tests, problems without the reference answer
-    that it compares with. Files are read to their end; of any other source the first problem tells.
+    """Rejects problems that a term of the reward cannot score.
+
+    These are programs without tests, and problems without the reference answer that the term compares with. Files are read to
+    their end; of any other source only the first problem is checked.
 
     Args:
         terms: Names of rewards (`reward.terms`).
         dataset: The problems.
-        key: What messages call the section.
+        key: Name of the section in messages.
 
     Raises:
-        ConfigError: Names file and row, and what is wrong with the problem.
+        ConfigError: Names file and row, and the problem's error.
     """
     problems = dataset.problems
     for name in terms:
         if name.lower() not in REWARDS.names() and ":" not in name:
-            continue  # a group that rates answers
+            continue  # a scoring group
         reward = REWARDS.find(name)
         if isinstance(reward, Comparing) and reward.needs_answer:
             _require_answers(dataset, f"the reward {name!r}", key)

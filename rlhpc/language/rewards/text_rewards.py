@@ -1,4 +1,4 @@
-"""Rewards that only look at the text: equality, form, length."""
+"""Rewards of the response text alone: equality, format, length; and rewards from agents, task scorers and HTTP services."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rlhpc.language.rewards.math_verifier import check_ways, extract, squeeze
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 
-def _compiled(pattern: str, what: str) -> re.Pattern[str]:
+def _compiled(pattern: str, option: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ConfigError(f"reward.terms: {what} is {pattern!r}, which is no regular expression: {error}") from None
+        raise ConfigError(f"reward.terms: {option} is {pattern!r}, which is no regular expression: {error}") from None
 
 
 class ExactReward:
-    """1 where the response is the answer, up to white space (and case), else 0.
+    """Reward of 1 if the response is the answer, up to white space (and case), else 0.
 
     Args:
-        extract: Regular expression whose last match is compared instead of the whole response: its first group, or all
-            of it where it has none. Without a match: 0.
-        ignore_case: Whether upper and lower case are the same.
+        extract: Regular expression whose last match is compared instead of the response: its first group, or the full match
+            if it has no group. Without a match: 0.
+        ignore_case: Whether upper and lower case are equal.
     """
 
     needs_answer = True
@@ -40,27 +40,27 @@ class ExactReward:
 
     @staticmethod
     def inline(extract: str | None = None, ignore_case: bool = False) -> bool:
-        """A pattern may take for ever on some text, so it is matched where it can be ended."""
+        """Returns whether no pattern is set: matching may take forever on some text, so it needs a killable process."""
         return extract is None
 
     def __call__(self, sample: Sample) -> float:
-        given = sample.response
+        response = sample.response
         if self._extract is not None:
-            matches = list(self._extract.finditer(given))
+            matches = list(self._extract.finditer(response))
             if not matches:
                 return 0.0
-            given = matches[-1].group(1 if self._extract.groups else 0) or ""
-        given, wanted = squeeze(given), squeeze(sample.answer)
-        return float(given.casefold() == wanted.casefold() if self._ignore_case else given == wanted)
+            response = matches[-1].group(1 if self._extract.groups else 0) or ""
+        response, reference = squeeze(response), squeeze(sample.answer)
+        return float(response.casefold() == reference.casefold() if self._ignore_case else response == reference)
 
 
 class FormatReward:
-    """1 where the whole response matches a regular expression (`.` matches line ends, too), else 0.
+    """Reward of 1 if the full response matches a regular expression (`.` matches line ends, too), else 0.
 
     Args:
         pattern: The expression, such as `<think>.*</think>\\s*<answer>.*</answer>\\s*`.
         anywhere: A match of a part is enough.
-        finished: A response that was cut off at the length limit gets 0.
+        finished: A response that was truncated at the length limit gets 0.
     """
 
     def __init__(self, pattern: str, anywhere: bool = False, finished: bool = False) -> None:
@@ -74,7 +74,7 @@ class FormatReward:
 
 
 class LengthReward:
-    """0 up to `start` tokens, then falling in a straight line to −1 at `limit` and beyond.
+    """Length penalty: 0 up to `start` tokens, then falling linearly to −1 at `limit` and beyond.
 
     Args:
         limit: Tokens at which it is −1.
@@ -94,29 +94,31 @@ class LengthReward:
 
 
 class AgentReward:
-    """What the agent outside says that its episode was worth."""
+    """Reward that an external agent reports for its episode."""
 
     inline = True
 
     def __call__(self, sample: Sample) -> float:
-        """The agent's number.
+        """Returns the agent's reward.
 
         Raises:
-            RlhpcError: It gave none.
+            RlhpcError: The agent reported none.
         """
-        said = sample.meta.get("agent", {})
-        if said.get("reward") is None:
-            if said.get("later"):
+        report = sample.meta.get("agent", {})
+        if report.get("reward") is None:
+            if report.get("later"):
                 raise RlhpcError("its reward comes later, and nobody waits for it here")
-            raise RlhpcError(said.get("error") or "the agent gave no reward: its function returned None or no `reward`")
-        return float(said["reward"])
+            raise RlhpcError(
+                report.get("error") or "the agent gave no reward: its function returned None or no `reward`"
+            )
+        return float(report["reward"])
 
 
 class ReasoningGymReward:
-    """What the task's own scorer says, from 0 to 1. For problems of source `reasoning_gym`.
+    """Score from 0 to 1 by the task's scorer. For problems of source `reasoning_gym`.
 
     Args:
-        extract: Where the answer is looked for, in this order: `tag` (`<answer>…</answer>`), `boxed`, `####`,
+        extract: Extraction methods, in this order: `tag` (`<answer>…</answer>`), `boxed`, `####`,
             `last_number`, `whole`.
     """
 
@@ -136,16 +138,18 @@ class ReasoningGymReward:
 
 
 class HTTPReward:
-    """Posts `{"prompt", "response", "answer", "meta", "tokens", "finished"}` as JSON; the reply has the reward.
+    """Reward of an HTTP service.
 
-    A connection that fails, a timeout, and replies 429 and 5xx are tried again, with pauses that double; any other
+    It gets `{"prompt", "response", "answer", "meta", "tokens", "finished"}` as JSON by POST; the reply has the reward.
+
+    A connection that fails, a timeout, and replies 429 and 5xx are retried, with pauses that double; any other
     reply is a failure of the sample. All tries together must fit into `reward.timeout_s`.
 
     Args:
         url: Of the service, `http://` or `https://`.
         timeout_s: Of one try.
         retries: Further tries.
-        field: Where in the reply the number is; a dot goes deeper.
+        field: Path of the number in the reply; dots separate nested keys.
         headers: Further headers.
         token_env: Name of an environment variable that is sent as bearer token, so that it is in no file.
     """
@@ -168,8 +172,10 @@ class HTTPReward:
             self._headers["Authorization"] = f"Bearer {os.environ[token_env]}"
 
     def __call__(self, sample: Sample) -> float:
-        asked = {name: getattr(sample, name) for name in ("prompt", "response", "answer", "meta", "tokens", "finished")}
-        reply: Any = json.loads(self._post(json.dumps(asked).encode()))
+        payload = {
+            name: getattr(sample, name) for name in ("prompt", "response", "answer", "meta", "tokens", "finished")
+        }
+        reply: Any = json.loads(self._post(json.dumps(payload).encode()))
         for name in self._field.split("."):
             if not isinstance(reply, dict) or name not in reply:
                 raise ValueError(f"{self._url} replied without {self._field!r}: {str(reply)[:200]}")
@@ -177,17 +183,17 @@ class HTTPReward:
         return float(reply)
 
     def _post(self, body: bytes) -> bytes:
-        for left in range(self._retries, -1, -1):
+        for retries_left in range(self._retries, -1, -1):
             try:
                 request = urllib.request.Request(self._url, body, self._headers, method="POST")
                 with urllib.request.urlopen(request, timeout=self._timeout_s) as reply:
                     content: bytes = reply.read()
                     return content
             except urllib.error.HTTPError as error:
-                if not left or (error.code != 429 and error.code < 500):
+                if not retries_left or (error.code != 429 and error.code < 500):
                     raise ValueError(f"{self._url} replied {error.code}: {error.read(200)!r}") from None
             except (OSError, TimeoutError) as error:
-                if not left:
+                if not retries_left:
                     raise ValueError(f"{self._url}: {error}") from None
-            time.sleep(0.1 * 2 ** (self._retries - left))
+            time.sleep(0.1 * 2 ** (self._retries - retries_left))
         raise AssertionError("unreachable")

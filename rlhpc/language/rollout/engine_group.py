@@ -25,7 +25,7 @@ from rlhpc.language.engines.base import (
     taking_parts,
 )
 from rlhpc.language.engines.common import engine_dtype
-from rlhpc.language.engines.multi_rank import FollowerEngine, Leader, Told
+from rlhpc.language.engines.multi_rank import Commands, FollowerEngine, Leader
 from rlhpc.language.engines.registry import awaiting_weights, make_engine
 from rlhpc.language.hugging_face import load_model_config
 from rlhpc.language.models.loading import window_of
@@ -82,13 +82,13 @@ class RunLink:
         """See `Link.form`."""
         self._worker.init_process_group(self.ranks)
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: Commands) -> None:
         """See `Link.tell`."""
         for rank in self.ranks[1:]:
             if not p2p.post((self.call, told), _TOLD, self._group, rank):
                 raise RlhpcError(f"{self._group}-{rank} has ended, and it is one engine with {self._first}")
 
-    def hear(self) -> Told:
+    def hear(self) -> Commands:
         """See `Link.hear`."""
         aborted: float | None = None
         while True:
@@ -102,7 +102,7 @@ class RunLink:
                 time.sleep(0.01)
                 continue
             if call == self.call:  # otherwise of one that was given up
-                found: Told = told
+                found: Commands = told
                 return found
 
     def mourn(self, error: BaseException) -> None:

@@ -347,11 +347,11 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
 
 def _check_looking(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
     """Refuses text-only models of groups that have to read the conversations of a policy with image input."""
-    from rlhpc.language.data.images import looks
+    from rlhpc.language.data.images import has_vision
     from rlhpc.language.hugging_face import load_model_config
 
     def looking(model: PretrainedConfig) -> bool:
-        return looks(load_model_config(str(model.model_path), model.trust_remote_code))
+        return has_vision(load_model_config(str(model.model_path), model.trust_remote_code))
 
     if not looking(cfg.actor.model):
         return

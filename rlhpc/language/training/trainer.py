@@ -14,7 +14,7 @@ from torch import nn
 from rlhpc.language.models.context_parallel import RowShare
 from rlhpc.language.models.loading import export_adapter, export_model, model_files
 from rlhpc.language.models.logprobs import LogitReading, TokenScores, token_scores
-from rlhpc.language.models.moe_routing import balance, routing_of, told_of
+from rlhpc.language.models.moe_routing import balance, replayed_experts, routing_of
 from rlhpc.language.models.packing import packs, reads_rows, unpack, width
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.models.value_head import token_values
@@ -235,7 +235,7 @@ class ModelTrainer:
     def _replay(self, batch: TokenBatch) -> None:
         """Routers choose what the batch says, until they are told something else."""
         if self.routing is not None and self.replays:
-            told = told_of(batch.read_by(self.packed), self.share)
+            told = replayed_experts(batch.read_by(self.packed), self.share)
             self.routing.replay(None if told is None else told.to(self.backend.device))
 
     def offload(self) -> None:

@@ -325,7 +325,7 @@ class LanguageRolloutWorker(Worker):
             index = int(draw.integers(len(self.dataset)))
         prompt = self.dataset[index]
         ids, at = self.encoder.encode(prompt) or ((), ())
-        return PendingGroup(step, position, attempt, prompt, tuple(ids), seen=self.encoder.seen(prompt, at))
+        return PendingGroup(step, position, attempt, prompt, tuple(ids), seen=self.encoder.prompt_images(prompt, at))
 
     def _requests(self, slot: PendingGroup) -> list[Request]:
         """A request for each member of the group; from now on it is under way."""

@@ -97,7 +97,7 @@ class SftActor(EvaluatedActor[SftConfig]):
             ids, mask, at = encoded
             samples.append(ids)
             masks.append(mask)
-            pictures.append(encoder.seen(prompt, at))
+            pictures.append(encoder.prompt_images(prompt, at))
         return TokenBatch.of(samples, masks, pad_id=self.pad, pictures=Pictures.of(pictures))
 
 

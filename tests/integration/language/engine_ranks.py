@@ -23,7 +23,7 @@ from engine_models import DEVICE, config
 from rlhpc.checkpoint.tensor_slice import Box, cut, whole
 from rlhpc.language.engines import RolloutBackend, make_rollout
 from rlhpc.language.engines.common import UpdateFailed
-from rlhpc.language.engines.multi_rank import FollowerEngine, Leader, Told
+from rlhpc.language.engines.multi_rank import Commands, FollowerEngine, Leader
 from rlhpc.language.engines.vllm_launch import cores_are_apart
 from rlhpc.weights.transfer_plan import Held, route
 from tests.accelerators import OTHERS_ON_CARD
@@ -43,15 +43,15 @@ class Pipes:
         store = dist.FileStore(self._store, self.size)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: Commands) -> None:
         self.hand(told)
 
     def hand(self, what: Any) -> None:
         for pipe in self.pipes:
             pipe.send(what)
 
-    def hear(self) -> Told:
-        told: Told = self.pipes[0].recv()
+    def hear(self) -> Commands:
+        told: Commands = self.pipes[0].recv()
         return told
 
     def mourn(self, error: BaseException) -> None:

@@ -82,7 +82,7 @@ def shown(folder: Path, family: str) -> tuple[list[list[int]], list[PromptImages
     ]  # fmt: skip
     made = [encoder.encode(prompt) or ([], []) for prompt in prompts]
     assert all(ids for ids, _ in made)
-    seen = [encoder.seen(prompt, at) for prompt, (_, at) in zip(prompts, made, strict=True)]
+    seen = [encoder.prompt_images(prompt, at) for prompt, (_, at) in zip(prompts, made, strict=True)]
     return [ids for ids, _ in made], seen
 
 

@@ -107,12 +107,12 @@ def test_a_stop_text_neither_begins_nor_ends_inside_a_special_token(base: Any) -
         # Token by token, as engines look, it is found where the whole text has it, and not before.
         texts, at = (
             StopTexts(base, "x"),
-            [n for n in range(1, len(said) + 1) if stop and StopTexts(base, "x").ended(said[:n], tuple(stop))],
+            [n for n in range(1, len(said) + 1) if stop and StopTexts(base, "x").is_complete(said[:n], tuple(stop))],
         )
         assert bool(at) == (match is not None), stop
         if at:
             assert cut_at_stop(base, said[: at[0]], stop) == (text, match) and not any(
-                texts.ended(said[:n], tuple(stop)) for n in range(1, at[0])
+                texts.is_complete(said[:n], tuple(stop)) for n in range(1, at[0])
             )
 
 
