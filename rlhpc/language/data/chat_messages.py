@@ -284,10 +284,19 @@ def _sign(number: int) -> str:
 
 
 def _copy(message: Message) -> Message:
-    return {**message, **({"tool_calls": [
-        {**call, "function": {**call["function"], "arguments": dict(call["function"]["arguments"])}}
-        for call in message["tool_calls"]
-    ]} if "tool_calls" in message else {})}  # fmt: skip
+    return {
+        **message,
+        **(
+            {
+                "tool_calls": [
+                    {**call, "function": {**call["function"], "arguments": dict(call["function"]["arguments"])}}
+                    for call in message["tool_calls"]
+                ]
+            }
+            if "tool_calls" in message
+            else {}
+        ),
+    }
 
 
 def _holder(message: Message, path: Path) -> Any:

@@ -87,9 +87,7 @@ def joined(first: PromptImages | None, then: PromptImages | None) -> PromptImage
     if first is None or then is None:
         return first or then
     arrays = {name: np.concatenate([getattr(first, name), getattr(then, name)]) for name in ("grids", "at")}
-    return PromptImages(
-        first.patches + then.patches, merge=first.merge, digests=first.digests + then.digests, **arrays
-    )  # fmt: skip
+    return PromptImages(first.patches + then.patches, merge=first.merge, digests=first.digests + then.digests, **arrays)
 
 
 def positions(length: int, at: np.ndarray, grids: np.ndarray, merge: int) -> np.ndarray:
@@ -128,7 +126,8 @@ class Looker:
     """
 
     def __init__(self, cutter: Any, token: int, name: str) -> None:
-        self.token, self._name = token, name
+        self.token = token
+        self._name = name
         self._merge = int(cutter.merge_size)
         self._cutter = cutter
         self._one = lru_cache(maxsize=16)(self._cut)

@@ -50,9 +50,12 @@ class Preferences:
     """
 
     def __init__(self, cfg: PairSourceConfig, form: str, part: str = "train", *, key: str | None = None) -> None:
-        self._cfg, self._form, self._key = cfg, form, key or f"data.{part}"
+        self._cfg = cfg
+        self._form = form
+        self._key = key or f"data.{part}"
         # A section of pairs alone has no margin and no label.
-        self._margin, self._label = getattr(cfg, "margin_key", None), getattr(cfg, "label_key", None)
+        self._margin = getattr(cfg, "margin_key", None)
+        self._label = getattr(cfg, "label_key", None)
         self._response_key = getattr(cfg, "response_key", "response")
         shared = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(SourceConfig)}
         problems = DataSourceConfig(
@@ -131,8 +134,10 @@ class Preferences:
         systems = [[turn["content"] for turn in each if turn["role"] == "system"] for each in (before, messages)]
         other = systems[0] and systems[0] != systems[1] and not self._cfg.system_prompt
         if (turns[0] and turns[0] != turns[1]) or other:
-            raise ConfigError(f"{self._place(index, prompt)}: column {column!r} goes on from another conversation than "
-                              f"the prompt's ({self._cfg.prompt_key!r})")  # fmt: skip
+            raise ConfigError(
+                f"{self._place(index, prompt)}: column {column!r} goes on from another conversation than "
+                f"the prompt's ({self._cfg.prompt_key!r})"
+            )
         return written(last), None if is_plain(last) else last
 
     def _number(self, index: int, prompt: Prompt, name: str, column: str) -> float:

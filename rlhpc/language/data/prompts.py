@@ -112,7 +112,10 @@ class PromptSampler:
     def __init__(self, n: int, batch: int, seed: int = 0, shuffle: bool = True) -> None:
         if n < 1 or batch < 1:
             raise ConfigError(f"a sampler needs problems and a batch size; it was given {n} and {batch}")
-        self.n, self.batch, self.seed, self.shuffle = n, batch, seed, shuffle
+        self.n = n
+        self.batch = batch
+        self.seed = seed
+        self.shuffle = shuffle
         self.drawn = 0
         self._order: tuple[int, list[int]] | None = None
 
@@ -188,7 +191,8 @@ class Wording:
             raise ConfigError(
                 f"{key}.prompt_template is {template!r}; it must contain {{prompt}}, the question's place"
             )
-        self.template, self.system_prompt = template, system_prompt
+        self.template = template
+        self.system_prompt = system_prompt
 
     def __call__(self, prompt: Prompt) -> Prompt:
         messages = [dict(message) for message in prompt.messages]

@@ -66,7 +66,8 @@ class ReasoningGymProblems:
         self._size = cfg.size or DEFAULT_SIZE[part]
         if self._size > _SEED_BLOCK:
             raise ConfigError(f"{key}.size is {self._size}; source reasoning_gym makes at most {_SEED_BLOCK}")
-        self._part, self._fraction = part, cfg.eval_fraction
+        self._part = part
+        self._fraction = cfg.eval_fraction
         seed = (cfg.seed * _SEED_BLOCK) % _PART_BLOCK + (_PART_BLOCK if part == "eval" else 0)
         kwargs_of_section = arguments(cfg)
         tasks = kwargs_of_section.pop("tasks", None)
@@ -121,7 +122,9 @@ class _TaskStream:
 
     def __init__(self, task: Any, kwargs: dict[str, Any], seed: int, key: str) -> None:
         _check(task, kwargs, key)
-        self.task, self.kwargs, self._seed = str(task), kwargs, seed
+        self.task = str(task)
+        self.kwargs = kwargs
+        self._seed = seed
         self.level = f"difficulty {kwargs['difficulty']}" if "difficulty" in kwargs else ""
         self._chunks: dict[int, Any] = {}
         self._planned = _CHUNK
@@ -240,7 +243,8 @@ class _Maker:
         return cls._current
 
     def __init__(self) -> None:
-        self._owner, self._lock = os.getpid(), threading.Lock()
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
         self._process = subprocess.Popen(
             run_module("rlhpc.language.data.reasoning_gym"),
             env={**os.environ, "PYTHONPATH": python_path(), "PYTHONHASHSEED": "0", "PYTHONWARNINGS": "ignore"},

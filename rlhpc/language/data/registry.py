@@ -79,7 +79,8 @@ class WordedDataset:
     """Problems of a source, with `prompt_template` and `system_prompt` applied."""
 
     def __init__(self, problems: PromptDataset, wording: Wording) -> None:
-        self.problems, self.wording = problems, wording
+        self.problems = problems
+        self.wording = wording
 
     def __len__(self) -> int:
         return len(self.problems)

@@ -305,10 +305,14 @@ class ColumnProblems:
     """
 
     def __init__(self, cfg: DataSourceConfig, table: Table, *, part: str, key: str, filters: str | None) -> None:
-        self._table, self._key = table, key
-        self._prompt, self._answer = cfg.prompt_key, cfg.answer_key
-        self._response, self._level = cfg.response_key, cfg.level_key
-        self._tools, self._demonstrates = cfg.tools_key, False
+        self._table = table
+        self._key = key
+        self._prompt = cfg.prompt_key
+        self._answer = cfg.answer_key
+        self._response = cfg.response_key
+        self._level = cfg.level_key
+        self._tools = cfg.tools_key
+        self._demonstrates = False
         self._images, base = cfg.images_key, expand_home(cfg.path or "")
         self._folder = base if base.is_dir() else base.parent
         rows = self._select(filters, part, cfg.eval_fraction)
@@ -392,8 +396,13 @@ class ColumnProblems:
                 )
 
     def _select(self, filters: str | None, part: str, fraction: float) -> list[int]:
-        wanted_keys = {"prompt_key": self._prompt, "answer_key": self._answer, "level_key": self._level,
-                       "images_key": self._images, "tools_key": self._tools}  # fmt: skip
+        wanted_keys = {
+            "prompt_key": self._prompt,
+            "answer_key": self._answer,
+            "level_key": self._level,
+            "images_key": self._images,
+            "tools_key": self._tools,
+        }
         column, _, expected = (filters or "").partition("=")
         if filters:
             wanted_keys["split"] = column
@@ -453,8 +462,10 @@ class ColumnProblems:
             try:
                 before, final = last_turn(read_messages(value, sparse=self._table.sparse))
             except ConfigError as error:
-                raise ConfigError(f"{place} is {_excerpt(value)}: {error}; a demonstration is a text, or a list of messages "
-                                  "of which the last is the assistant's") from None  # fmt: skip
+                raise ConfigError(
+                    f"{place} is {_excerpt(value)}: {error}; a demonstration is a text, or a list of messages "
+                    "of which the last is the assistant's"
+                ) from None
             if final is None:
                 raise ConfigError(f"{place} is {_excerpt(value)}: the last message is not the assistant's")
             last = final

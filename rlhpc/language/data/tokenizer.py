@@ -109,8 +109,11 @@ class PromptTokenizer:
                 f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template; set "
                 f"{key}.chat_template=false to give it bare text, or take a model with one (instruct models have)"
             )
-        self.tokenizer, self.chat_template, self.key = tokenizer, chat_template, key
-        self.max_prompt_tokens, self.overlong = max_prompt_tokens, overlong
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.key = key
+        self.max_prompt_tokens = max_prompt_tokens
+        self.overlong = overlong
         self.limit = "data.max_prompt_tokens"
         if context is not None and context - 1 < max_prompt_tokens:
             self.max_prompt_tokens, self.limit = context - 1, f"the model's context of {context} tokens"
@@ -347,9 +350,15 @@ class PromptTokenizer:
             tokenizer.to_str() if tokenizer is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
         )
         options = [
-            str(self.tokenizer.name_or_path), self.tokenizer.chat_template, self.max_prompt_tokens, self.overlong,
-            self.chat_template, demonstrations, max_tokens, _VERSION,
-        ]  # fmt: skip
+            str(self.tokenizer.name_or_path),
+            self.tokenizer.chat_template,
+            self.max_prompt_tokens,
+            self.overlong,
+            self.chat_template,
+            demonstrations,
+            max_tokens,
+            _VERSION,
+        ]
         digest = hashlib.blake2b(vocabulary.encode("utf-8", "surrogatepass"), digest_size=16)
         digest.update(json.dumps(options, default=str).encode())
         for index in range(len(dataset)):
@@ -398,8 +407,10 @@ class FittingPrompts:
 
     def __init__(self, dataset: PromptDataset, dropped: Sequence[int], left_out: Sequence[str]) -> None:
         positions = frozenset(dropped)
-        self._dataset, self._positions = dataset, [index for index in range(len(dataset)) if index not in positions]
-        self.dropped, self.left_out = len(positions), tuple(left_out)
+        self._dataset = dataset
+        self._positions = [index for index in range(len(dataset)) if index not in positions]
+        self.dropped = len(positions)
+        self.left_out = tuple(left_out)
 
     def notes(self, key: str) -> list[str]:
         """Returns messages for the user at the start of the run."""
@@ -549,7 +560,8 @@ class StopTexts:
     """
 
     def __init__(self, tokenizer: Any | None, model_path: str) -> None:
-        self._tokenizer, self._model_path = tokenizer, model_path
+        self._tokenizer = tokenizer
+        self._model_path = model_path
 
     def check(self, stop: Sequence[str]) -> None:
         """Checks stop texts.

@@ -50,7 +50,8 @@ class KeyValues:
     only: int | None
 
     def __init__(self, max_rows: int) -> None:
-        self.max_rows, self.rows = max_rows, 0
+        self.max_rows = max_rows
+        self.rows = 0
         self.length, self._shift = (np.zeros(max_rows, dtype=np.int64) for _ in range(2))
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -143,7 +144,8 @@ def decoding_cache(store: KeyValues) -> Any:
 
         def __init__(self, index: int) -> None:
             super().__init__()
-            self.index, self.is_initialized = index, True
+            self.index = index
+            self.is_initialized = True
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             rows, ends = store.present
@@ -207,7 +209,8 @@ class Decoding:
 
     def __init__(self, store: KeyValues, dtype: torch.dtype, device: torch.device) -> None:
         self._lengths = store.length[: store.rows] + 1
-        self._dtype, self._device = dtype, device
+        self._dtype = dtype
+        self._device = device
         self._groups: dict[int | None, list[_Group]] = {}
 
     def groups(self, window: int | None) -> list[_Group]:

@@ -44,7 +44,8 @@ class Rows:
         self.temperature = torch.tensor(temperature, dtype=torch.float32, device=device).unsqueeze(1)
         self.greedy = self.temperature == 0.0
         self.divisor = torch.where(self.greedy, 1.0, self.temperature)
-        self.any_greedy, self.all_greedy = 0.0 in temperature, not any(temperature)
+        self.any_greedy = 0.0 in temperature
+        self.all_greedy = not any(temperature)
         self.scaled = any(t not in (0.0, 1.0) for t in temperature)
         self.filtered = any(p < 1.0 for p in top_p) or any(k < vocabulary for k in top_k)
         self.top_p = torch.tensor(top_p, dtype=torch.float64, device=device).unsqueeze(1)
@@ -114,7 +115,9 @@ class SequenceTable:
         self.requests: list[Request] = []
         #: Routers' choices for the tokens read in each row, part by part.
         self.experts: list[list[np.ndarray]] = []
-        self._vocabulary, self._own_ends, self._stop_texts = vocabulary, own_ends, stop_texts
+        self._vocabulary = vocabulary
+        self._own_ends = own_ends
+        self._stop_texts = stop_texts
         self._count, self._limit, self._end_set = (np.zeros(max_rows, dtype=np.int64) for _ in range(3))
         self._watched = np.zeros(max_rows, dtype=bool)
         self._tokens, self._versions = (np.zeros((max_rows, 64), dtype=np.int64) for _ in range(2))
@@ -205,9 +208,15 @@ class SequenceTable:
 
     def _records(self) -> tuple[np.ndarray, ...]:
         return (
-            self._tokens, self._logprobs, self._versions, self._noise,
-            self._count, self._limit, self._end_set, self._watched,
-        )  # fmt: skip
+            self._tokens,
+            self._logprobs,
+            self._versions,
+            self._noise,
+            self._count,
+            self._limit,
+            self._end_set,
+            self._watched,
+        )
 
 
 #: Fraction of the rows that must be free before waiting requests are admitted, so that prefills come in batches.
@@ -247,7 +256,8 @@ class HFRollout(EngineBase):
         config = load_model_config(options.model_path, options.trust_remote_code)
         text_config = config.get_text_config()
         _refuse_recurrent(text_config, options.model_path)
-        self._device, self._max_rows = torch.device(options.device), options.batch
+        self._device = torch.device(options.device)
+        self._max_rows = options.batch
         self.capacity = options.batch
         self._model = self._load(options)
         self._tokenizer = find_tokenizer(options.model_path, options.trust_remote_code)
@@ -261,7 +271,8 @@ class HFRollout(EngineBase):
             self._forward = Forward(self._model, self._device, self._max_rows, self.context, self.vocabulary)
         self._forward.routing = self._routers() if options.says_experts else None
         self.choices = 0 if self._forward.routing is None else self._forward.routing.choices
-        self._stale, self._keeps = False, options.keeps_cache
+        self._stale = False
+        self._keeps = options.keeps_cache
         self._as_sent: dict[str, Tensor] = {}
         self._rows: Rows | None = None
         self._last: Tensor = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -306,7 +317,7 @@ class HFRollout(EngineBase):
                 "rollout.dtype bfloat16"
             ) from error
 
-    # --- requests in
+    # --- requests
 
     def _check(self, request: Request) -> None:
         super()._check(request)

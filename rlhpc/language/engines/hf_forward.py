@@ -55,8 +55,12 @@ class Forward:
     """
 
     def __init__(self, model: Any, device: torch.device, max_rows: int, context: int, vocabulary: int) -> None:
-        self._model, self._device, self._cpu = model, device, device.type == "cpu"
-        self._max_rows, self._context, self._vocabulary = max_rows, context, vocabulary
+        self._model = model
+        self._device = device
+        self._cpu = device.type == "cpu"
+        self._max_rows = max_rows
+        self._context = context
+        self._vocabulary = vocabulary
         self.kv = KeyValues(max_rows)
         self._cache: Any = None
         self._filled: Any = None
@@ -211,7 +215,7 @@ class Forward:
 
         return computed
 
-    # --- whether rows can be computed together
+    # --- verification of joint computation
 
     def _probe(self, row: int) -> list[int]:
         length = max(1, min(3 + row % 11, self._context - 3))

@@ -85,7 +85,9 @@ class Leader:
     """
 
     def __init__(self, engine: RolloutBackend, link: EngineLink) -> None:
-        self._engine, self._link, self._checksum = engine, link, _Checksum()
+        self._engine = engine
+        self._link = link
+        self._checksum = _Checksum()
         self._before: list[tuple[Any, ...]] = []
 
     @property
@@ -195,7 +197,10 @@ class FollowerEngine:
     """
 
     def __init__(self, engine: RolloutBackend, link: EngineLink, take_weights: Callable[[], object]) -> None:
-        self._engine, self._link, self._take, self._checksum = engine, link, take_weights, _Checksum()
+        self._engine = engine
+        self._link = link
+        self._take = take_weights
+        self._checksum = _Checksum()
 
     def follow(self) -> None:
         """Repeats the commands of rank 0 until it releases this rank.

@@ -64,8 +64,11 @@ class Adapters:
                 f"actor.lora.rank is {rank}, and vLLM takes adapters of at most {_RANKS[-1]}; lower it, or set "
                 "rollout.merge_adapters=true"
             )
-        self._rank, self._alpha, self._shapes = rank, alpha, shapes
-        self._policies, self._names = tuple(policies), frozenset[str]()
+        self._rank = rank
+        self._alpha = alpha
+        self._shapes = shapes
+        self._policies = tuple(policies)
+        self._names = frozenset[str]()
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of the engine."""
@@ -163,9 +166,14 @@ def take_adapters(worker: Any, tensors: dict[str, torch.Tensor], config: dict[st
     helper.validate_legal(manager.lora_config)
     mapper = getattr(inner.model, "hf_to_vllm_mapper", None)
     adapter = manager._lora_model_cls.from_lora_tensors(
-        number, tensors, helper, device="cpu", dtype=manager.lora_config.lora_dtype, model_vocab_size=manager.vocab_size,
+        number,
+        tensors,
+        helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
-    )  # fmt: skip
+    )
     layers = len(adapter.loras)
     if "lm_head" not in config["target_modules"]:
         for wrapper in inner.punica_wrapper_mapping.values():
@@ -250,7 +258,8 @@ class VLLMRollout(VLLMProcess, EngineBase):
             None if options.adapters is None else Adapters(*options.adapters, self._needed, options.policies)
         )
         self._running: dict[str, _RunningRequest] = {}
-        self._torn, self._slept = "", False
+        self._torn = ""
+        self._slept = False
         VLLMProcess.__init__(self, options, config, seed, link)
         self.context = int(self._engine.model_config.max_model_len)
         self.capacity = int(self._engine.vllm_config.scheduler_config.max_num_seqs)
@@ -461,9 +470,14 @@ class VLLMRollout(VLLMProcess, EngineBase):
         from vllm.sampling_params import RequestOutputKind
 
         parameters = SamplingParams(
-            temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, flat_logprobs=True, prompt_logprobs=0,
+            temperature=0.0,
+            max_tokens=1,
+            ignore_eos=True,
+            detokenize=False,
+            flat_logprobs=True,
+            prompt_logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
-        )  # fmt: skip
+        )
         lora_request = self._lora_request(policy)
         self._engine.add_request(_PROBE, {"prompt_token_ids": list(token_ids)}, parameters, lora_request=lora_request)
         while True:

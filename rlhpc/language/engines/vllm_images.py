@@ -98,7 +98,8 @@ def _info_of(model: Any) -> Any:
     class Info(base):
         def __init__(self, ctx: Any, looker: Looker) -> None:
             super().__init__(ctx)
-            self.looker, self.max_image_tokens = looker, min(looker.max_tokens, int(ctx.model_config.max_model_len))
+            self.looker = looker
+            self.max_image_tokens = min(looker.max_tokens, int(ctx.model_config.max_model_len))
 
         def get_supported_mm_limits(self) -> Mapping[str, int | None]:
             return {_KIND: None}

@@ -162,7 +162,9 @@ class VLLMProcess:
     draws = False
 
     def __init__(self, options: EngineOptions, config: Any, seed: int, link: EngineLink | None = None) -> None:
-        self._options, self._sleeps, self._link = options, options.sleeps, link
+        self._options = options
+        self._sleeps = options.sleeps
+        self._link = link
         self._has_images = has_vision(config)
         self._build(config, seed)
 

@@ -172,7 +172,8 @@ class VLLMScores(VLLMProcess):
         config = load_model_config(options.model_path, options.trust_remote_code)
         size = int(config.get_text_config().vocab_size)
         self._width = min(size, vocabulary or size)
-        self.top, self._pass = min(top, self._width), min(max_tokens, _PASS)
+        self.top = min(top, self._width)
+        self._pass = min(max_tokens, _PASS)
         if options.max_model_len is not None:
             context = getattr(config.get_text_config(), "max_position_embeddings", None) or options.max_model_len + 1
             options = replace(options, max_model_len=min(options.max_model_len + 1, int(context)))
@@ -215,9 +216,14 @@ class VLLMScores(VLLMProcess):
         names = list(itertools.islice(self._names, len(texts)))
         for name, text in zip(names, texts, strict=True):
             parameters = SamplingParams(
-                temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, flat_logprobs=True,
-                prompt_logprobs=self.top + 1 if self.top else 0, output_kind=RequestOutputKind.FINAL_ONLY,
-            )  # fmt: skip
+                temperature=0.0,
+                max_tokens=1,
+                ignore_eos=True,
+                detokenize=False,
+                flat_logprobs=True,
+                prompt_logprobs=self.top + 1 if self.top else 0,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
             self._engine.add_request(name, {"prompt_token_ids": list(text)}, parameters)
         scores: dict[str, Tensor] = {}
         with self._explained():

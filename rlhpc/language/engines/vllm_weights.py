@@ -145,7 +145,8 @@ class FileNames:
     def __init__(self, model: Any) -> None:
         from transformers.core_model_loading import revert_weight_conversion
 
-        self._model, self._revert = model, revert_weight_conversion
+        self._model = model
+        self._revert = revert_weight_conversion
         architecture = type(model).__name__
         require_proven(model.config, architecture)
         tensors = model.state_dict()

@@ -62,8 +62,10 @@ class RowShare:
         start, end = self.bounds(batch)
         part = slice(start, end)
         return {
-            "input_ids": ids[:, part], "position_ids": positions[:, part], "segments": replace(segments, group=self.group)
-        }  # fmt: skip
+            "input_ids": ids[:, part],
+            "position_ids": positions[:, part],
+            "segments": replace(segments, group=self.group),
+        }
 
     def gather(self, part: Tensor, batch: TokenBatch) -> Tensor:
         """Gathers a model's output of the parts, `[1, t, …]` each, into that of the row, `[1, T, …]`, with gradients."""

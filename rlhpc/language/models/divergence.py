@@ -55,7 +55,9 @@ class Full(RowReader):
     """
 
     def __init__(self, teacher: LogitRows, temperature: float = 1.0, beta: float = 1.0) -> None:
-        self._teacher, self._scale, self._beta = teacher, 1.0 / temperature, beta
+        self._teacher = teacher
+        self._scale = 1.0 / temperature
+        self._beta = beta
 
     def say(self, logits: Tensor, part: slice) -> Tensor:
         """Returns the divergences; see `RowReader.say`."""
@@ -88,8 +90,10 @@ class Top(RowReader):
     """
 
     def __init__(self, top: Tensor, temperature: float = 1.0, beta: float = 1.0) -> None:
-        self._ids, self._teacher = top[:, :-1, 1].long(), top[..., 0]
-        self._scale, self._beta = 1.0 / temperature, beta
+        self._ids = top[:, :-1, 1].long()
+        self._teacher = top[..., 0]
+        self._scale = 1.0 / temperature
+        self._beta = beta
 
     def say(self, logits: Tensor, part: slice) -> Tensor:
         """Returns the divergences; see `RowReader.say`."""

@@ -142,7 +142,9 @@ class TokenReader(RowReader):
     """
 
     def __init__(self, targets: Tensor, temperature: float = 1.0, entropy: bool = False) -> None:
-        self._targets, self._scale, self._entropy = targets, 1.0 / temperature, entropy
+        self._targets = targets
+        self._scale = 1.0 / temperature
+        self._entropy = entropy
         self.columns = 1 + entropy
         self._vocabulary: Vocabulary | None = None
         self._log_sums = torch.empty(len(targets), dtype=torch.float32, device=targets.device)
@@ -207,8 +209,10 @@ class OffsetReader(RowReader):
     """Reader whose first rows are read by other ranks."""
 
     def __init__(self, reader: RowReader, start: int) -> None:
-        self._reader, self._start = reader, start
-        self.columns, self.divided = reader.columns, reader.divided
+        self._reader = reader
+        self._start = start
+        self.columns = reader.columns
+        self.divided = reader.divided
 
     def _moved(self, part: slice) -> slice:
         return slice(part.start + self._start, part.stop + self._start)

@@ -257,8 +257,10 @@ def share_out(batch: TokenBatch, worker: Worker, sizes: MeshSizes, *, each: int 
         return batch
     owner = {i: rank for rank, share in enumerate(shares) for i in share}
     starts = torch.tensor([0, *map(len, held)]).cumsum(0).tolist()
-    moves = [[[i - starts[of] for i in range(starts[of], starts[of + 1]) if owner[i] == to]
-              for to in range(len(peers))] for of in range(len(peers))]  # fmt: skip
+    moves = [
+        [[i - starts[of] for i in range(starts[of], starts[of + 1]) if owner[i] == to] for to in range(len(peers))]
+        for of in range(len(peers))
+    ]
     here, sent = sizes.data_of(worker.rank), list[AsyncWork | None]()
     for to, units in enumerate(moves[here]):
         if units and to != here:

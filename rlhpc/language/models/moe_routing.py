@@ -38,7 +38,8 @@ class Routing:
 
     def __init__(self, routers: list[nn.Module]) -> None:
         self._recorded: list[tuple[Tensor, Tensor]] | None = None
-        self._routers, self._wrapped = routers, False
+        self._routers = routers
+        self._wrapped = False
         self._replayed: Tensor | None = None
         for router in routers:
             router.register_forward_hook(self._record)
@@ -99,7 +100,9 @@ class _ReplayMode(TorchFunctionMode):
 
     def __init__(self, replayed: Tensor, experts: int) -> None:
         super().__init__()
-        self._replayed, self._experts, self.num_calls = replayed, experts, 0
+        self._replayed = replayed
+        self._experts = experts
+        self.num_calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -205,9 +205,17 @@ def attend(
     if not dropout and attends_by_segments(query, value) and (kernel := _kernel()):
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
         rows: Any = kernel(
-            q, k, v, segments.ends, segments.ends, segments.longest, segments.longest, scale=scaling,
-            window_size=((sliding_window or 0) - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            segments.ends,
+            segments.ends,
+            segments.longest,
+            segments.longest,
+            scale=scaling,
+            window_size=((sliding_window or 0) - 1, 0),
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
         return rows[None], None
     # `split` rather than slices: its gradient is one tensor, which is assembled once.
     sizes = [count * length for count, length in segments.runs]

@@ -42,19 +42,19 @@ def make_tiny_model(
     """Writes a Llama with random weights and a character tokenizer.
 
     Args:
-        folder: Made if it is not there.
-        vocabulary: The characters it knows; any other is `<unk>`.
+        folder: Created if missing.
+        vocabulary: Characters with a token; any other is `<unk>`.
         hidden: Width; a multiple of `heads`.
         layers: Depth.
-        heads: Attention heads. vLLM on a CPU wants `hidden / heads` to be 32, 64, 80, 96, 112, 128, …
-        context: Most tokens of prompt and response.
+        heads: Attention heads. vLLM on a CPU requires `hidden / heads` to be 32, 64, 80, 96, 112, 128, …
+        context: Maximum number of tokens of prompt and response.
         seed: Of the weights; the same seed writes the same bytes.
 
     Returns:
         Number of parameters.
 
     Raises:
-        ConfigError: Sizes that do not go together.
+        ConfigError: The sizes are incompatible.
     """
     if hidden % heads or (hidden // heads) % 2:
         raise ConfigError(f"hidden={hidden} must be an even multiple of heads={heads}")

@@ -45,20 +45,20 @@ def make_tiny_vision_model(
     """Writes a model of a family with random weights, its tokenizer and its processor.
 
     Args:
-        folder: Made if it is not there.
-        family: Whose architecture: qwen2_5_vl or qwen3_vl. A token is 28 × 28 points of a picture, or 32 × 32.
-        vocabulary: The characters it knows; any other is `<unk>`.
-        hidden: Width of both the part that reads and the part that looks.
+        folder: Created if missing.
+        family: Architecture: qwen2_5_vl or qwen3_vl. A token is 28 × 28 or 32 × 32 pixels of an image.
+        vocabulary: Characters with a token; any other is `<unk>`.
+        hidden: Width of both the language model and the vision tower.
         layers: Depth of each.
-        heads: Attention heads. vLLM on a CPU wants `hidden / heads` to be 32, 64, 80, 96, 112, 128, …
-        context: Most tokens of prompt, pictures included, and response.
+        heads: Attention heads. vLLM on a CPU requires `hidden / heads` to be 32, 64, 80, 96, 112, 128, …
+        context: Maximum number of tokens of prompt, including images, and response.
         seed: Of the weights; the same seed writes the same bytes.
 
     Returns:
         Number of parameters.
 
     Raises:
-        ConfigError: No such family, or sizes that do not go together.
+        ConfigError: The family is unknown, or the sizes are incompatible.
     """
     if family not in FAMILIES:
         raise ConfigError(f"family is {family!r}; allowed: {', '.join(FAMILIES)}")
@@ -101,9 +101,14 @@ def make_tiny_vision_model(
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         maker, config_of = package.Qwen3VLForConditionalGeneration, package.Qwen3VLConfig
     config = config_of(
-        text_config=text, vision_config=vision, image_token_id=image, video_token_id=video, vision_start_token_id=start,
-        vision_end_token_id=end, tie_word_embeddings=False,
-    )  # fmt: skip
+        text_config=text,
+        vision_config=vision,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+    )
     parameters = write_model(folder, maker, config, tokenizer, seed)
     _processor(package, family).save_pretrained(folder)
     return parameters

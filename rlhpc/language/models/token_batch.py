@@ -104,11 +104,18 @@ class TokenBatch:
         number = torch.arange(len(lengths))
         tokens = joined("ids", ids, torch.int64)
         return cls(
-            cumulated(lengths), tokens, joined("mask", mask, torch.bool), torch.zeros_like(tokens), number,
-            torch.zeros_like(number), number, torch.zeros(len(lengths)),
-            {name: joined(f"column {name}", values) for name, values in (columns or {}).items()}, pad_id,
+            cumulated(lengths),
+            tokens,
+            joined("mask", mask, torch.bool),
+            torch.zeros_like(tokens),
+            number,
+            torch.zeros_like(number),
+            number,
+            torch.zeros(len(lengths)),
+            {name: joined(f"column {name}", values) for name, values in (columns or {}).items()},
+            pad_id,
             pictures=pictures,
-        )  # fmt: skip
+        )
 
     @classmethod
     def joined(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
@@ -174,7 +181,7 @@ class TokenBatch:
         """Returns `[N, W]` bool: True for tokens, False for padding."""
         return torch.arange(self.width, device=self.ids.device) < self.lengths.to(self.ids.device)[:, None]
 
-    # -- what a model reads ---------------------------------------------------------------------------------------
+    # -- model inputs ---------------------------------------------------------------------------------------------
 
     def read_by(self, packed: bool) -> TokenBatch:
         """Returns the same samples, read as one row or as a rectangle."""
@@ -294,7 +301,7 @@ class TokenBatch:
         pictures = None if self.pictures is None else self.pictures.to(device)
         return dataclasses.replace(self, columns=columns, pictures=pictures, **parts)
 
-    # -- on the way -----------------------------------------------------------------------------------------------
+    # -- serialization --------------------------------------------------------------------------------------------
 
     def pack(self) -> dict[str, Any]:
         """Returns the batch as a few arrays, independent of N, for a channel."""

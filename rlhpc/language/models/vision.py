@@ -80,7 +80,7 @@ class Pictures:
         where = _ranges(sizes, used).to(self.patches.device)
         return Pictures(
             self.patches[where], self.grids[used], indices, self.at[which], self.counts[samples], self.merge
-        )  # fmt: skip
+        )
 
     def to(self, device: torch.device) -> Pictures:
         """Moves the patches to a device."""

@@ -57,7 +57,9 @@ class CodeReward:
         timeout_s: float = 6.0,
         sandbox: Mapping[str, Any] | None = None,
     ) -> None:
-        self._partial, self._run_unfenced, self._timeout_s = partial, whole, timeout_s
+        self._partial = partial
+        self._run_unfenced = whole
+        self._timeout_s = timeout_s
         try:
             self._sandbox = Sandbox(**{"wall_s": timeout_s, **(sandbox or {})})
         except TypeError as error:

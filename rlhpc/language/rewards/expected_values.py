@@ -127,7 +127,9 @@ class Approximation:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None) -> None:
-        self.expected, self.relative, self.absolute = expected, rel, abs
+        self.expected = expected
+        self.relative = rel
+        self.absolute = abs
 
     def __eq__(self, other: object) -> bool:
         return self._near(self.expected, other)

@@ -92,7 +92,9 @@ class RewardPool:
     def __init__(
         self, terms: Sequence[Term], *, timeout_s: float = 10.0, failed: float = 0.0, processes: int = 1
     ) -> None:
-        self.timeout_s, self.failed, self.processes = timeout_s, failed, processes
+        self.timeout_s = timeout_s
+        self.failed = failed
+        self.processes = processes
         self._weights = {term.name: term.weight for term in terms}
         self._inline: dict[str, Reward] = {
             term.name: build_reward(term.name, term.factory, term.kwargs) for term in terms if term.inline
@@ -208,9 +210,11 @@ class RewardPool:
         self._folder = str(make_temporary_folder("judges"))
         self._server = subprocess.Popen(
             [sys.executable, "-P", "-c", _SERVER, str(server_end.fileno()), str(os.getpid()), self._folder],
-            pass_fds=[server_end.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
+            pass_fds=[server_end.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
             env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
         server_end.close()
         self._control = control
         pickle_stream.send(control, self._spec)

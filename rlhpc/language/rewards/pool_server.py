@@ -70,7 +70,9 @@ class JudgeServer:
     """Server of `start` and `kill` requests of one pool over `control`."""
 
     def __init__(self, control: socket.socket, spec: Spec, folder: Path) -> None:
-        self.control, self.spec, self.folder = control, spec, folder
+        self.control = control
+        self.spec = spec
+        self.folder = folder
         self.judges: dict[int, int] = {}  # number by process
 
     def serve(self) -> None:

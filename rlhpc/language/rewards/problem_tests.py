@@ -117,8 +117,11 @@ def _script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mappi
     if not (asserts(tree.body, functions_by_name) or classes):
         return 0
     mentioned = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    before = [f"{name} = {ast.unparse(written_out(value))}" for name, value in plan.values.items() if name in mentioned
-              and _has_notation(value)]  # fmt: skip
+    before = [
+        f"{name} = {ast.unparse(written_out(value))}"
+        for name, value in plan.values.items()
+        if name in mentioned and _has_notation(value)
+    ]
     before += [f"globals()[{entry!r}]"] if entry in vars(builtins) else []
     before += [ast.unparse(plan.definitions[name]) for name in plan.definitions if name in mentioned]
     plan.verdicts.append(len(plan.scripts))

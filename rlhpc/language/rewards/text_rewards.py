@@ -64,7 +64,9 @@ class FormatReward:
     """
 
     def __init__(self, pattern: str, anywhere: bool = False, finished: bool = False) -> None:
-        self._pattern, self._anywhere, self._finished = _compiled(pattern, "pattern of 'format'"), anywhere, finished
+        self._pattern = _compiled(pattern, "pattern of 'format'")
+        self._anywhere = anywhere
+        self._finished = finished
 
     def __call__(self, sample: Sample) -> float:
         if self._finished and not sample.finished:
@@ -86,7 +88,8 @@ class LengthReward:
     def __init__(self, limit: int, start: int = 0) -> None:
         if not 0 <= start < limit:
             raise ConfigError(f"reward.terms: 'length' has start {start} and limit {limit}; needed: 0 <= start < limit")
-        self._start, self._limit = start, limit
+        self._start = start
+        self._limit = limit
 
     def __call__(self, sample: Sample) -> float:
         over = (sample.tokens - self._start) / (self._limit - self._start)
@@ -155,14 +158,22 @@ class HTTPReward:
     """
 
     def __init__(
-        self, url: str, timeout_s: float = 3.0, retries: int = 2, field: str = "reward",
-        headers: dict[str, str] | None = None, token_env: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        url: str,
+        timeout_s: float = 3.0,
+        retries: int = 2,
+        field: str = "reward",
+        headers: dict[str, str] | None = None,
+        token_env: str | None = None,
+    ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"reward.terms: url of 'http' is {url!r}; it must begin with http:// or https://")
         if timeout_s <= 0 or retries < 0:
             raise ConfigError(f"reward.terms: 'http' has timeout_s {timeout_s}, retries {retries}; needed: > 0, >= 0")
-        self._url, self._timeout_s, self._retries, self._field = url, timeout_s, retries, field
+        self._url = url
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._field = field
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         if token_env is not None:
             if token_env not in os.environ:
