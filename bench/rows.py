@@ -33,7 +33,7 @@ from rlhpc import Worker
 from rlhpc.config.typed import typed
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.models.logprobs import TokenScores
-from rlhpc.language.models.micro_batching import cut_up
+from rlhpc.language.models.micro_batching import split_micro_batches
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.training.trainer import TokenTrainer
 
@@ -82,7 +82,7 @@ def throughput(folder: str, repeat: int) -> dict[str, Any]:
     ways, rates, cells = {}, dict[str, list[float]](), dict[str, int]()
     for name, packed in (("rows", True), ("rectangles", False)):
         own = trainer(folder, packed)
-        parts = [part for _, part in cut_up(batch, MAX_TOKENS, packed=packed, hidden=own.hidden)]
+        parts = [part for _, part in split_micro_batches(batch, MAX_TOKENS, packed=packed, hidden=own.hidden)]
         cells[name] = sum(part.inputs()["input_ids"].numel() for part in parts)
         ways[name], rates[name] = (own, parts), []
     for turn in range(repeat + 1):

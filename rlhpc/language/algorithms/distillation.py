@@ -22,7 +22,7 @@ from torch import Tensor
 from rlhpc.language.algorithms.base import ROLLOUT_LOGPROBS, VALUES, Reduce, Whole
 from rlhpc.language.algorithms.policy_gradient import OLD, PolicyGradient
 from rlhpc.language.config.run import GrpoConfig
-from rlhpc.language.models.divergence import FLOOR, Full, Top
+from rlhpc.language.models.divergence import FLOOR, FullDivergence, TopDivergence
 from rlhpc.language.models.logprobs import RowReader, TokenScores, logit_rows
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.scoring.groups import TEACHER, placed, scoring_groups
@@ -68,7 +68,7 @@ class FromTop(LogitReader):
         told = batch.columns[TEACHER_TOP][batch.predictors()[0]]
         if not batch.tokens:  # then it is not known of how many tokens the teacher would tell
             told = told.new_zeros(0, 1, 2)
-        return Top(told, self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta)
+        return TopDivergence(told, self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta)
 
 
 class FromAll(LogitReader):
@@ -83,7 +83,7 @@ class FromAll(LogitReader):
     def rows(self, batch: TokenBatch) -> RowReader:
         """See `LogitReader.rows`."""
         theirs = logit_rows(self.teacher.scorer.model, batch)
-        return Full(theirs, self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta)
+        return FullDivergence(theirs, self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta)
 
     def offload(self) -> None:
         """See `LogitReader.offload`."""

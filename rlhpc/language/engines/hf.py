@@ -18,7 +18,7 @@ from rlhpc.language.engines.hf_forward import Forward
 from rlhpc.language.hugging_face import load_model_config, no_progress_bar, transformers
 from rlhpc.language.models.loading import auto_class
 from rlhpc.language.models.moe_routing import Routing, routing_of
-from rlhpc.language.models.vision import tell_places
+from rlhpc.language.models.vision import place_by_token_type
 from rlhpc.runtime.devices import empty_cache, moved
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.weights.delta import Elements, put
@@ -296,7 +296,7 @@ class HFRollout(EngineBase):
                     trust_remote_code=options.trust_remote_code,
                     **arguments,
                 )
-                tell_places(model)
+                place_by_token_type(model)
                 return moved(model, self._device).eval().requires_grad_(False)
         except (OSError, ValueError, ImportError, TypeError) as error:
             raise ConfigError(

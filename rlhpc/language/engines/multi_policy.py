@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlhpc.weights.delta import Elements
 
 
-class SeveralPolicies:
+class MultiPolicyEngine:
     """Engines of several policies, each with merged adapters, which sample in turn.
 
     They must accept partial updates (`TakesParts`), end single requests, score, and declare the weights that they need: `hf`.

@@ -68,7 +68,7 @@ class _Checksum:
     def __init__(self) -> None:
         self.check = 0
 
-    def saw(self, done: Sequence[Completion]) -> None:
+    def update(self, done: Sequence[Completion]) -> None:
         for completion in done:
             tokens = np.asarray((completion.id, *completion.token_ids), np.int64).tobytes()
             self.check = zlib.crc32(completion.finish_reason.encode(), zlib.crc32(tokens, self.check))
@@ -118,7 +118,7 @@ class Leader:
     def abort(self) -> list[Completion]:
         """Ends all running requests; see `RolloutBackend.abort`."""
         aborted = self._engine.abort()
-        self._checksum.saw(aborted)
+        self._checksum.update(aborted)
         self._before.append((ABORT,))
         return aborted
 
@@ -144,7 +144,7 @@ class Leader:
         engine = self._engine
         assert isinstance(engine, ScoresTexts)
         self._tell((SCORE, list(token_ids)))
-        with _Mourning(self._link):
+        with _SuppressConsequences(self._link):
             return engine.score(token_ids)
 
     def update_weights(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -176,14 +176,14 @@ class Leader:
 
     def _drawn(self, command: tuple[Any, ...], act: Callable[[], list[Completion]]) -> list[Completion]:
         self._tell(command)
-        with _Mourning(self._link):
+        with _SuppressConsequences(self._link):
             done = act()
-        self._checksum.saw(done)
+        self._checksum.update(done)
         return done
 
     def _tell(self, command: tuple[Any, ...]) -> None:
         commands, self._before = [*self._before, command], []
-        with _Mourning(self._link):
+        with _SuppressConsequences(self._link):
             self._link.tell((commands, self._checksum.check))
 
 
@@ -208,7 +208,7 @@ class FollowerEngine:
         Raises:
             EnginesDiffer: This rank has sampled other tokens.
         """
-        with _Mourning(self._link):
+        with _SuppressConsequences(self._link):
             while True:
                 commands, check = self._link.hear()
                 for command, *arguments in commands:
@@ -228,11 +228,11 @@ class FollowerEngine:
         if command == ADD:
             engine.add(arguments[0])
         elif command == STEP:
-            self._checksum.saw(engine.step())
+            self._checksum.update(engine.step())
         elif command == GENERATE:
-            self._checksum.saw(engine.generate(arguments[0]))
+            self._checksum.update(engine.generate(arguments[0]))
         elif command == ABORT:
-            self._checksum.saw(engine.abort())
+            self._checksum.update(engine.abort())
         elif command == DROP:
             assert isinstance(engine, DropsRequests)
             engine.drop(arguments[0])
@@ -247,7 +247,7 @@ class FollowerEngine:
             self._take()
 
 
-class _Mourning:
+class _SuppressConsequences:
     """Context that suppresses consequential errors: if a rank of the engine has ended, the others' are of no interest."""
 
     def __init__(self, link: EngineLink) -> None:

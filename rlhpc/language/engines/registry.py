@@ -65,12 +65,12 @@ def make_engine(
             f"rollout.rollout_backend is {cfg.rollout.rollout_backend}, which gets several policies (agent.policies) from a "
             "trainer, as adapters; what was trained is asked by hf: evaluate with --backend hf"
         )
-    from rlhpc.language.engines.multi_policy import SeveralPolicies
+    from rlhpc.language.engines.multi_policy import MultiPolicyEngine
 
     def make(name: str) -> RolloutBackend:
         return make_rollout(cfg, model_path=folders[name], device=device, seed=seed)
 
-    return SeveralPolicies([*folders], make)
+    return MultiPolicyEngine([*folders], make)
 
 
 def awaiting_weights(cfg: Run) -> Run:

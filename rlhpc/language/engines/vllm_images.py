@@ -32,7 +32,7 @@ _CUTTERS_OF_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 _KIND = "image"
 
 
-def take_pictures(config: Any, path: str, trust_remote_code: bool) -> None:
+def register_images(config: Any, path: str, trust_remote_code: bool) -> None:
     """Registers image processing for a vision-language model with vLLM, in this process.
 
     Args:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhpc.language.data.images import has_vision
-from rlhpc.language.engines.vllm_images import take_pictures
+from rlhpc.language.engines.vllm_images import register_images
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.scratch import cache_folder
 from rlhpc.runtime.text import first_line
@@ -250,7 +250,7 @@ class VLLMProcess:
             }
         with _leaving_no_trace(), _unseen_modules(), one_of_several(self._link), self._explained():
             if self._has_images:
-                take_pictures(config, options.model_path, options.trust_remote_code)
+                register_images(config, options.model_path, options.trust_remote_code)
             try:
                 engine_args = EngineArgs(**arguments)
             except TypeError as error:

@@ -101,7 +101,7 @@ def merged(logits: Tensor, top: int, width: int, temperature: float) -> Tensor:
     return outcomes
 
 
-def say_outcomes(worker: Any, top: int, width: int, temperature: float) -> None:
+def return_outcomes(worker: Any, top: int, width: int, temperature: float) -> None:
     """Makes vLLM's model return a teacher's outcomes wherever its logits are computed.
 
     The logits are divided by a temperature, which vLLM applies only to tokens that it samples, and with `top`, all but the
@@ -178,7 +178,7 @@ class VLLMScores(VLLMProcess):
             context = getattr(config.get_text_config(), "max_position_embeddings", None) or options.max_model_len + 1
             options = replace(options, max_model_len=min(options.max_model_len + 1, int(context)))
         super().__init__(options, config, seed)
-        self._engine.collective_rpc(say_outcomes, args=(self.top, self._width, temperature))
+        self._engine.collective_rpc(return_outcomes, args=(self.top, self._width, temperature))
         self._names = map(str, itertools.count())
         self.longest = int(self._engine.model_config.max_model_len) - 1
 

@@ -44,7 +44,7 @@ def divergence(logprobs: Tensor, teacher_logprobs: Tensor, beta: float) -> tuple
     return beta * (q * (t - mixture)).sum(-1) + h.sum(-1), h
 
 
-class Full(RowReader):
+class FullDivergence(RowReader):
     """Divergence over the full vocabulary, in nats.
 
     Args:
@@ -59,8 +59,8 @@ class Full(RowReader):
         self._scale = 1.0 / temperature
         self._beta = beta
 
-    def say(self, logits: Tensor, part: slice) -> Tensor:
-        """Returns the divergences; see `RowReader.say`."""
+    def forward(self, logits: Tensor, part: slice) -> Tensor:
+        """Returns the divergences; see `RowReader.forward`."""
         return divergence(*self._both(logits, part), self._beta)[0][:, None]
 
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Full(RowReader):
         return s, nn.functional.pad(t, (0, V - t.shape[1]), value=-torch.inf)
 
 
-class Top(RowReader):
+class TopDivergence(RowReader):
     """Divergence over k + 1 outcomes, in nats: the teacher's k most likely tokens, and the sum of all other tokens.
 
     Merging outcomes never increases a divergence, so this one is a lower bound of the full one.
@@ -95,8 +95,8 @@ class Top(RowReader):
         self._scale = 1.0 / temperature
         self._beta = beta
 
-    def say(self, logits: Tensor, part: slice) -> Tensor:
-        """Returns the divergences; see `RowReader.say`."""
+    def forward(self, logits: Tensor, part: slice) -> Tensor:
+        """Returns the divergences; see `RowReader.forward`."""
         _, merged = self._merged(logits, part)
         return divergence(merged, self._teacher[part], self._beta)[0][:, None]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from rlhpc.language.data.images import has_vision
 from rlhpc.language.hugging_face import no_progress_bar, transformers, turn_end
-from rlhpc.language.models.vision import tell_places
+from rlhpc.language.models.vision import place_by_token_type
 from rlhpc.runtime.devices import computes_bfloat16
 from rlhpc.runtime.errors import ConfigError
 
@@ -99,7 +99,7 @@ def load_causal_lm(
         ConfigError: The model does not exist, or this transformers cannot build it.
     """
     module = load_by("", model, dtype=dtype, empty=empty, key=key)
-    tell_places(module)
+    place_by_token_type(module)
     if empty:
         module.generation_config = _generation_config(transformers(), str(model.model_path), module.config)
     return prepared(module, checkpointing)

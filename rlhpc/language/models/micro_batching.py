@@ -120,7 +120,7 @@ def micro_batches(lengths: Sequence[int] | Tensor, max_tokens: int) -> list[Tens
     return [torch.tensor(order[start:end]) for start, end in cuts]
 
 
-def cut_up(
+def split_micro_batches(
     batch: TokenBatch,
     max_tokens: int,
     *,
@@ -154,7 +154,7 @@ def values_of(score: Callable[[TokenBatch], Tensor], parts: Parts, batch: TokenB
 
     Args:
         score: Returns `[t]` or `[t, k]` for a micro-batch's t tokens; called without gradients.
-        parts: The micro-batches; see `cut_up`.
+        parts: The micro-batches; see `split_micro_batches`.
         batch: The batch.
         score_name: Name of `score` in messages.
 
@@ -231,7 +231,9 @@ def minibatches(
             yield f"epoch {epoch}, minibatch {number}", batch.select(chosen)
 
 
-def share_out(batch: TokenBatch, worker: Worker, sizes: MeshSizes, *, each: int = 1, hidden: int = 0) -> TokenBatch:
+def balance_across_ranks(
+    batch: TokenBatch, worker: Worker, sizes: MeshSizes, *, each: int = 1, hidden: int = 0
+) -> TokenBatch:
     """Balances the samples of all ranks and returns this rank's new part; all ranks call it.
 
     The assignment depends on the lengths alone. Ranks of a model-parallel block have the same samples; ranks at the same index

@@ -150,7 +150,7 @@ def sub_attention(model: Any, name: str) -> str | dict[str, str]:
     return {"": name, "text_config": name, "vision_config": model.config.vision_config._attn_implementation}
 
 
-def tell_places(model: Any) -> None:
+def place_by_token_type(model: Any) -> None:
     """Makes a vision-language model place image features where `mm_token_type_ids` says, if it is passed.
 
     By default the model places them at each placeholder token. But a model may generate such a token, which then is an
@@ -176,7 +176,7 @@ def tell_places(model: Any) -> None:
     trunk.get_placeholder_mask = places
 
 
-def look_always(model: Any) -> None:
+def always_run_vision(model: Any) -> None:
     """Makes a vision-language model run its vision tower in every pass: on a blank image, placed at no token, in batches
     without.
 
@@ -199,7 +199,7 @@ def look_always(model: Any) -> None:
             blank["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         return inputs, {**named, **blank}
 
-    # Before the hook of `tell_places`, which reads the blank image's token types.
+    # Before the hook of `place_by_token_type`, which reads the blank image's token types.
     _trunk(model).register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
 

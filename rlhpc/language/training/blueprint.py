@@ -22,7 +22,7 @@ from rlhpc.language.models.value_head import (
     load_scalar_model,
     new_head,
 )
-from rlhpc.language.models.vision import freeze_vision, look_always, tower_of
+from rlhpc.language.models.vision import always_run_vision, freeze_vision, tower_of
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import fsync_folder, write_durably
 from rlhpc.training import lora
@@ -138,7 +138,7 @@ class LanguageBlueprint(Blueprint):
         pictures together."""
         model = pretrained_in(module)
         if tower_of(model) is not None:
-            look_always(model)
+            always_run_vision(model)
         if mesh.sizes.context > 1 and not self.packed:
             raise ConfigError(
                 f"{self.key}.parallel.context({mesh.sizes.context}) shares out rows without padding, which "

@@ -17,7 +17,7 @@ from rlhpc.language.algorithms.base import RETURNS, VALUES, Whole
 from rlhpc.language.config.run import TrainedLanguageConfig
 from rlhpc.language.config.training import LanguageActorConfig
 from rlhpc.language.data import load_tokenizer
-from rlhpc.language.models.micro_batching import Parts, cut_up, share_out
+from rlhpc.language.models.micro_batching import Parts, balance_across_ranks, split_micro_batches
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.training.trainer import ModelTrainer
 from rlhpc.runs.device import seed_process
@@ -90,7 +90,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
             packed: Whether they are rows of several samples; by default where the trained model reads such.
         """
         packed = self.backend.packed if packed is None else packed
-        return cut_up(batch, self.max_tokens, packed=packed, hidden=self.backend.hidden, agreed=self._most)
+        return split_micro_batches(batch, self.max_tokens, packed=packed, hidden=self.backend.hidden, agreed=self._most)
 
     def _most(self, count: int) -> int:
         """The largest of the ranks' counts."""
@@ -112,7 +112,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         """
         if not self.section.enable_dp_load_balance or self.sizes.data == 1:
             return batch
-        return share_out(batch, self, self.sizes, each=each, hidden=self.backend.hidden)
+        return balance_across_ranks(batch, self, self.sizes, each=each, hidden=self.backend.hidden)
 
     @property
     def data(self) -> int:

@@ -19,7 +19,7 @@ from rlhpc.config.parallel import MeshSizes
 from rlhpc.jobs.paths import MODEL
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines.registry import forkable
-from rlhpc.language.models.micro_batching import cut_up, values_of
+from rlhpc.language.models.micro_batching import split_micro_batches, values_of
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.rollout.group_receiver import BlockChannel
 from rlhpc.language.rollout.sample_group import PARTS, SampleGroup, column_message
@@ -169,7 +169,10 @@ class ScoringWorker(_Scoring):
             start = time.perf_counter()
             batch = TokenBatch.joined([group.batch for group in groups])
             values = values_of(
-                self._score, cut_up(batch, self.group.max_tokens, packed=self.scorer.packed), batch, "the scorer"
+                self._score,
+                split_micro_batches(batch, self.group.max_tokens, packed=self.scorer.packed),
+                batch,
+                "the scorer",
             )
             send_column(self._actors, self.prompts, groups, self.group_name, values)
             tokens += batch.tokens

@@ -34,7 +34,7 @@ from rlhpc.language.engines import Completion, Request, SamplingParams
 from rlhpc.language.models.packing import pack
 from rlhpc.language.models.tiny_vision import FAMILIES, make_tiny_vision_model
 from rlhpc.language.models.token_batch import TokenBatch
-from rlhpc.language.models.vision import Pictures, tell_places
+from rlhpc.language.models.vision import Pictures, place_by_token_type
 from tests.forked import forked
 
 pytestmark = pytest.mark.long(together=True)
@@ -103,7 +103,7 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
             theirs.append(own(input_ids=row, attention_mask=torch.ones_like(row), **looks).logits[0])
 
     model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
-    tell_places(model)
+    place_by_token_type(model)
     batch = TokenBatch.of(ids, [[True] * len(one) for one in ids], pictures=Pictures.of(seen))
     batch = TokenBatch.joined(batch.split([1, 2]))
     with torch.no_grad():
@@ -201,7 +201,7 @@ def test_an_agent_inside_shows_pictures(tmp_path: Path) -> None:
     ids, seen = shown(tmp_path, "qwen2_5_vl")
     tokenizer, engine = AutoTokenizer.from_pretrained(tmp_path), engine_of("hf", tmp_path)
     model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
-    tell_places(model)
+    place_by_token_type(model)
     # Any token ends a turn: the agent is asked at once.
     sampling = SamplingParams(max_new_tokens=60, stop_token_ids=tuple(range(len(tokenizer))))
     requests = [
@@ -224,7 +224,7 @@ def test_vllm_says_what_the_trainer_says(family: str, tmp_path: Path) -> None:
     other = dataclasses.replace(other, patches=(-other.patches[0],), digests=(b"another",))
     places = [*zip(ids, seen, strict=True), (ids[1], other)]
     model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
-    tell_places(model)
+    place_by_token_type(model)
     engine = engine_of("vllm", tmp_path)
 
     def asked(first: int, tokens: int) -> list[Request]:

@@ -25,7 +25,7 @@ from rlhpc.language.engines.common import EngineOptions, UpdateFailed
 from rlhpc.language.engines.hf import Rows, draw
 from rlhpc.language.engines.registry import awaiting_weights
 from rlhpc.language.engines.vllm_weights import Loaded, reload_counted
-from rlhpc.language.models.micro_batching import cut_up, values_of
+from rlhpc.language.models.micro_batching import split_micro_batches, values_of
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.rollout.preflight import check_model
 from rlhpc.language.scoring.groups import scoring_groups
@@ -737,7 +737,8 @@ def test_a_teacher_in_vllm_says_what_it_says_in_transformers(mode: str, folder: 
         scorer.offload()
         scorer.reload()
         said.append([
-            values_of(scorer.score, cut_up(part, group.max_tokens), part, "the teacher").cpu() for part in (batch, answers(1))
+            values_of(scorer.score, split_micro_batches(part, group.max_tokens), part, "the teacher").cpu()
+            for part in (batch, answers(1))
         ])  # fmt: skip
     with pytest.raises(
         ConfigError, match=r"a sequence has 107 tokens, and this engine reads at most 106 \(teacher.max_model_l"

@@ -9,7 +9,7 @@ import torch
 
 from rlhpc import Worker
 from rlhpc.config.parallel import MeshSizes
-from rlhpc.language.models.micro_batching import costs_of, share_out
+from rlhpc.language.models.micro_batching import balance_across_ranks, costs_of
 from rlhpc.language.models.token_batch import TokenBatch
 from tests.integration.language.lm_ranks import groups_of
 
@@ -34,7 +34,9 @@ class Sharer(Worker):
 
     def share(self, case: str, each: int) -> dict[str, Any]:
         """Shares once."""
-        return share_out(held(self.rank, case), self, MeshSizes(shard=self.world_size), each=each, hidden=4).pack()
+        return balance_across_ranks(
+            held(self.rank, case), self, MeshSizes(shard=self.world_size), each=each, hidden=4
+        ).pack()
 
 
 @pytest.fixture(scope="module")

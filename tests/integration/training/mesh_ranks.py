@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from rlhpc.config.typed import untouched
 from rlhpc.language.config.run import GrpoConfig as Config
 from rlhpc.language.models.logprobs import RowReader, TokenScores, linear_head
-from rlhpc.language.models.micro_batching import cut_up
+from rlhpc.language.models.micro_batching import split_micro_batches
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.training.trainer import TokenTrainer
 from rlhpc.training import safetensors_writer
@@ -79,7 +79,12 @@ def train(rank: Any, model: str, max_tokens: int = 24, steps: int = STEPS, **cha
         def agreed(count: int) -> int:
             return int(rank.all_reduce(torch.tensor(count), "max"))
 
-        parts = [p for _, p in cut_up(mine, max_tokens, packed=trainer.packed, hidden=trainer.hidden, agreed=agreed)]
+        parts = [
+            p
+            for _, p in split_micro_batches(
+                mine, max_tokens, packed=trainer.packed, hidden=trainer.hidden, agreed=agreed
+            )
+        ]
         metrics = trainer.forward_backward(parts, loss, temperature=TEMPERATURE, entropy=True)
         total = torch.stack([m["loss"] for m in metrics]).double().sum()
         found["losses"].append(float(rank.all_reduce(total * (sizes.lane_of(rank.rank) == 0))))

@@ -18,7 +18,7 @@ need_extra("llm", "vllm")
 from transformers import AutoConfig
 from vllm import EngineArgs
 
-from rlhpc.language.engines.vllm_logprobs import log_before_filters, merged, say_outcomes
+from rlhpc.language.engines.vllm_logprobs import log_before_filters, merged, return_outcomes
 from rlhpc.language.models import logprobs as rows
 from rlhpc.language.models.token_batch import TokenBatch
 from tests.rectangles import top_told
@@ -170,10 +170,10 @@ def test_a_prompts_log_probs_are_of_the_models_logits(runner: Any, top: int) -> 
     model: Any = _Logits()
     model.sampler = Sampler("raw_logprobs")
     worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model, sampler=model.sampler))
-    say_outcomes(worker, 0, 4, 1.0)
+    return_outcomes(worker, 0, 4, 1.0)
     plain = HIDDEN[:3].log_softmax(-1).gather(1, torch.tensor(PROMPT[1:])[:, None])
     torch.testing.assert_close(runner(model, parameters, most).logprobs[:, :1], plain)
-    say_outcomes(worker, top, 4, 2.0)
+    return_outcomes(worker, top, 4, 2.0)
     found, expected = runner(model, parameters, most), (HIDDEN[:3] / 2).log_softmax(-1)
     if not top:
         torch.testing.assert_close(found.logprobs, expected.gather(1, torch.tensor(PROMPT[1:])[:, None]))

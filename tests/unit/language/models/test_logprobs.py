@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2C
 
 from rlhpc.config.sections import LoraConfig
 from rlhpc.language.models import logprobs as rows
-from rlhpc.language.models.divergence import Full, Top, top_logprobs
+from rlhpc.language.models.divergence import FullDivergence, TopDivergence, top_logprobs
 from rlhpc.language.models.logprobs import linear_head, logit_rows, token_scores
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.models.value_head import add_value_head
@@ -163,8 +163,8 @@ class Distils:
     def rows(self, batch):
         theirs = logit_rows(self.teacher, batch)
         if not self.most:
-            return Full(theirs, 0.7, self.beta)
-        return Top(top_logprobs(theirs, batch, self.most, 0.7)[batch.predictors()[0]], 0.7, self.beta)
+            return FullDivergence(theirs, 0.7, self.beta)
+        return TopDivergence(top_logprobs(theirs, batch, self.most, 0.7)[batch.predictors()[0]], 0.7, self.beta)
 
     def read(self, logits, batch):
         raise AssertionError("rows are read")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.language.models.micro_batching import balance, costs_of, cut_up, rows
+from rlhpc.language.models.micro_batching import balance, costs_of, rows, split_micro_batches
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.runtime.errors import ConfigError
 
@@ -66,10 +66,10 @@ def test_long_samples_cost_more_than_their_tokens() -> None:
 @pytest.mark.parametrize("packed", [True, False])
 def test_as_many_micro_batches_as_other_ranks_have(packed) -> None:
     batch = TokenBatch.of([[1, 2, 3], [4, 5]], [[True] * 3, [True] * 2])
-    parts = cut_up(batch, 16, packed=packed, agreed=lambda count: max(count, 3))
+    parts = split_micro_batches(batch, 16, packed=packed, agreed=lambda count: max(count, 3))
     assert len(parts) == 3 and sum(part.tokens for _, part in parts) == 5
     assert all(part.packed == packed and len(part) for _, part in parts)
     if packed:
         assert sorted(part.tokens for _, part in parts) == [0, 2, 3], "shared out, rather than one with all"
     nothing = TokenBatch.of([], [])
-    assert [part.tokens for _, part in cut_up(nothing, 16, packed=packed)] == [0]
+    assert [part.tokens for _, part in split_micro_batches(nothing, 16, packed=packed)] == [0]
