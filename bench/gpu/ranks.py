@@ -61,7 +61,7 @@ class Trains(Worker):
         every = make_batches(size.vocabulary, size.sequences, size.longest, size.micro)
         count = sum(batch.tokens for batch in every)
         mine = every[self.rank :: self.world_size]
-        mine += [every[0].empty_sample()] * (-(-len(every) // self.world_size) - len(mine))
+        mine += [every[0].nothing()] * (-(-len(every) // self.world_size) - len(mine))
 
         def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             value = -(batch.columns["weights"] * scores.logprobs).sum() / count

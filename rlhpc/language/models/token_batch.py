@@ -212,9 +212,9 @@ class TokenBatch:
         segments = Segments.of([*lengths.tolist(), *[1] * alone], device)
         return {"input_ids": ids[None], "position_ids": positions[None], "segments": segments, **image_inputs}
 
-    def of_tokens(self, outputs: Tensor) -> Tensor:
+    def of_tokens(self, found: Tensor) -> Tensor:
         """Returns a model's outputs for `inputs`, `[N, W, …]` or `[1, T, …]`, as `[T, …]`."""
-        return outputs[0, : self.tokens] if self.packed else self.flat(outputs)
+        return found[0, : self.tokens] if self.packed else self.flat(found)
 
     def before(self, values: Tensor) -> Tensor:
         """Shifts `[T]` values by one token in each sample: each token gets the value of the one before it, the first 0."""
@@ -258,7 +258,7 @@ class TokenBatch:
         """Splits the samples into several batches with these numbers of samples."""
         return [self.select(samples) for samples in torch.arange(len(self)).split(list(counts))]
 
-    def empty_sample(self) -> TokenBatch:
+    def nothing(self) -> TokenBatch:
         """Returns one sample of no tokens, with the same columns: a batch that trains nothing."""
         none = self.tokens_of(torch.zeros(0, dtype=torch.long))
         parts = {name: getattr(self, name)[none] for name in _OF_TOKENS}

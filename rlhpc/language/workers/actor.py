@@ -101,7 +101,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
     def _evenly(self, batches: Parts, batch: TokenBatch) -> Parts:
         """Micro-batches of a batch, with as many more on each rank that train nothing as the rank with the most has."""
         none = torch.zeros(0, dtype=torch.long)
-        return batches + [(none, batch.empty_sample()) for _ in range(self._most(len(batches)) - len(batches))]
+        return batches + [(none, batch.nothing()) for _ in range(self._most(len(batches)) - len(batches))]
 
     def _shared(self, batch: TokenBatch, each: int = 1) -> TokenBatch:
         """This rank's part of all ranks' samples, so that each has about equally much to compute.
