@@ -121,14 +121,14 @@ class RowReader(abc.ABC):
         """Sets the part of the vocabulary that the following logits cover."""
 
     @abc.abstractmethod
-    def forward(self, logits: Tensor, part: slice) -> Tensor:
+    def say(self, logits: Tensor, part: slice) -> Tensor:
         """Returns `[m, columns]` float32 for rows `[m, V]` in the model's precision; `part` is their slice of the M rows."""
 
     @abc.abstractmethod
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
         """Returns `[m, V]` float32: the gradient with respect to the logits, from that `[m, columns]` of the results.
 
-        Called after `forward` of all rows.
+        Called after `say` of all rows.
         """
 
 
@@ -156,8 +156,8 @@ class TokenReader(RowReader):
         """Sets the part of the vocabulary; see `RowReader.divided_by`."""
         self._vocabulary = vocabulary
 
-    def forward(self, logits: Tensor, part: slice) -> Tensor:
-        """Returns log-probs and entropies; see `RowReader.forward`."""
+    def say(self, logits: Tensor, part: slice) -> Tensor:
+        """Returns log-probs and entropies; see `RowReader.say`."""
         logprobs, self._log_sums[part], entropies = logprobs_and_entropy(
             scaled(logits, self._scale), self._targets[part], self._entropy, self._vocabulary
         )
@@ -191,9 +191,9 @@ class CombinedReader(RowReader):
         for reader in self._readers:
             reader.divided_by(vocabulary)
 
-    def forward(self, logits: Tensor, part: slice) -> Tensor:
-        """Returns all readers' columns; see `RowReader.forward`."""
-        return torch.cat([reader.forward(logits, part) for reader in self._readers], 1)
+    def say(self, logits: Tensor, part: slice) -> Tensor:
+        """Returns all readers' columns; see `RowReader.say`."""
+        return torch.cat([reader.say(logits, part) for reader in self._readers], 1)
 
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
         """Returns the sum of the readers' gradients; see `RowReader.gradient`."""
@@ -221,9 +221,9 @@ class OffsetReader(RowReader):
         """Sets the part of the vocabulary; see `RowReader.divided_by`."""
         self._reader.divided_by(vocabulary)
 
-    def forward(self, logits: Tensor, part: slice) -> Tensor:
-        """Reads rows at an offset; see `RowReader.forward`."""
-        return self._reader.forward(logits, self._moved(part))
+    def say(self, logits: Tensor, part: slice) -> Tensor:
+        """Reads rows at an offset; see `RowReader.say`."""
+        return self._reader.say(logits, self._moved(part))
 
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
         """Returns the gradient of rows at an offset; see `RowReader.gradient`."""
@@ -252,7 +252,7 @@ class _FromLogits(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, places: Tensor, reader: RowReader) -> Tensor:
         values = logits.new_empty(len(places), reader.columns, dtype=torch.float32)
         for part in chunks(len(places), logits.shape[1], logits.device):
-            values[part] = reader.forward(logits[places[part]], part)
+            values[part] = reader.say(logits[places[part]], part)
         ctx.save_for_backward(logits, places)
         ctx.reader = reader
         return values
@@ -501,7 +501,7 @@ class _FromHidden(torch.autograd.Function):
             logits = _logits(rows, bias, factors)
             if vocabulary is not None and not reader.divided:
                 logits = vocabulary.gathered(logits)
-            values[rows] = reader.forward(logits, rows)
+            values[rows] = reader.say(logits, rows)
         ctx.save_for_backward(bias, *factors)
         ctx.reader, ctx.vocabulary = reader, vocabulary
         return values
