@@ -198,14 +198,14 @@ ASKS = """
 import resource, torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from rlhpc.language.models.token_batch import TokenBatch
-from rlhpc.language.models.divergence import Full
+from rlhpc.language.models.divergence import FullDivergence
 from rlhpc.language.models.logprobs import logit_rows, token_scores
 torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32768, hidden_size=16, intermediate_size=16,
     num_hidden_layers=1, num_attention_heads=1, max_position_embeddings=512))
 class Distils:
     def rows(self, batch):
-        return Full(logit_rows(model, batch))
+        return FullDivergence(logit_rows(model, batch))
 def step(samples):
     batch = TokenBatch.of([torch.arange(512)] * samples, [torch.ones(512, dtype=torch.bool)] * samples)
     scores = token_scores(model, batch, entropy=True, reading=Distils() if DISTILS else None)
