@@ -363,7 +363,10 @@ def answers_to(
         top_k=cfg.rollout.top_k,
     )
     for place, (prompt, ids, at, encoder) in enumerate(problems):
-        images, seeds = encoder.prompt_images(prompt, at), [seed_of(seed, task, prompt.id, sample) for sample in range(count)]
+        images, seeds = (
+            encoder.prompt_images(prompt, at),
+            [seed_of(seed, task, prompt.id, sample) for sample in range(count)],
+        )
         generation.add(
             [Request(place * count + j, ids, sampling, sample_seed, images) for j, sample_seed in enumerate(seeds)],
             prompt,
