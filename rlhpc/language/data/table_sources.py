@@ -282,7 +282,7 @@ class Joined:
         return table.place(inside)
 
 
-Result = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class ColumnProblems:
