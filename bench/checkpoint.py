@@ -86,9 +86,9 @@ def until_step(folder: Path, steps: int) -> float:
         while run.poll() is None and (not metrics.exists() or metrics.stat().st_size <= before):
             time.sleep(0.005)
         took = time.perf_counter() - started
-        _, said = run.communicate()
+        _, output = run.communicate()
     if run.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {run.returncode}:\n{said[-2000:]}")
+        raise SystemExit(f"{' '.join(command)} ended with {run.returncode}:\n{output[-2000:]}")
     return took
 
 

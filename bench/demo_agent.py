@@ -62,8 +62,8 @@ def accuracy(model: Path, name: str, *words: str) -> dict[str, Any]:
     """Returns the accuracy of a model on the held-out questions."""
     output = model.parents[1] / "eval" / f"{name}.json"
     rlhpc("eval", "--model", str(model), "--config", GRPO, "--suite", "held_out", "--output", str(output), *words)
-    found: dict[str, Any] = json.loads(output.read_text())
-    return {"accuracy": found["accuracy"], "ci95": found["accuracy_ci95"], "n": found["n"]}
+    result: dict[str, Any] = json.loads(output.read_text())
+    return {"accuracy": result["accuracy"], "ci95": result["accuracy_ci95"], "n": result["n"]}
 
 
 def curve(run: Path) -> list[float]:
@@ -74,17 +74,20 @@ def curve(run: Path) -> list[float]:
 
 def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
     """Runs SFT, GRPO and its controls at one seed."""
-    begun, folder = time.perf_counter(), [f"runner.run_dir={runs}", f"runner.seed={seed}"]
+    started_at, folder = time.perf_counter(), [f"runner.run_dir={runs}", f"runner.seed={seed}"]
     start = f"demo-agent-{seed}-sft"
     rlhpc("train", SFT, *folder, f"runner.name={start}")
     model = exported(runs / start)
     row: dict[str, Any] = {"seed": seed, "sft": accuracy(model, "held_out", *folder), "curves": {}}
     for kind, words in {"grpo": (), **CONTROLS}.items():
-        name, own = f"demo-agent-{seed}-{kind}", [*folder, f"actor.model.model_path={model}", *words, *overrides]
-        rlhpc("train", GRPO, *own, f"runner.name={name}")
-        row[kind] = accuracy(exported(runs / name), "held_out", *own)
+        name, run_overrides = (
+            f"demo-agent-{seed}-{kind}",
+            [*folder, f"actor.model.model_path={model}", *words, *overrides],
+        )
+        rlhpc("train", GRPO, *run_overrides, f"runner.name={name}")
+        row[kind] = accuracy(exported(runs / name), "held_out", *run_overrides)
         row["curves"][kind] = curve(runs / name)
-    return {**row, "seconds": time.perf_counter() - begun}
+    return {**row, "seconds": time.perf_counter() - started_at}
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -129,8 +132,8 @@ def main() -> int:
     for seed in range(1, args.seeds + 1):
         row = run_seed(seed, args.runs.absolute(), args.overrides)
         rows.append(row)
-        told = ", ".join(f"{kind} {row[kind]['accuracy']:.1%}" for kind in ("sft", "grpo", *CONTROLS))
-        print(f"seed {seed}: {told} of {row['sft']['n']} held-out questions; {row['seconds']:.0f} s", flush=True)
+        text = ", ".join(f"{kind} {row[kind]['accuracy']:.1%}" for kind in ("sft", "grpo", *CONTROLS))
+        print(f"seed {seed}: {text} of {row['sft']['n']} held-out questions; {row['seconds']:.0f} s", flush=True)
     draw(rows, RESULTS / "demo_agent.svg")
     write("demo_agent", f"python -m bench.demo_agent --seeds {args.seeds}", {"rows": rows})
     short = {row["seed"]: why for row in rows if (why := fell_short(row))}

@@ -95,8 +95,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             [sys.executable, "-m", "bench.embodied_loop", "--single"], check=True, stdout=subprocess.PIPE
         )
         rows["single process"].append(json.loads(alone.stdout))
-        print(json.dumps({who: found[-1] for who, found in rows.items()}), flush=True)
-    figures = {who: {name: spread([row[name] for row in found]) for name in found[0]} for who, found in rows.items()}
+        print(json.dumps({side: side_rows[-1] for side, side_rows in rows.items()}), flush=True)
+    figures = {
+        side: {name: spread([row[name] for row in side_rows]) for name in side_rows[0]}
+        for side, side_rows in rows.items()
+    }
     step, first = (figures["rlhpc"][name]["median"] for name in ("step (s)", "first step (s)"))
     goals = [
         goal("step / RLinf's on Ray", step / RLINF_STEP_S, at_most=1 / 20),

@@ -88,15 +88,15 @@ def play(
         try:
             runner = EmbodiedRunner(cfg, groups["actor"], groups["rollout"], groups["env"])
             runner.build()
-            found = []
+            durations = []
             for step in range(ROLLOUTS + 1):
                 began, turn = time.perf_counter(), FullRollout(step, step, 0, steps)
                 source = Source(runner.slots, (Acted(turn, runner.slots),))
                 handles = [runner.rollout.generate(turn), runner.env.interact(turn), runner.actor.receive(step, source)]
                 for handle in handles:
                     handle.wait()
-                found.append(time.perf_counter() - began)
-            return min(found[1:])
+                durations.append(time.perf_counter() - began)
+            return min(durations[1:])
         finally:
             for group in groups.values():
                 group.shutdown()
@@ -129,8 +129,8 @@ def make(task: str) -> Any:
     import mani_skill.envs  # noqa: F401 (registers the tasks)
     from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
 
-    made = gymnasium.make(task, num_envs=1, render_backend="none", sim_backend="physx_cpu", **env["kwargs"])
-    return CPUGymWrapper(made, ignore_terminations=False)
+    env_made = gymnasium.make(task, num_envs=1, render_backend="none", sim_backend="physx_cpu", **env["kwargs"])
+    return CPUGymWrapper(env_made, ignore_terminations=False)
 
 
 def gymnasium_rate(kind: str, task: str, slots: int) -> float:
@@ -173,25 +173,25 @@ def quickstart(ranks: int) -> float:
 
 def contenders() -> dict[str, Callable[[], float]]:
     """Returns the measurements by name; a round runs all in this order."""
-    found: dict[str, Callable[[], float]] = {}
+    measurements: dict[str, Callable[[], float]] = {}
     for task in TASKS:
-        found[f"{task}: gymnasium sync, {SLOTS} slots"] = partial(gymnasium, "sync", task, SLOTS)
-        found[f"{task}: rlhpc, 1 rank, {SLOTS} slots"] = partial(rlhpc, task, 1, SLOTS)
-        found[f"{task}: gymnasium async, 2 slots"] = partial(gymnasium, "async", task, 2)
-        found[f"{task}: rlhpc, 2 ranks, 2 slots"] = partial(rlhpc, task, 2, 2)
-        found[f"{task}: gymnasium async, {SLOTS} slots"] = partial(gymnasium, "async", task, SLOTS)
-        found[f"{task}: rlhpc, 2 ranks, {SLOTS} slots"] = partial(rlhpc, task, 2, SLOTS)
+        measurements[f"{task}: gymnasium sync, {SLOTS} slots"] = partial(gymnasium, "sync", task, SLOTS)
+        measurements[f"{task}: rlhpc, 1 rank, {SLOTS} slots"] = partial(rlhpc, task, 1, SLOTS)
+        measurements[f"{task}: gymnasium async, 2 slots"] = partial(gymnasium, "async", task, 2)
+        measurements[f"{task}: rlhpc, 2 ranks, 2 slots"] = partial(rlhpc, task, 2, 2)
+        measurements[f"{task}: gymnasium async, {SLOTS} slots"] = partial(gymnasium, "async", task, SLOTS)
+        measurements[f"{task}: rlhpc, 2 ranks, {SLOTS} slots"] = partial(rlhpc, task, 2, SLOTS)
     for e, p in PAIRS:
         for stages in (1, 2):
-            found[f"rollout s: e {e} s, p {p} s, {stages} stages"] = partial(pipelining, e, p, stages)
+            measurements[f"rollout s: e {e} s, p {p} s, {stages} stages"] = partial(pipelining, e, p, stages)
     for ranks in (1, 2):
-        found[f"quickstart: {ranks} env ranks"] = partial(quickstart, ranks)
-    return found
+        measurements[f"quickstart: {ranks} env ranks"] = partial(quickstart, ranks)
+    return measurements
 
 
 def ratios(median: dict[str, float]) -> dict[str, float]:
     """Returns the ratios for which goals are defined."""
-    found = {}
+    figures = {}
     for task in TASKS:
         pairs = (
             (f"rlhpc, 1 rank, {SLOTS} slots", f"gymnasium sync, {SLOTS} slots"),
@@ -199,17 +199,17 @@ def ratios(median: dict[str, float]) -> dict[str, float]:
             (f"rlhpc, 2 ranks, {SLOTS} slots", f"gymnasium async, {SLOTS} slots"),
             (f"rlhpc, 2 ranks, {SLOTS} slots", f"rlhpc, 1 rank, {SLOTS} slots"),
         )
-        for ours, theirs in pairs:
-            if f"{task}: {ours}" in median and f"{task}: {theirs}" in median:
-                found[f"{task}: {ours} / {theirs}"] = median[f"{task}: {ours}"] / median[f"{task}: {theirs}"]
+        for ours, reference in pairs:
+            if f"{task}: {ours}" in median and f"{task}: {reference}" in median:
+                figures[f"{task}: {ours} / {reference}"] = median[f"{task}: {ours}"] / median[f"{task}: {reference}"]
     for e, p in PAIRS:
         one, two = (median.get(f"rollout s: e {e} s, p {p} s, {stages} stages") for stages in (1, 2))
         if one and two:
-            found[f"e {e} s, p {p} s: speed-up / ideal"] = one / two / ((e + p) / max(e, p))
-            found[f"e {e} s, p {p} s: longer of the two / pipelined"] = PIPELINED_STEPS * max(e, p) / two
+            figures[f"e {e} s, p {p} s: speed-up / ideal"] = one / two / ((e + p) / max(e, p))
+            figures[f"e {e} s, p {p} s: longer of the two / pipelined"] = PIPELINED_STEPS * max(e, p) / two
     if "quickstart: 2 env ranks" in median:
-        found["quickstart: 2 env ranks / 1"] = median["quickstart: 2 env ranks"] / median["quickstart: 1 env ranks"]
-    return found
+        figures["quickstart: 2 env ranks / 1"] = median["quickstart: 2 env ranks"] / median["quickstart: 1 env ranks"]
+    return figures
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -282,16 +282,16 @@ def measure(repeat: int, wrapper: str) -> None:
     figures = {name: spread([row[name] for row in rows]) for name in rows[0]}
     ratios: dict[str, float] = {}
     for name in figures:
-        kind, _, what = name.removesuffix(" (ms)").partition(", ")
-        if kind in ("channel", "send/recv", "gloo") and what != "1 KB":
-            limits = [min(row[f"TCP, {what} (ms)"], row[f"TCP again, {what} (ms)"]) for row in rows]
-            ratios[f"{kind} {what}: rate / TCP"] = float(
+        kind, _, size_text = name.removesuffix(" (ms)").partition(", ")
+        if kind in ("channel", "send/recv", "gloo") and size_text != "1 KB":
+            limits = [min(row[f"TCP, {size_text} (ms)"], row[f"TCP again, {size_text} (ms)"]) for row in rows]
+            ratios[f"{kind} {size_text}: rate / TCP"] = float(
                 np.median([limit / row[name] for row, limit in zip(rows, limits, strict=True)])
             )
         elif kind.startswith("weights") and "times" not in name:
             size = 256 * MIB
             limits = [min(row["TCP, 256 MiB dict (ms)"], row["TCP again, 256 MiB dict (ms)"]) for row in rows]
-            ratios[f"{kind}, {what}: time / TCP's for the bytes"] = float(
+            ratios[f"{kind}, {size_text}: time / TCP's for the bytes"] = float(
                 np.median([row[name] / (limit / size * BYTES) for row, limit in zip(rows, limits, strict=True)])
             )
     for name, figure in figures.items():

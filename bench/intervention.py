@@ -74,19 +74,19 @@ def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, A
     rlhpc("dagger", CONFIG, "--intervene", PERSON, "--rounds", str(options.rounds), "--episodes", str(options.episodes),
           f"demos.path={demos}", f"runner.run_dir={folder}", f"runner.seed={seed}", "runner.name=hil",
           f"runner.max_steps={STEPS}", "runner.segments=1")  # fmt: skip
-    taken = [steps_of(file) for file in sorted((folder / "hil-dagger").glob("round_*.h5"))]
+    taken_over_steps = [steps_of(file) for file in sorted((folder / "hil-dagger").glob("round_*.h5"))]
     rounds = [
         success(folder / f"hil-round{k}") for k in range(options.rounds + 1) if (folder / f"hil-round{k}").is_dir()
     ]
-    wanted, count = steps_of(demos) + sum(taken), options.demonstrations
+    needed_steps, count = steps_of(demos) + sum(taken_over_steps), options.demonstrations
     record(more, seed, count)
-    while steps_of(more) < wanted:
+    while steps_of(more) < needed_steps:
         count += 1
         more.unlink()
         record(more, seed, count)
     longer = success(clone(folder, "longer", demos, seed, STEPS * len(rounds)))
     return {
-        "seed": seed, "demonstrated steps": steps_of(demos), "steps taken over, by round": taken, "BC": rounds[0],
+        "seed": seed, "demonstrated steps": steps_of(demos), "steps taken over, by round": taken_over_steps, "BC": rounds[0],
         "BC, as many updates": longer, "HG-DAgger, by round": rounds[1:], "HG-DAgger": rounds[-1],
         "BC from more demonstrations": success(clone(folder, "more", more, seed, STEPS * len(rounds))),
         "steps of more demonstrations": steps_of(more),
@@ -103,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     rows = []
     for seed in range(1, options.seeds + 1):
-        with tempfile.TemporaryDirectory() as made:
-            rows.append(measure(Path(made), seed, options))
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(measure(Path(folder), seed, options))
             print(rows[-1], flush=True)
     names = ("BC", "BC, as many updates", "BC from more demonstrations", "HG-DAgger")
     medians = {name: statistics.median(row[name] for row in rows) for name in names}

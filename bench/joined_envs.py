@@ -106,9 +106,9 @@ def measure(folder: Path, updates_s: float, ahead: int) -> tuple[list[float], li
     run.until("two steps", lambda: len(run.rows()) >= 2)
     helper = run._start("join", str(run.root), "--group", "env")
     run.until("the helper", lambda: any("env/joined_transitions" in row for row in run.rows()))
-    found = run.steps(len(run.rows()) + 1, 2 * STEPS)
+    joined_steps = run.steps(len(run.rows()) + 1, 2 * STEPS)
     run.end(helper)
-    return expected, found
+    return expected, joined_steps
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -119,10 +119,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     ratios: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, share, ahead in itertools.product(range(args.repeat), SHARES, (1, 2)):
-            expected, found = measure(Path(folder) / f"{number}-{share}-{ahead}", share, ahead)
+            expected, joined = measure(Path(folder) / f"{number}-{share}-{ahead}", share, ahead)
             name = f"throughput, updates of {share:g} s, {ahead} ahead"
-            ratios.setdefault(name, []).append(statistics.fmean(expected) / statistics.fmean(found))
-            print(f"{name}: {statistics.fmean(expected):.2f} s a step with two ranks, {statistics.fmean(found):.2f} s with "
+            ratios.setdefault(name, []).append(statistics.fmean(expected) / statistics.fmean(joined))
+            print(f"{name}: {statistics.fmean(expected):.2f} s a step with two ranks, {statistics.fmean(joined):.2f} s with "
                   f"one and one that joined: {ratios[name][-1]:.2f}", flush=True)  # fmt: skip
     content = {name: spread(values) for name, values in ratios.items()}
     print(write("joined_envs", f"python -m bench.joined_envs --repeat {args.repeat}", content))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.learning_cases import CASES
-from rlhpc.metrics.charts import CHART, Line, beside, line_chart, standalone
+from rlhpc.metrics.charts import CHART, Line, arrange_in_rows, line_chart, standalone
 
 COLOURS = {"rlhpc": 0, "single_process": 1}
 NAMES = {"rlhpc": "rlhpc", "single_process": "one process"}
@@ -46,7 +46,7 @@ def panel(result: dict[str, Any], measure: str) -> str:
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Draws one picture with a panel for each case and measure."""
     charts = [panel(result, measure) for result, measure in _panels(results)]
-    path.write_text(standalone(beside(charts, CHART, columns=3)))
+    path.write_text(standalone(arrange_in_rows(charts, CHART, columns=3)))
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -57,23 +57,23 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for result, measure in _panels(results):
-        found = result["compared"][measure]
-        whole, end = found["whole"], found["end"]
-        both = [f"{part['rlhpc']:.3g} / {part['single_process']:.3g}" for part in (whole, end)]
-        apart = f"{whole['in_seed_deviations']:+.1f}, {end['in_seed_deviations']:+.1f}"
-        equal = "yes" if whole["equal"] and end["equal"] else "**no**"
+        comparison = result["compared"][measure]
+        full_curve, end = comparison["whole"], comparison["end"]
+        both = [f"{part['rlhpc']:.3g} / {part['single_process']:.3g}" for part in (full_curve, end)]
+        apart = f"{full_curve['in_seed_deviations']:+.1f}, {end['in_seed_deviations']:+.1f}"
+        equal = "yes" if full_curve["equal"] and end["equal"] else "**no**"
         seeds = len(_curves(result, "rlhpc", measure))
         lines.append(
             f"| {result['title']} | {measure} | {result['env_steps']:,} | {seeds} | {both[0]} | {both[1]} | {apart} "
-            f"| {found['bands_overlap']:.0%} | {equal} |"
+            f"| {comparison['bands_overlap']:.0%} | {equal} |"
         )
     return "\n".join(lines)
 
 
 def write_page(folder: Path) -> Path:
     """Draws all results in `folder`."""
-    found = {name: folder / f"learning_{name}.json" for name in CASES}
-    results = {name: json.loads(path.read_text()) for name, path in found.items() if path.is_file()}
+    paths = {name: folder / f"learning_{name}.json" for name in CASES}
+    results = {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
     draw([*results.values()], folder / "learning.svg")
     notes = "\n".join(
         f"- {result['title']} (`{result['command']}`): {result.get('note', CASES[name].note)}"

@@ -45,9 +45,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def goal(text: str, measured: float, at_most: float | None = None, at_least: float | None = None) -> dict[str, Any]:
     """Returns a goal together with the measurement."""
-    wanted = f"<= {at_most:.4g}" if at_most is not None else f">= {at_least:.4g}"
+    bound = f"<= {at_most:.4g}" if at_most is not None else f">= {at_least:.4g}"
     met = measured <= at_most if at_most is not None else measured >= (at_least or 0.0)
-    return {"goal": text, "measured": measured, "wanted": wanted, "met": bool(met)}
+    return {"goal": text, "measured": measured, "wanted": bound, "met": bool(met)}
 
 
 def write(name: str, command: str, content: dict[str, Any]) -> Path:

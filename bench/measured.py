@@ -26,8 +26,8 @@ def _brought_by(name: str) -> str:
 
 def main() -> None:
     """Writes the table in the place of the one that is there."""
-    before, found, _ = PAGE.read_text().partition(_HEAD)
-    assert found, f"{PAGE} has no table to replace"
+    before, heading, _ = PAGE.read_text().partition(_HEAD)
+    assert heading, f"{PAGE} has no table to replace"
     PAGE.write_text(before + table())
 
 

@@ -85,11 +85,13 @@ def runtime_plots(result: Mapping[str, Any]) -> list[str]:
         for name in measured["rlhpc"]:
             if not name.endswith(unit):
                 continue
-            found = {"limit": measured["limit"].get(limits.get(name, ""))} | {
-                who: measured[who].get(name) for who in ("rlhpc", "Ray") if who in measured
+            figures_by_side = {"limit": measured["limit"].get(limits.get(name, ""))} | {
+                side: measured[side].get(name) for side in ("rlhpc", "Ray") if side in measured
             }
             rows[name.removesuffix(unit).strip(" ,")] = {
-                who: (max(f["min"], 1e-3), max(f["median"], 1e-3), max(f["max"], 1e-3)) for who, f in found.items() if f
+                side: (max(f["min"], 1e-3), max(f["median"], 1e-3), max(f["max"], 1e-3))
+                for side, f in figures_by_side.items()
+                if f
             }
         charts.append(log_bars(title, unit.strip("()").replace("us", "µs"), rows, _COLORS))
     return charts
@@ -105,12 +107,12 @@ def scale_plots(result: Mapping[str, Any]) -> list[str]:
         ("simulated", ("dispatch (s)", "dispatch, CPU of the driver (s)"), "members"),
         ("slow", ("cold start to 8 ready workers (s)", "channel, first items (s)"), "ms an operation of the registry"),
     ):
-        found = result["figures"][part]
-        x = [float(count) for count in found]
+        counts = result["figures"][part]
+        x = [float(count) for count in counts]
         lines = [
             Line(
-                name, x, [found[c][name]["median"] for c in found], [found[c][name]["min"] for c in found],
-                [found[c][name]["max"] for c in found], color=i, markers=True,
+                name, x, [counts[c][name]["median"] for c in counts], [counts[c][name]["min"] for c in counts],
+                [counts[c][name]["max"] for c in counts], color=i, markers=True,
             )
             for i, name in enumerate(names)
         ]  # fmt: skip
@@ -122,8 +124,8 @@ def scale_plots(result: Mapping[str, Any]) -> list[str]:
 PLOTS = {"runtime": runtime_plots, "scale": scale_plots}
 
 
-def _wanted(text: str) -> str:
-    """A goal's bound: `>= 1e+04` as `≥ 10k`."""
+def _bound_text(text: str) -> str:
+    """Formats a goal's bound: `>= 1e+04` as `≥ 10k`."""
     sign, _, value = text.partition(" ")
     return f"{ {'<=': '≤', '>=': '≥'}.get(sign, sign) } {number(float(value))}"
 
@@ -137,7 +139,7 @@ def chapter(name: str, result: Mapping[str, Any]) -> str:
     })]  # fmt: skip
     if result.get("goals"):
         rows = [
-            ["met" if g["met"] else "missed", g["goal"], number(g["measured"]), _wanted(g["wanted"])]
+            ["met" if g["met"] else "missed", g["goal"], number(g["measured"]), _bound_text(g["wanted"])]
             for g in result["goals"]
         ]
         parts.append(table(["", "goal", "measured", "wanted"], rows, text_columns=(0, 1)))
@@ -145,8 +147,8 @@ def chapter(name: str, result: Mapping[str, Any]) -> str:
         parts.append(figures(PLOTS[name](result)))
     rows = [[" · ".join(path), *(number(f[key]) for key in ("min", "median", "max"))] for path, f in leaves(result)]
     if rows:
-        found = table(["figure", "min", "median", "max"], rows, text_columns=(0,))
-        parts.append(f"<details><summary>All figures</summary>{found}</details>")
+        figure_table = table(["figure", "min", "median", "max"], rows, text_columns=(0,))
+        parts.append(f"<details><summary>All figures</summary>{figure_table}</details>")
     drawings = sorted(RESULTS.glob(f"{name}*.svg")) + sorted(RESULTS.glob(f"{name}*.png"))
     parts += [
         f'<figure><img src="{escape(path.name)}" alt="{escape(path.stem)}" width="100%"></figure>' for path in drawings
@@ -156,9 +158,9 @@ def chapter(name: str, result: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Writes `results/index.html`."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    order = [*(name for name in TITLES if name in found), *(name for name in found if name not in TITLES)]
-    body = [chapter(name, found[name]) for name in order]
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    order = [*(name for name in TITLES if name in results), *(name for name in results if name not in TITLES)]
+    body = [chapter(name, results[name]) for name in order]
     path = RESULTS / "index.html"
     path.write_text(page("Benchmarks", "Medians of interleaved repetitions, by the scripts in bench/", body))
     print(path)

@@ -45,8 +45,8 @@ def run(folder: Path, words: tuple[str, ...], steps: int) -> dict[str, Any]:
         "a step (CPU s)": spread(step),
         "of that, proof (CPU s)": spread(proof),
         "share of the whole run": sum(proof) / sum(step),
-        "share of a step, most": max(part / whole for part, whole in zip(proof, step, strict=True)),
-        "share of a step, median": statistics.median(part / whole for part, whole in zip(proof, step, strict=True)),
+        "share of a step, most": max(part / step_s for part, step_s in zip(proof, step, strict=True)),
+        "share of a step, median": statistics.median(part / step_s for part, step_s in zip(proof, step, strict=True)),
     }
 
 

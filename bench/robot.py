@@ -63,8 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--demonstrations", type=int, default=10)
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as work_dir:
+        folder = Path(work_dir)
         demos = folder / "demos.h5"
         rlhpc(
             "record", "--expert", "rlhpc.embodied.envs.experts:push_cube", "--config", BC, "--episodes",

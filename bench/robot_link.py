@@ -87,14 +87,14 @@ def served(folder: Path, way: str, ssh: str, pictures: bool) -> None:
 
 def one(way: str, shows: Any, options: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Measures one link once."""
-    pictures, own = isinstance(shows, dict), {"hz": options.hz, "stale_s": 5.0}
+    pictures, limits = isinstance(shows, dict), {"hz": options.hz, "stale_s": 5.0}
     if way == "the same process":
         section = EnvSideConfig(
-            env_type="robot", env_id="bench.robot_link:Still", kwargs={**own, "pictures": pictures}, simulators=0
+            env_type="robot", env_id="bench.robot_link:Still", kwargs={**limits, "pictures": pictures}, simulators=0
         )
     else:
         bounds = {"low": [-1.0] * 7, "high": [1.0] * 7}
-        kwargs = {**own, "observes": shows, "acts": bounds, "folder": str(folder / "meeting"), "wait_s": 60.0}
+        kwargs = {**limits, "observes": shows, "acts": bounds, "folder": str(folder / "meeting"), "wait_s": 60.0}
         section = EnvSideConfig(env_type="distant_robot", env_id="still", kwargs=kwargs)
         threading.Thread(target=served, args=(folder, way, options.ssh, pictures), daemon=True).start()
     env = make_env(OmegaConf.structured(section), 1)
@@ -114,21 +114,21 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     ways = ["the same process", "TCP", *(["ssh"] if options.ssh else [])]
     rows: dict[str, dict[str, list[dict[str, float]]]] = {shows: {way: [] for way in ways} for shows in SHOWS}
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as work_dir:
         for _ in range(options.repeat):
-            for shows, said in SHOWS.items():
+            for shows, description in SHOWS.items():
                 for way in ways:
-                    rows[shows][way].append(one(way, said, options, Path(made)))
+                    rows[shows][way].append(one(way, description, options, Path(work_dir)))
                     print(shows, way, rows[shows][way][-1], flush=True)
     figures: dict[str, Any] = {}
     for shows, by_way in rows.items():
-        for way, found in by_way.items():
+        for way, way_rows in by_way.items():
             names = ("latency_ms_p50", "latency_ms_p95", "latency_ms_max", "link_ms_p50", "late", "dropped")
-            known = [name for name in names if f"env/robot_{name}" in found[0]]
+            measured_names = [name for name in names if f"env/robot_{name}" in way_rows[0]]
             figures.setdefault(shows, {})[way] = {
-                name: spread([row[f"env/robot_{name}"] for row in found]) for name in known
+                name: spread([row[f"env/robot_{name}"] for row in way_rows]) for name in measured_names
             }
-            p50 = statistics.median(row["env/robot_latency_ms_p50"] for row in found)
+            p50 = statistics.median(row["env/robot_latency_ms_p50"] for row in way_rows)
             print(f"{shows}, {way}: {p50:.2f} ms from an observation to its command")
     words = f"--ssh … --hz {options.hz:g} --steps {options.steps} --repeat {options.repeat}"
     print(write("robot_link", f"python -m bench.robot_link {words}", {"figures": figures}))

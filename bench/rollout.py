@@ -139,9 +139,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as work_dir:
         if not args.model:
-            tiny_model(Path(made))
+            tiny_model(Path(work_dir))
         rng = random.Random(1)
         cases = {
             "equal lengths": [args.tokens] * args.requests,
@@ -150,9 +150,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         results: dict[str, Any] = {backend: {} for backend in args.backends}
         for backend in args.backends:
             for case, lengths in cases.items():
-                found = measure(backend, args.model or made, lengths, args.batch, args.repeat)
-                results[backend][case] = found
-                print(backend, case, json.dumps(found), flush=True)
+                measurements = measure(backend, args.model or work_dir, lengths, args.batch, args.repeat)
+                results[backend][case] = measurements
+                print(backend, case, json.dumps(measurements), flush=True)
     words = " ".join(f"--{name} {getattr(args, name)}" for name in ("requests", "tokens", "batch", "repeat"))
     print(write("rollout", f"python -m bench.rollout {words}", {"engines": results}))
 

@@ -72,15 +72,15 @@ class PlainTrainer:
         """Returns the log-probs of the same weights in float32."""
         ids = torch.tensor([list(text)])
         logprobs = copy.deepcopy(self.model).float()(ids).logits[0, :-1].log_softmax(-1)
-        found: list[float] = logprobs.gather(1, ids[0, 1:, None]).squeeze(1).tolist()
-        return found
+        exact_logprobs: list[float] = logprobs.gather(1, ids[0, 1:, None]).squeeze(1).tolist()
+        return exact_logprobs
 
 
 def measure(folder: str, updates: int, vllm: bool) -> list[tuple[float, float]]:
     """Returns, for each update, the mean difference of log-probs per token, and the trainer's estimate of rounding."""
     trainer: Any = PlainTrainer(folder)
     text = probe_text(trainer.model.config.get_text_config().vocab_size, 60)
-    prober, found = Prober(trainer, text, 0, torch.bfloat16), []
+    prober, differences = Prober(trainer, text, 0, torch.bfloat16), []
     engine: Any = None
     if vllm:
         cfg = typed(GrpoConfig, OmegaConf.structured(GrpoConfig))
@@ -91,12 +91,12 @@ def measure(folder: str, updates: int, vllm: bool) -> list[tuple[float, float]]:
         if engine is not None:
             engine.update_weights(update, ((n, t.detach().clone()) for n, t in trainer.model.named_parameters()))
         probe = prober.ask()
-        said = trainer.exact(text) if engine is None else engine.score(probe.token_ids)
-        found.append((float(np.abs(np.subtract(said, probe.logprobs)).mean()), probe.rounding))
+        engine_logprobs = trainer.exact(text) if engine is None else engine.score(probe.token_ids)
+        differences.append((float(np.abs(np.subtract(engine_logprobs, probe.logprobs)).mean()), probe.rounding))
         trainer.step(10.0 ** -(1 + update % 5))
     if engine is not None:
         engine.close()
-    return found
+    return differences
 
 
 def main(argv: Sequence[str] | None = None) -> None:

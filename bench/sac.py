@@ -94,14 +94,17 @@ def updates(turns: int) -> dict[str, Any]:
             step()
     for _ in range(turns):
         for name, step in contenders.items():
-            begin, made = time.process_time(), 0
+            begin, num_updates = time.process_time(), 0
             while time.process_time() - begin < TURN_S:
                 step()
                 step()  # the single process trains its actor every second time
-                made += 2
-            rates[name].append(made / (time.process_time() - begin))
+                num_updates += 2
+            rates[name].append(num_updates / (time.process_time() - begin))
     ratios = [a / b for a, b in zip(rates["rlhpc"], rates["single_process"], strict=True)]
-    return {"updates_per_cpu_s": {name: spread(found) for name, found in rates.items()}, "ratio": spread(ratios)}
+    return {
+        "updates_per_cpu_s": {name: spread(side_rates) for name, side_rates in rates.items()},
+        "ratio": spread(ratios),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -60,11 +60,13 @@ def main() -> None:
     args = parser.parse_args()
     rows: dict[str, list[dict[str, float]]] = {"beside": [], "waiting": []}
     for _ in range(args.repeat):
-        for name, found in rows.items():
+        for name, mode_rows in rows.items():
             with tempfile.TemporaryDirectory(dir=args.folder) as place:
-                found.append(run(Path(place), name == "beside", args.epochs))
-            print(name, json.dumps(found[-1]), flush=True)
-    figures = {name: {key: spread([row[key] for row in found]) for key in found[0]} for name, found in rows.items()}
+                mode_rows.append(run(Path(place), name == "beside", args.epochs))
+            print(name, json.dumps(mode_rows[-1]), flush=True)
+    figures = {
+        name: {key: spread([row[key] for row in mode_rows]) for key in mode_rows[0]} for name, mode_rows in rows.items()
+    }
     ratios = {
         key: figures["beside"][key]["median"] / figures["waiting"][key]["median"] for key in ("still", "step", "all")
     }

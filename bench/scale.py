@@ -37,8 +37,8 @@ def child(*arguments: str, **environment: str) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **environment})
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def seconds(act: Callable[[], Any]) -> float:
@@ -180,18 +180,19 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(part, number, json.dumps(row), flush=True)
     figures = {
         part: {
-            number: {name: spread([row[name] for row in found]) for name in found[0]} for number, found in by.items()
+            number: {name: spread([row[name] for row in count_rows]) for name in count_rows[0]}
+            for number, count_rows in by.items()
         }
         for part, by in rows.items()
     }
-    most, some = figures["simulated"][SIMULATED[-1]], figures["simulated"][SIMULATED[-2]]
+    largest, some = figures["simulated"][SIMULATED[-1]], figures["simulated"][SIMULATED[-2]]
     growth = SIMULATED[-1] / SIMULATED[-2]
     goals = [
-        goal("10 000 members: file operations a member", most["file operations a member"]["median"], at_most=10),
+        goal("10 000 members: file operations a member", largest["file operations a member"]["median"], at_most=10),
         goal("10 000 members: rendezvous a member / that of 1000",
-             most["rendezvous (s)"]["median"] / some["rendezvous (s)"]["median"] / growth, at_most=1.5),
+             largest["rendezvous (s)"]["median"] / some["rendezvous (s)"]["median"] / growth, at_most=1.5),
         goal("10 000 members: one dispatch, CPU of the driver (s)",
-             most["dispatch, CPU of the driver (s)"]["median"], at_most=1),
+             largest["dispatch, CPU of the driver (s)"]["median"], at_most=1),
     ]  # fmt: skip
     for line in goals:
         print(f"{'met   ' if line['met'] else 'MISSED'} {line['goal']:55} {line['measured']:12.3f} ({line['wanted']})")

@@ -29,8 +29,8 @@ def shuffled(batch: TokenBatch) -> TokenBatch:
     for group in batch.group.unique():
         inside = batch.group == group
         episodes, which = batch.episode[inside].unique(return_inverse=True)
-        own = torch.zeros(len(episodes)).index_copy(0, which, batch.reward[inside])
-        reward[inside] = own[torch.randperm(len(episodes), generator=draw)][which]
+        episode_rewards = torch.zeros(len(episodes)).index_copy(0, which, batch.reward[inside])
+        reward[inside] = episode_rewards[torch.randperm(len(episodes), generator=draw)][which]
     columns = dict(batch.columns)
     if TURN_REWARDS in columns:
         columns[TURN_REWARDS] = torch.zeros_like(columns[TURN_REWARDS])

@@ -81,20 +81,20 @@ def _one(env: dict[str, Any]) -> Any:
     from rlhpc.embodied.config import EnvSideConfig
     from rlhpc.embodied.envs.gymnasium_env import make_one
 
-    made, limit = make_one(OmegaConf.merge(OmegaConf.structured(EnvSideConfig), env))  # type: ignore[arg-type]
-    return TimeLimit(made, limit) if limit else made
+    env_made, limit = make_one(OmegaConf.merge(OmegaConf.structured(EnvSideConfig), env))  # type: ignore[arg-type]
+    return TimeLimit(env_made, limit) if limit else env_made
 
 
 def contenders() -> dict[str, Any]:
     """Returns the measurements by name; a round runs all in this order."""
-    found: dict[str, Any] = {}
+    measurements: dict[str, Any] = {}
     for task in TASKS:
-        found[f"{task}: SyncVectorEnv"] = partial(theirs, "sync", task)
-        found[f"{task}: rlhpc, 1 process"] = partial(ours, task, 1)
-        found[f"{task}: AsyncVectorEnv"] = partial(theirs, "async", task)
-        found[f"{task}: rlhpc, 2 processes"] = partial(ours, task, 2)
-    found["breakout: AtariVectorEnv"] = partial(theirs, "own", "breakout")
-    return found
+        measurements[f"{task}: SyncVectorEnv"] = partial(theirs, "sync", task)
+        measurements[f"{task}: rlhpc, 1 process"] = partial(ours, task, 1)
+        measurements[f"{task}: AsyncVectorEnv"] = partial(theirs, "async", task)
+        measurements[f"{task}: rlhpc, 2 processes"] = partial(ours, task, 2)
+    measurements["breakout: AtariVectorEnv"] = partial(theirs, "own", "breakout")
+    return measurements
 
 
 def ratios(median: dict[str, float]) -> dict[str, float]:
@@ -102,8 +102,8 @@ def ratios(median: dict[str, float]) -> dict[str, float]:
     one, two = "rlhpc, 1 process", "rlhpc, 2 processes"
     pairs = [(one, "SyncVectorEnv"), (two, "AsyncVectorEnv"), (two, "AtariVectorEnv")]
     return {
-        f"{task}: {mine} / {other}": median[f"{task}: {mine}"] / median[f"{task}: {other}"]
-        for task in TASKS for mine, other in pairs if {f"{task}: {mine}", f"{task}: {other}"} <= set(median)
+        f"{task}: {own_name} / {other}": median[f"{task}: {own_name}"] / median[f"{task}: {other}"]
+        for task in TASKS for own_name, other in pairs if {f"{task}: {own_name}", f"{task}: {other}"} <= set(median)
     }  # fmt: skip
 
 

@@ -67,8 +67,8 @@ class Learner:
         values = [critic(both).flatten().chunk(2) for critic in self.critics]
         self.critics.eval()
         after = torch.min(*(value[1] for value in values)).detach() - self.alpha * logprob
-        wanted = rewards.flatten() + (1 - ends.flatten()) * 0.99 * after
-        loss = torch.stack([F.mse_loss(value[0], wanted) for value in values]).sum()
+        targets = rewards.flatten() + (1 - ends.flatten()) * 0.99 * after
+        loss = torch.stack([F.mse_loss(value[0], targets) for value in values]).sum()
         self.q_opt.zero_grad()
         loss.backward()
         self.q_opt.step()

@@ -89,8 +89,8 @@ class Learner:
         obs, next_obs, actions, rewards, ends = data
         with torch.no_grad():
             following = self.value(next_obs)
-            wanted = torch.min(self.t1(obs, actions), self.t2(obs, actions))
-        apart = wanted - self.value(obs)
+            targets = torch.min(self.t1(obs, actions), self.t2(obs, actions))
+        apart = targets - self.value(obs)
         value_loss = (torch.abs(self.expectile - (apart < 0).float()) * apart**2).mean()
         self.v_opt.zero_grad()
         value_loss.backward()

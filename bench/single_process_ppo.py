@@ -94,13 +94,13 @@ class Environments:
         if isinstance(self.space, gym.spaces.Box):
             actions = actions.clip(self.space.low, self.space.high)
         obs, rewards, terminated, truncated, infos = self.envs.step(actions)
-        final, ended = None, []
+        final, episode_results = None, []
         if "final_info" in infos:
             mask = infos["_final_info"]
             final = np.zeros_like(obs)
             final[mask] = np.stack(infos["final_obs"][mask])
-            ended = [(float(value), None) for value in infos["final_info"]["episode"]["r"][mask]]
-        return obs, rewards, terminated, truncated & ~terminated, final, ended
+            episode_results = [(float(value), None) for value in infos["final_info"]["episode"]["r"][mask]]
+        return obs, rewards, terminated, truncated & ~terminated, final, episode_results
 
 
 class ManiSkill(Environments):
@@ -124,22 +124,24 @@ class ManiSkill(Environments):
         """Implements `Environments.step`."""
         assert isinstance(self.space, gym.spaces.Box)
         obs, rewards, terminated, truncated, infos = self.envs.step(actions.clip(self.space.low, self.space.high))
-        ended = []
+        episode_results = []
         if "episode" in infos:
             episode = infos["episode"]
             success = episode.get("success_once", [None] * len(rewards))
-            ended = [(float(episode["return"][i]), success[i]) for i in episode["mask"].nonzero()[0]]
-        return obs, rewards, terminated, truncated, infos.get("final_obs"), ended
+            episode_results = [(float(episode["return"][i]), success[i]) for i in episode["mask"].nonzero()[0]]
+        return obs, rewards, terminated, truncated, infos.get("final_obs"), episode_results
 
 
 def advantages_of(
-    args: argparse.Namespace, rewards: torch.Tensor, values: torch.Tensor, ended: torch.Tensor, last: torch.Tensor
+    args: argparse.Namespace, rewards: torch.Tensor, values: torch.Tensor, dones: torch.Tensor, last: torch.Tensor
 ) -> torch.Tensor:
-    """GAE of `[T, N]`; `ended` says where an episode ended with the step, `last [N]` is the value after the rollout."""
+    """Returns the GAE of `[T, N]`; `dones` marks steps at which an episode ended, `last [N]` is the
+    value after the rollout.
+    """
     advantages, trace = torch.zeros_like(rewards), torch.zeros_like(last)
     for t in reversed(range(len(rewards))):
         following = last if t == len(rewards) - 1 else values[t + 1]
-        alive = 1 - ended[t]
+        alive = 1 - dones[t]
         delta = rewards[t] + args.gamma * following * alive - values[t]
         advantages[t] = trace = delta + args.gamma * args.gae_lambda * alive * trace
     return advantages
@@ -189,7 +191,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     for number in range(updates):
         if args.anneal_lr:
             optimizer.param_groups[0]["lr"] = (1 - number / updates) * args.lr
-        env_steps, ended = (number + 1) * batch, []
+        env_steps, episode_results = (number + 1) * batch, []
         for t in range(steps):
             obs_b[t] = obs
             with torch.no_grad():
@@ -203,9 +205,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 rew_b[t, rows] += args.gamma * values.squeeze(-1)
             obs = torch.as_tensor(raw, dtype=torch.float32)
             end_b[t] = torch.as_tensor(terminated | truncated)
-            ended += episodes
-        returns_seen.extend(value for value, _ in ended)
-        curve.append([env_steps, ended])
+            episode_results += episodes
+        returns_seen.extend(value for value, _ in episode_results)
+        curve.append([env_steps, episode_results])
         if len(returns_seen) == 100 and np.mean(returns_seen) >= args.target and reached["env_steps"] is None:
             reached = {"env_steps": env_steps, "seconds": time.perf_counter() - started}
             if args.stop:

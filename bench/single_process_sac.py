@@ -101,8 +101,8 @@ class Learner:
         with torch.no_grad():
             following, logprob = self.actor.act(next_obs)
             value = torch.min(self.t1(next_obs, following), self.t2(next_obs, following)) - self.alpha * logprob
-            wanted = rewards.flatten() + (1 - ends.flatten()) * 0.99 * value.view(-1)
-        loss = F.mse_loss(self.q1(obs, actions).view(-1), wanted) + F.mse_loss(self.q2(obs, actions).view(-1), wanted)
+            targets = rewards.flatten() + (1 - ends.flatten()) * 0.99 * value.view(-1)
+        loss = F.mse_loss(self.q1(obs, actions).view(-1), targets) + F.mse_loss(self.q2(obs, actions).view(-1), targets)
         self.q_opt.zero_grad()
         loss.backward()
         self.q_opt.step()
@@ -133,11 +133,11 @@ def train(args: argparse.Namespace, kind: type[Any] = Learner) -> dict[str, Any]
     torch.set_num_threads(1)
     env = gym.make(args.env, **json.loads(args.env_kwargs))
     env.action_space.seed(args.seed)
-    seen, space = env.observation_space, env.action_space
-    assert isinstance(seen, gym.spaces.Box)
+    observation_space, space = env.observation_space, env.action_space
+    assert isinstance(observation_space, gym.spaces.Box)
     assert isinstance(space, gym.spaces.Box)
-    learner = kind(int(np.prod(seen.shape)), space)
-    buffer = Buffer(args.buffer, int(np.prod(seen.shape)), int(np.prod(space.shape)))
+    learner = kind(int(np.prod(observation_space.shape)), space)
+    buffer = Buffer(args.buffer, int(np.prod(observation_space.shape)), int(np.prod(space.shape)))
     returns: list[tuple[int, float]] = []
     obs, total = env.reset(seed=args.seed)[0], 0.0
     started = time.perf_counter()

@@ -57,8 +57,8 @@ class Learner:
             noise = (torch.randn_like(actions) * 0.2).clamp(-0.5, 0.5) * self.actor.scale
             following = (self.target_actor(next_obs) + noise).clamp(self.actor.low, self.actor.high)
             value = torch.min(self.t1(next_obs, following), self.t2(next_obs, following))
-            wanted = rewards + (1 - ends) * 0.99 * value
-        loss = F.mse_loss(self.q1(obs, actions), wanted) + F.mse_loss(self.q2(obs, actions), wanted)
+            targets = rewards + (1 - ends) * 0.99 * value
+        loss = F.mse_loss(self.q1(obs, actions), targets) + F.mse_loss(self.q2(obs, actions), targets)
         self.q_opt.zero_grad()
         loss.backward()
         self.q_opt.step()

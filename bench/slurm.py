@@ -30,11 +30,11 @@ from bench.machine import spread, write
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "embodied" / "cartpole_het.yaml"
 
 
-def _until(condition: Callable[[], Any], what: str, deadline_s: float = 120.0) -> Any:
+def _until(condition: Callable[[], Any], goal: str, deadline_s: float = 120.0) -> Any:
     end = time.monotonic() + deadline_s
     while not (value := condition()):
         if time.monotonic() > end:
-            raise SystemExit(f"waited {deadline_s:.0f} s until {what}")
+            raise SystemExit(f"waited {deadline_s:.0f} s until {goal}")
         time.sleep(0.05)
     return value
 
@@ -68,15 +68,15 @@ def once(site: str, folder: Path) -> dict[str, float]:
     finally:
         subprocess.run([sys.executable, "-m", "rlhpc.cli", "cancel", str(root)], capture_output=True)
         waiter.wait(60)
-    began, ended, resumed = attempts[0]["began"], attempts[0]["ended"], attempts[1]["began"]
+    began, ended_at, resumed = attempts[0]["began"], attempts[0]["ended"], attempts[1]["began"]
     return {
         "job start to driver (s)": first["driver"] - began,
         "job start to all ranks (s)": first["ranks"] - began,
         "job start to first rollout (s)": first["first_step"] - began,
-        "stop to saved and gone (s)": ended - stopped,
-        "queue (Slurm's own, s)": resumed - ended,
+        "stop to saved and gone (s)": ended_at - stopped,
+        "queue (Slurm's own, s)": resumed - ended_at,
         "requeued job start to first new step (s)": again["first_step"] - resumed,
-        "stop to first new step, net of the queue (s)": ended - stopped + again["first_step"] - resumed,
+        "stop to first new step, net of the queue (s)": ended_at - stopped + again["first_step"] - resumed,
     }
 
 

@@ -52,30 +52,30 @@ class TailRollout(Worker):
         takings.begin(0, ranks)
         sizes = {step: lengths(step) for step in range(1, steps + 1)}
         waiting, running = deque[tuple[int, int, int]](), dict[tuple[int, int, int], int]()
-        left, first, now = dict[tuple[int, int], int](), 1, time.perf_counter()
-        away, rest = deque[tuple[float, tuple[int, int, int]]](), dict[tuple[int, int, int], int]()
+        remaining, first, now = dict[tuple[int, int], int](), 1, time.perf_counter()
+        away, preempted = deque[tuple[float, tuple[int, int, int]]](), dict[tuple[int, int, int], int]()
         while first <= steps:
             for step in range(first, min(steps, first + ahead) + 1):
                 while len(running) + len(waiting) < CAPACITY and (position := takings.take(step)) is not None:
                     assert isinstance(position, int), "nobody leaves"
-                    left[step, position] = GROUP
+                    remaining[step, position] = GROUP
                     waiting.extend((step, position, member) for member in range(GROUP))
             while away and away[0][0] <= now:
                 waiting.appendleft(away.popleft()[1])
             while waiting and len(running) < CAPACITY:
                 place = waiting.popleft()
-                running[place] = rest.pop(place, int(sizes[place[0]][place[1:]]))
+                running[place] = preempted.pop(place, int(sizes[place[0]][place[1:]]))
             now = max(now + TOKEN_S, time.perf_counter() - TOKEN_S)
             time.sleep(max(0.0, now - time.perf_counter()))
             for place in list(running):
                 running[place] -= 1
                 if tool_s and running[place] and running[place] % TURN == 0:
-                    rest[place] = running.pop(place)
+                    preempted[place] = running.pop(place)
                     away.append((now + tool_s, place))
                 elif not running[place]:
                     del running[place]
-                    left[place[:2]] -= 1
-                    if not left[place[:2]]:
+                    remaining[place[:2]] -= 1
+                    if not remaining[place[:2]]:
                         takings.deliver(*place[:2], {})
             with contextlib.suppress(QueueEmpty):
                 first = self.over.get_nowait(key=str(self.rank))
@@ -117,14 +117,14 @@ def run(steps: int, ahead: int, ranks: int, cluster: Cluster, tool_s: float = 0.
     making.wait()
     group.shutdown()
     counted = range(3, steps - 1)
-    whole = statistics.fmean(ideal_s(step, ranks) for step in counted)
+    busy_s = statistics.fmean(ideal_s(step, ranks) for step in counted)
     longest = statistics.fmean(longest_s(step, tool_s) for step in counted)
     tokens = statistics.fmean(float(lengths(step).sum()) for step in counted)
     step_s = (times[-3] - times[2]) / len(counted)
     bound = statistics.fmean(bound_s(step, ranks, ahead, tool_s) for step in counted)
     return {
         "ranks": ranks, "max_staleness": ahead, "step_s": step_s, "bound_s": bound, "gain": step_s / bound,
-        "rollout ranks idle": 1 - whole / step_s, "answers if all were busy, s": whole, "longest answer, s": longest,
+        "rollout ranks idle": 1 - busy_s / step_s, "answers if all were busy, s": busy_s, "longest answer, s": longest,
         "tokens_per_s": tokens / step_s,
     }  # fmt: skip
 
@@ -141,9 +141,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for ranks in (4,) if args.episodes else RANKS:
         for ahead in (0, 1, 2):
             rows.append(run(args.steps, ahead, ranks, cluster, TOOL_S if args.episodes else 0.0))
-            found = rows[-1]
-            print(f"{ranks} ranks, {ahead} ahead: {found['step_s']:.2f} s a step, at least {found['bound_s']:.2f} s "
-                  f"({found['gain']:.2f} times); rollout idle {found['rollout ranks idle']:.0%}", flush=True)  # fmt: skip
+            figures = rows[-1]
+            print(f"{ranks} ranks, {ahead} ahead: {figures['step_s']:.2f} s a step, at least {figures['bound_s']:.2f} s "
+                  f"({figures['gain']:.2f} times); rollout idle {figures['rollout ranks idle']:.0%}", flush=True)  # fmt: skip
     session.stop()
     name, more = ("tail_episodes", " --episodes") if args.episodes else ("tail", "")
     print(write(name, f"python -m bench.tail --steps {args.steps}{more}", {"rows": rows}))

@@ -104,7 +104,10 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
     ]
 
     def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-        return [float(said[0]["content"].strip() == wanted) for said, wanted in zip(completions, answer, strict=True)]
+        return [
+            float(messages[0]["content"].strip() == expected)
+            for messages, expected in zip(completions, answer, strict=True)
+        ]
 
     times: list[float] = []
 
@@ -141,7 +144,7 @@ def compare(seeds: int, steps: int, folder: Path) -> dict[str, Any]:
     """Runs the complete comparison, in turns."""
     start = warm_up(folder)
     overrides = [f"runner.run_dir={folder}"]
-    rows: dict[str, list[dict[str, float]]] = {f"{who}, {n} threads": [] for n in (1, 2) for who in ("rlhpc", "TRL")}
+    rows: dict[str, list[dict[str, float]]] = {f"{side}, {n} threads": [] for n in (1, 2) for side in ("rlhpc", "TRL")}
     for seed in range(1, seeds + 1):
         for name in rows if seed % 2 else reversed(rows):
             run, threads = (ours if name.startswith("rlhpc") else theirs), 2 if "2" in name else 1
@@ -150,8 +153,8 @@ def compare(seeds: int, steps: int, folder: Path) -> dict[str, Any]:
             rows[name].append(row)
             print(f"seed {seed} {name:18} {seconds:.3f} s a step, accuracy {row['accuracy']:.1%}", flush=True)
     figures = {
-        name: {key: spread([row[key] for row in found]) for key in ("step_s", "accuracy")}
-        for name, found in rows.items()
+        name: {key: spread([row[key] for row in side_rows]) for key in ("step_s", "accuracy")}
+        for name, side_rows in rows.items()
     }
     ratios = {
         f"{n} threads": statistics.median(
@@ -187,11 +190,11 @@ def main(arguments: list[str] | None = None) -> None:
         peer(options.start, options.output, options.seed, options.steps)
         return
     with tempfile.TemporaryDirectory() as folder:
-        found = compare(options.seeds, options.steps, Path(folder))
+        comparison = compare(options.seeds, options.steps, Path(folder))
     command = f"python -m bench.trl_grpo --seeds {options.seeds} --steps {options.steps}"
     from importlib.metadata import version
 
-    print(write("trl_grpo", command, {"trl": version("trl"), **found}))
+    print(write("trl_grpo", command, {"trl": version("trl"), **comparison}))
 
 
 if __name__ == "__main__":

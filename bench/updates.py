@@ -81,10 +81,10 @@ def table() -> str:
         for nodes in NODES:
             cells = []
             for link in LINKS:
-                found = update(size, nodes, link, **parts)
+                times = update(size, nodes, link, **parts)
                 other = update(size, nodes, link, math.inf, parts["write"])
-                cells.append(f"{found.seconds:.0f} s, {found.slowest}")
-                if other.slowest != found.slowest:
+                cells.append(f"{times.seconds:.0f} s, {times.slowest}")
+                if other.slowest != times.slowest:
                     cells[-1] += f" ({other.seconds:.0f} s, {other.slowest})"
             lines.append(f"| {model} | {nodes} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -89,14 +89,14 @@ class WeightHolder(Worker):
     def give(self, version: int) -> None:
         self.sync.send(version, self.held, frozen=self.frozen)
 
-    def change(self, what: str, seed: int) -> None:
+    def change(self, selection: str, seed: int) -> None:
         generator = np.random.default_rng(seed)
         for name, tensor in self.held:
             bits = tensor.view(torch.int16).numpy()
-            if what == "elements":
+            if selection == "elements":
                 chosen = np.unique(generator.integers(0, bits.size, max(1, bits.size // 100)))
                 bits[chosen] ^= 1 + seed % 100
-            elif what == "all" or trained(name):
+            elif selection == "all" or trained(name):
                 bits ^= 1 + seed % 100
 
     def take(self, adopt: bool) -> int:
@@ -149,18 +149,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     groups["far"] = WeightHolder.create_group().launch(
         cluster, NodePlacementStrategy([0]), "far", env_vars={"RLHPC_HOST_ID": "elsewhere"}
     )
-    taken: list[dict[str, float]] = []
+    repetition_rows: list[dict[str, float]] = []
     for repeat in range(args.repeat + 1):
-        found = {COPY: copy_seconds()}
+        repetition = {COPY: copy_seconds()}
         for row in ROWS:
-            found[row.label] = measure(row, sender, groups[row.group])
+            repetition[row.label] = measure(row, sender, groups[row.group])
         if repeat:
-            taken.append(found)
-            print({label: round(seconds, 4) for label, seconds in found.items()}, flush=True)
-    figures = {f"{label} (s)": spread([found[label] for found in taken]) for label in taken[0]}
+            repetition_rows.append(repetition)
+            print({label: round(seconds, 4) for label, seconds in repetition.items()}, flush=True)
+    figures = {
+        f"{label} (s)": spread([repetition[label] for repetition in repetition_rows]) for label in repetition_rows[0]
+    }
     pairs = [(row.label, COPY) for row in ROWS if row.changed == "all"]
     pairs += [(row.label, row.label.partition(", 1 %")[0] + ", all") for row in ROWS if row.changed != "all"]
-    ratios = {f"{a} / {b}": float(np.median([found[a] / found[b] for found in taken])) for a, b in pairs}
+    ratios = {
+        f"{a} / {b}": float(np.median([repetition[a] / repetition[b] for repetition in repetition_rows]))
+        for a, b in pairs
+    }
     for name, ratio in ratios.items():
         print(f"{name:80} {ratio:8.3f}")
     print(write("weights", f"python -m bench.weights --repeat {args.repeat}", {"figures": figures, "ratios": ratios}))

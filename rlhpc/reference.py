@@ -65,7 +65,7 @@ if __name__ == "__main__":
 ```
 """
 
-#: The page's parts. A name with `…` shows its members, too.
+#: Parts of the page. A name with `…` also lists its members.
 _PARTS = {
     "Cluster": ("Cluster…", "Node", "NodeGroup"),
     "Placement": (
@@ -110,9 +110,9 @@ What breaks a rule is a `PlacementError` that names component, text and rule. Ev
     "Groups and calls": """A public method of a worker class is called on the group: `group.method(*args)` runs on all ranks
 and returns a `Handle` at once. Names that begin with `_` are refused.""",
 }
-#: Made by other calls, not by their constructors.
+#: Classes that other calls return; users do not construct them.
 _RETURNED = ("WorkerGroup", "Handle", "Channel", "TrainingRun")
-#: What has no docstring, because its name says it.
+#: Descriptions of members without a docstring.
 _PLAIN = {
     "Cluster.num_nodes": "How many nodes there are.",
     "Cluster.num_accelerators": "How many accelerators all nodes have.",
@@ -160,9 +160,9 @@ def render_cli() -> str:
         lines += textwrap.wrap(f"rlhpc {name} {usage}", 110, subsequent_indent="    ", break_on_hyphens=False)
         lines += ["```\n", "| argument | meaning |", "|---|---|"]
         for action in [*words, *options]:
-            shown = "`" + _cell(_argument(action)[1]) + "`"
+            argument = "`" + _cell(_argument(action)[1]) + "`"
             default = f" (default: {action.default})" if action.choices and action.default is not None else ""
-            lines.append(f"| {shown} | {_cell(action.help)}{default} |")
+            lines.append(f"| {argument} | {_cell(action.help)}{default} |")
         examples = [line.strip() for line in (command.epilog or "").splitlines()[1:]]
         lines += ["", "```bash", *examples, "```\n"]
     return "\n".join(lines).rstrip() + "\n"
@@ -186,25 +186,25 @@ def _signature(function: Any) -> str:
         starred = starred or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
         mark = "**" if parameter.kind is parameter.VAR_KEYWORD else "*" * (parameter.kind is parameter.VAR_POSITIONAL)
         word = mark + parameter.name
-        known = parameter.annotation is not parameter.empty
-        word += f": {_annotation(parameter.annotation)}" if known else ""
+        has_annotation = parameter.annotation is not parameter.empty
+        word += f": {_annotation(parameter.annotation)}" if has_annotation else ""
         if parameter.default is not parameter.empty:
             value = repr(parameter.default)
-            word += (" = " if known else "=") + ("…" if value.startswith("<") else value)
+            word += (" = " if has_annotation else "=") + ("…" if value.startswith("<") else value)
         words.append(word)
     result = signature.return_annotation
-    shown = "" if result in (signature.empty, None, "None") else f" → {_annotation(result)}"
-    return f"({', '.join(words)}){shown}"
+    result_text = "" if result in (signature.empty, None, "None") else f" → {_annotation(result)}"
+    return f"({', '.join(words)}){result_text}"
 
 
 def _paragraphs(doc: str) -> Iterator[str]:
     """Yields the paragraphs of a docstring in Markdown: its sections become lists."""
     for block in re.split(r"\n\s*\n", doc) if doc else ():
-        first, *rest = block.splitlines()
+        first, *entry_lines = block.splitlines()
         if not _SECTIONS.match(first):
             yield block
             continue
-        body = textwrap.dedent("\n".join(rest))
+        body = textwrap.dedent("\n".join(entry_lines))
         entries = [" ".join(entry.split()) for entry in re.split(r"\n(?=\S)", body)]
         if first == "Returns:":
             yield f"Returns: {' '.join(entries)}"
@@ -260,15 +260,15 @@ def render_runtime() -> str:
             lines.append(f"{_INTRODUCTIONS[title]}\n")
         for name in names:
             lines += _entry(name)
-    shown = {name.rstrip("…") for names in _PARTS.values() for name in names}
+    documented = {name.rstrip("…") for names in _PARTS.values() for name in names}
     lines += ["## Errors\n", "Every error that is meant for a user is an `RlhpcError`. A command ends with its exit code.\n",
               "| error | is a | exit code | meaning |", "|---|---|---|---|"]  # fmt: skip
-    rest = [name for name in rlhpc.__all__ if name not in shown]
-    for name in rest:
+    error_names = [name for name in rlhpc.__all__ if name not in documented]
+    for name in error_names:
         error = getattr(rlhpc, name)
         meaning = (inspect.getdoc(error) or "").split("\n\n")[0]
         lines.append(f"| `{name}` | `{error.__bases__[0].__name__}` | {error.exit_code} | {_cell(meaning)} |")
-    for name in rest:
+    for name in error_names:
         if "\n\n" in (inspect.getdoc(getattr(rlhpc, name)) or ""):
             lines += ["", f"`{name}`:\n", *_doc(getattr(rlhpc, name))[1:]]
             lines[-1] = lines[-1].rstrip()

@@ -53,9 +53,9 @@ def measure(report: Report) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype_for(report.device)))
         weights = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
         nbytes = sum(tensor.nbytes for _, tensor in weights)
-        made: list[tuple[str, Any]] = []
-        report.figure("start of the engine", timed(lambda: made.append(build(report, folder, size.requests))), "s")
-        ((name, engine),) = made
+        engines: list[tuple[str, Any]] = []
+        report.figure("start of the engine", timed(lambda: engines.append(build(report, folder, size.requests))), "s")
+        ((name, engine),) = engines
 
         def generate(temperature: float) -> list[list[int]]:
             sampling = SamplingParams(max_new_tokens=size.tokens, temperature=temperature)
@@ -79,6 +79,6 @@ def measure(report: Report) -> None:
             report.figure(f"{name}, wakes", timed(engine.reload), "s")
             report.figure(f"{name}, update after it", timed(lambda: engine.update_weights(9, iter(weights))), "s")
         again = generate(0.0)
-        same = sum(one == other for one, other in zip(before, again, strict=True)) / len(before)
-        report.figure(f"{name}, greedy sequences that are the same again", same, "of 1")
+        equal_share = sum(one == other for one, other in zip(before, again, strict=True)) / len(before)
+        report.figure(f"{name}, greedy sequences that are the same again", equal_share, "of 1")
         engine.close()

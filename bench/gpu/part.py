@@ -35,29 +35,29 @@ class Report:
 
     def figure(self, name: str, values: float | Sequence[float], unit: str) -> None:
         """Tells a figure; of several values the median, and keeps their spread."""
-        found = spread([values] if isinstance(values, (int, float)) else values)
-        print(f"{self.part:11} {name:58} {found['median']:12.5g} {unit}", flush=True)
-        self._keep({"figure": f"{name} ({unit})" if unit else name, **found})
+        figures = spread([values] if isinstance(values, (int, float)) else values)
+        print(f"{self.part:11} {name:58} {figures['median']:12.5g} {unit}", flush=True)
+        self._keep({"figure": f"{name} ({unit})" if unit else name, **figures})
 
-    def skip(self, what: str, why: str) -> None:
+    def skip(self, piece: str, why: str) -> None:
         """Tells what is not measured, and why."""
-        print(f"{self.part:11} {what}: skipped, {why}", flush=True)
-        self._keep({"skipped": what, "why": why})
+        print(f"{self.part:11} {piece}: skipped, {why}", flush=True)
+        self._keep({"skipped": piece, "why": why})
 
-    def fail(self, what: str, why: str) -> None:
+    def fail(self, piece: str, why: str) -> None:
         """Tells what failed."""
-        print(f"{self.part:11} {what}: FAILED, {why}", flush=True)
-        self._keep({"failed": what, "why": why})
+        print(f"{self.part:11} {piece}: FAILED, {why}", flush=True)
+        self._keep({"failed": piece, "why": why})
 
     @contextmanager
-    def piece(self, what: str) -> Iterator[None]:
+    def piece(self, piece: str) -> Iterator[None]:
         """Runs a block whose failure is reported without ending the remaining measurements of the part."""
         try:
             yield
         except Exception as error:
             traceback.print_exc()
             lines = str(error).strip().splitlines()
-            self.fail(what, f"{type(error).__name__}: {lines[0] if lines else ''}"[:400])
+            self.fail(piece, f"{type(error).__name__}: {lines[0] if lines else ''}"[:400])
 
     def _keep(self, row: dict[str, Any]) -> None:
         with self.file.open("a") as lines:

@@ -25,21 +25,21 @@ LR = 1e-4
 
 
 @contextmanager
-def groups(device: str, *wanted: tuple[type[Worker], str, Sequence[int]]) -> Iterator[list[WorkerGroup]]:
+def groups(device: str, *specs: tuple[type[Worker], str, Sequence[int]]) -> Iterator[list[WorkerGroup]]:
     """Launches groups by class, name and their ranks' accelerators (on the CPU only their number counts), until the block
     ends.
     """
-    cards = max(max(places) for _, _, places in wanted) + 1
+    cards = max(max(places) for _, _, places in specs) + 1
     cluster = Cluster.local(1, 0) if device == "cpu" else Cluster({"accelerators_per_node": cards})
-    made: list[WorkerGroup] = []
+    launched: list[WorkerGroup] = []
     try:
-        for cls, name, places in wanted:
+        for cls, name, places in specs:
             on_cards = PackedPlacementStrategy(places[0], places[-1])
             strategy = NodePlacementStrategy([0] * len(places)) if device == "cpu" else on_cards
-            made.append(cls.create_group().launch(cluster, placement_strategy=strategy, name=name))
-        yield made
+            launched.append(cls.create_group().launch(cluster, placement_strategy=strategy, name=name))
+        yield launched
     finally:
-        for group in made:
+        for group in launched:
             group.shutdown()
         if session := Session.running():
             session.stop()
@@ -60,15 +60,15 @@ class Trains(Worker):
         device = trainer.device.type
         every = make_batches(size.vocabulary, size.sequences, size.longest, size.micro)
         count = sum(batch.tokens for batch in every)
-        mine = every[self.rank :: self.world_size]
-        mine += [every[0].nothing()] * (-(-len(every) // self.world_size) - len(mine))
+        local_batches = every[self.rank :: self.world_size]
+        local_batches += [every[0].nothing()] * (-(-len(every) // self.world_size) - len(local_batches))
 
         def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             value = -(batch.columns["weights"] * scores.logprobs).sum() / count
             return value, {"loss": value}
 
         def step() -> None:
-            trainer.forward_backward(mine, loss)
+            trainer.forward_backward(local_batches, loss)
             trainer.optimizer_step(LR)
 
         before = trainer.forward(every[0]).logprobs.float().cpu()
@@ -82,8 +82,8 @@ class Trains(Worker):
         empty_cache()
         before = torch.accelerator.memory_allocated()
         away = timed(trainer.offload)
-        given = before - torch.accelerator.memory_allocated()
-        return given, away, timed(trainer.reload)
+        freed_bytes = before - torch.accelerator.memory_allocated()
+        return freed_bytes, away, timed(trainer.reload)
 
 
 class DeviceHolder(Worker):
@@ -128,16 +128,16 @@ class Linked(Worker):
             else:
                 self.recv_tensor(tensor, self.group_name, other)
 
-        found: dict[str, list[float]] = {}
+        seconds_by_name: dict[str, list[float]] = {}
         for name, run in (("all-reduce", lambda: self.all_reduce(tensor)), ("send", torchs), ("rlhpc's send", ours)):
-            found[name] = []
+            seconds_by_name[name] = []
             for turn in range(repeat + 1):
                 self.barrier()
                 seconds = timed(run)
                 if turn:
-                    found[name].append(seconds)
+                    seconds_by_name[name].append(seconds)
                 tensor.fill_(1.0)
-        return found
+        return seconds_by_name
 
     def seen(self) -> tuple[str, int, str]:
         """Returns the mask, the number of cards that torch sees through it, and the index of the card."""

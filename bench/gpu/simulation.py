@@ -35,8 +35,8 @@ def maniskill(device: str, slots: int) -> Any:
     from mani_skill.vector.wrappers.gymnasium import ManiSkillVectorEnv
 
     backend = "physx_cpu" if device == "cpu" else f"physx_{device}"
-    made = gymnasium.make(TASK, num_envs=slots, sim_backend=backend, render_backend="none", **KWARGS)
-    return ManiSkillVectorEnv(made, slots, ignore_terminations=True, record_metrics=False)
+    base_env = gymnasium.make(TASK, num_envs=slots, sim_backend=backend, render_backend="none", **KWARGS)
+    return ManiSkillVectorEnv(base_env, slots, ignore_terminations=True, record_metrics=False)
 
 
 def alone(env: Any, slots: int, steps: int) -> float:
@@ -95,12 +95,12 @@ def plain_ppo(env: Any, slots: int, updates: int, parts: int) -> float:
                 action, logprob, _, value = agent.act(obs)
             after, reward, terminated, truncated, _ = env.step(action.clamp(-1, 1))
             row = (obs, action, logprob, value, reward, (terminated | truncated).float())
-            for column, found in zip(columns, row, strict=True):
-                column.append(found)
+            for column, element in zip(columns, row, strict=True):
+                column.append(element)
             obs = after
-        o, a, lp, v, r, ended = (torch.stack(column) for column in columns)
+        o, a, lp, v, r, dones = (torch.stack(column) for column in columns)
         with torch.no_grad():
-            advantages = advantages_of(args, r, v, ended, agent.critic(obs).squeeze(-1))
+            advantages = advantages_of(args, r, v, dones, agent.critic(obs).squeeze(-1))
         flat = (o, a, lp, advantages, advantages + v, v)
         update(args, agent, optimizer, [x.reshape(batch, *x.shape[2:]) for x in flat])
 
@@ -131,15 +131,17 @@ def run(report: Report, slots: int, steps: int, parts: int) -> tuple[float, floa
 def measure(report: Report) -> None:
     """Measures each contender in turn; the runs come last, because their ranks need the complete card."""
     slots, steps, updates, parts = (8, 20, 1, 2) if report.small else (1024, 200, 4, 32)
-    theirs = 1 if report.small else slots
+    their_slots = 1 if report.small else slots
     with report.piece("ManiSkill alone"):
-        env = maniskill(report.device, theirs)
-        report.figure(f"ManiSkill alone, {theirs} slots", alone(env, theirs, steps), "env steps/s")
-        report.figure(f"a plain loop of PPO, {theirs} slots", plain_ppo(env, theirs, updates, parts), "env steps/s")
+        env = maniskill(report.device, their_slots)
+        report.figure(f"ManiSkill alone, {their_slots} slots", alone(env, their_slots, steps), "env steps/s")
+        report.figure(
+            f"a plain loop of PPO, {their_slots} slots", plain_ppo(env, their_slots, updates, parts), "env steps/s"
+        )
         env.close()
     with report.piece("rlhpc's environment"):
         report.figure(f"rlhpc's environment, {slots} slots", ours(slots, steps), "env steps/s")
     with report.piece("a run"):
-        whole, rollouts = run(report, slots, updates + 1, parts)
-        report.figure(f"rlhpc's run of PPO, {slots} slots", whole, "env steps/s")
+        total_rate, rollouts = run(report, slots, updates + 1, parts)
+        report.figure(f"rlhpc's run of PPO, {slots} slots", total_rate, "env steps/s")
         report.figure(f"rlhpc's run of PPO, {slots} slots, rollouts alone", rollouts, "env steps/s")

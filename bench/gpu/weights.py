@@ -14,9 +14,9 @@ TENSORS = 64
 def update(sender: WorkerGroup, taker: WorkerGroup, version: int) -> tuple[float, float]:
     """Returns the seconds of the sender, and the seconds until the receiver has read all of it."""
     began = time.perf_counter()
-    given, taken = sender.give(version), taker.take()
-    (sent,) = given.wait()
-    if taken.wait() != [True]:
+    send_handle, receive_handle = sender.give(version), taker.take()
+    (sent,) = send_handle.wait()
+    if receive_handle.wait() != [True]:
         raise RuntimeError("weights did not arrive as they were sent")
     return float(sent), time.perf_counter() - began
 
@@ -32,6 +32,8 @@ def measure(report: Report) -> None:
             for group in (sender, taker):
                 group.open([("taker", [0])], TENSORS, total // 2 // TENSORS).wait()
             # The first ones also take memory that later ones use again.
-            found = [update(sender, taker, version) for version in range(1, 6)][2:]
-            report.figure(f"{where}, sending {total / 1e9:g} GB", [total / sent / 1e9 for sent, _ in found], "GB/s")
-            report.figure(f"{where}, sent, taken in and compared", [total / all_ / 1e9 for _, all_ in found], "GB/s")
+            durations = [update(sender, taker, version) for version in range(1, 6)][2:]
+            report.figure(f"{where}, sending {total / 1e9:g} GB", [total / sent / 1e9 for sent, _ in durations], "GB/s")
+            report.figure(
+                f"{where}, sent, taken in and compared", [total / all_ / 1e9 for _, all_ in durations], "GB/s"
+            )

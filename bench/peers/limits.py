@@ -71,17 +71,17 @@ def zeromq_round_trip(count: int = 500) -> float:
 def socket_round_trip(family: int, count: int = 500) -> float:
     """Returns the median seconds of 1 KB there and back between two processes, over a plain socket."""
     if family == socket.AF_UNIX:
-        ours, theirs = socket.socketpair()
+        ours, child_socket = socket.socketpair()
     else:
         with socket.create_server(("127.0.0.1", 0)) as door:
             ours = socket.create_connection(door.getsockname())
-            theirs, _ = door.accept()
-        for end in (ours, theirs):
+            child_socket, _ = door.accept()
+        for end in (ours, child_socket):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def serve() -> None:
         for _ in range(count + 10):
-            theirs.send(theirs.recv(4096))
+            child_socket.send(child_socket.recv(4096))
 
     pid = fork(serve)
 
@@ -92,7 +92,7 @@ def socket_round_trip(family: int, count: int = 500) -> float:
     seconds = _median(act, count)
     os.waitpid(pid, 0)
     ours.close()
-    theirs.close()
+    child_socket.close()
     return seconds
 
 
@@ -147,8 +147,8 @@ def gloo_seconds(size: int) -> float:
             )
             for rank in (0, 1)
         ]
-        said = [process.communicate(timeout=120)[0] for process in both]
-    return float(said[0])
+        outputs = [process.communicate(timeout=120)[0] for process in both]
+    return float(outputs[0])
 
 
 def dd_seconds(size: int, folder: Path) -> float:

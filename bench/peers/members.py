@@ -64,16 +64,16 @@ def serve(control: socket.socket) -> None:
     pickle_stream.send(control, {"operations": slow_files.take(), "members": len(specs)})
     control.setblocking(False)
     poller.register(control, zmq.POLLIN)
-    nothing = service.pack(None).frames()
+    empty_frames = service.pack(None).frames()
     beat = time.monotonic() + HEARTBEAT_S
     while True:
-        for found, _ in poller.poll(200):
-            if found == control.fileno() or found is control:
+        for ready, _ in poller.poll(200):
+            if ready == control.fileno() or ready is control:
                 return
             try:
                 while True:
-                    caller, number, *_ = found.recv_multipart(zmq.NOBLOCK)
-                    found.send_multipart([caller, number, b"ok", b"0", *nothing])
+                    caller, number, *_ = ready.recv_multipart(zmq.NOBLOCK)
+                    ready.send_multipart([caller, number, b"ok", b"0", *empty_frames])
             except zmq.Again:
                 pass
         if time.monotonic() >= beat:
@@ -89,16 +89,16 @@ class Simulators:
         self.controls: list[socket.socket] = []
         self.pids: list[int] = []
         for _ in range(-(-members // PER_PROCESS)):
-            ours, theirs = socket.socketpair()
+            ours, child_socket = socket.socketpair()
             pid = os.fork()
             if pid == 0:
                 try:
                     for control in (*self.controls, ours):
                         control.close()
-                    serve(theirs)
+                    serve(child_socket)
                 finally:
                     os._exit(0)
-            theirs.close()
+            child_socket.close()
             self.controls.append(ours)
             self.pids.append(pid)
         self._next = 0
@@ -114,8 +114,8 @@ class Simulators:
 
     def operations(self) -> int:
         """Returns the file operations of all members while they joined."""
-        found: list[dict[str, Any]] = [pickle_stream.receive(control) or {} for control in self.controls]
-        return sum(int(report.get("operations", 0)) for report in found)
+        reports: list[dict[str, Any]] = [pickle_stream.receive(control) or {} for control in self.controls]
+        return sum(int(report.get("operations", 0)) for report in reports)
 
     def stop(self) -> None:
         for control in self.controls:

@@ -124,7 +124,7 @@ def measure() -> dict[str, float]:
     row["system processes"] = float(len(system))
     for peer in eight[5:]:
         ray.kill(peer)
-    a, b, *others = eight[:5]
+    a, b, *remaining = eight[:5]
     row["dispatch to 1 worker (us)"] = median(lambda: ray.get(a.nothing.remote()), 500, 20) * 1e6
     out, back = Queue(), Queue()
     done = b.pong.remote(out, back, 100)
@@ -138,11 +138,11 @@ def measure() -> dict[str, float]:
     produced, consumed = a.produce.remote(channel, 1000), b.consume.remote(channel, 1000)
     row["channel, 1 KB, one to one (items/s)"] = ray.get(consumed)
     ray.get(produced)
-    four = [a, *others]
-    made, consumed = [p.produce.remote(channel, 250) for p in four], b.consume.remote(channel, 1000)
+    four = [a, *remaining]
+    production, consumed = [p.produce.remote(channel, 250) for p in four], b.consume.remote(channel, 1000)
     row["channel, 1 KB, four to one (items/s)"] = ray.get(consumed)
-    ray.get(made)
-    receivers = [b, *others]
+    ray.get(production)
+    receivers = [b, *remaining]
     ray.get([peer.open.remote() for peer in (a, *receivers)])
 
     def sync() -> None:

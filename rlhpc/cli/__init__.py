@@ -32,7 +32,7 @@ from rlhpc.runtime.standard_streams import standard_streams, tell
 
 __all__ = ["build_parser", "main", "parse"]
 
-#: How `rlhpc --help` shows the commands.
+#: Groups of commands in `rlhpc --help`.
 GROUPS = {
     "Train": (
         "init",
@@ -58,7 +58,7 @@ GROUPS = {
 def build_parser() -> TopParser:
     """Builds the parser of the command line."""
     parser = TopParser(GROUPS)
-    for part in (
+    for module in (
         init,
         config,
         run,
@@ -75,19 +75,19 @@ def build_parser() -> TopParser:
         doctor,
         clean,
     ):
-        part.add_commands(parser.subparsers)
-    parser.commands["completion"].set_defaults(parser=parser)  # what it writes a script for
+        module.add_commands(parser.subparsers)
+    parser.commands["completion"].set_defaults(parser=parser)  # the parser for which it writes a script
 
     def help_(args: argparse.Namespace) -> int:
         parser.check_command([args.command or "help"])
         print((parser.commands[args.command] if args.command else parser).format_help(), end="")
         return 0
 
-    shown = add_command(
+    help_parser = add_command(
         parser.subparsers, "help", help_, "show the commands, or one command's arguments and examples",
         ("rlhpc help", "rlhpc help train"),
     )  # fmt: skip
-    shown.add_argument("command", nargs="?", help="a command")
+    help_parser.add_argument("command", nargs="?", help="a command")
     return parser
 
 
@@ -99,15 +99,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         check_encoding(word)
     parser.check_command(words)
     further: list[str] = []
-    if words and words[0] == "run" and "--" in words:  # the rest is Snakemake's
+    if words and words[0] == "run" and "--" in words:  # the remainder is for Snakemake
         cut = words.index("--")
         words, further = words[:cut], words[cut + 1 :]
-    args, rest = parser.parse_known_args(words)
+    args, remaining = parser.parse_known_args(words)
     args.further = further
-    unknown = [word for word in rest if word.startswith("-") or "=" not in word]
+    unknown = [word for word in remaining if word.startswith("-") or "=" not in word]
     if unknown:
         parser.error(f"unknown argument{'s' if len(unknown) > 1 else ''}: {' '.join(unknown)}")
-    args.overrides = [*args.overrides, *rest]
+    args.overrides = [*args.overrides, *remaining]
     return args
 
 

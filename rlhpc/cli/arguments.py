@@ -40,7 +40,11 @@ def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
     paths = RunPaths(root)
     if is_run(paths):
         return paths
-    near = sorted(found.parent.name for found in root.parent.glob(f"*/{CONFIG}")) if root.parent.is_dir() else []
+    near = (
+        sorted(config_file.parent.name for config_file in root.parent.glob(f"*/{CONFIG}"))
+        if root.parent.is_dir()
+        else []
+    )
     hint = f"; runs there: {', '.join(near)}" if near else ""
     raise ConfigError(f"{root} {'is no run folder' if root.is_dir() else 'does not exist: no such run folder'}{hint}")
 
@@ -74,18 +78,18 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
     if step == BEST or (step is None and paths.best_step() is not None):
         return _best(paths)
     if step in (None, LATEST):
-        found = newest_valid(paths)
-        for path, reason in found.skipped:
+        newest = newest_valid(paths)
+        for path, reason in newest.skipped:
             print(f"rlhpc: skipped {path.name}: {reason}", file=sys.stderr)
-        if found.path is None:
+        if newest.path is None:
             raise CheckpointError(f"{paths.root} has no complete checkpoint yet; see rlhpc status {paths.root}")
-        return found.path
+        return newest.path
     if not step.isdecimal():
         raise ConfigError(f"--step is {step!r}; give a number, {LATEST} or {BEST}")
     checkpoint = paths.checkpoint(int(step))
     if not checkpoint.is_dir():
-        there = ", ".join(str(step) for step, _ in paths.checkpoint_steps()) or "none"
-        raise CheckpointError(f"{paths.root} has no checkpoint of step {step}; there are: {there}")
+        saved_steps = ", ".join(str(step) for step, _ in paths.checkpoint_steps()) or "none"
+        raise CheckpointError(f"{paths.root} has no checkpoint of step {step}; there are: {saved_steps}")
     return checkpoint
 
 
@@ -112,16 +116,16 @@ def require_driver(paths: RunPaths) -> Path:
     from rlhpc.jobs.state import states
     from rlhpc.runtime.joining import JoinPoint
 
-    door = JoinPoint(paths.registry)
+    join_point = JoinPoint(paths.registry)
     try:
-        # A driver whose ranks are all on its host listens there only; from elsewhere, files and Slurm say what it does.
-        if not (door.lives() if door.is_reachable else states([paths])[0][1].state == "running"):
+        # A driver whose ranks are all on its host listens only there; from other hosts, files and Slurm show its state.
+        if not (join_point.lives() if join_point.is_reachable else states([paths])[0][1].state == "running"):
             raise ConfigError(
                 f"{paths.root.name}: its driver does not answer; `rlhpc status {paths.root}` says where it is"
             )
-        return door.registry.root
+        return join_point.registry.root
     finally:
-        door.close()
+        join_point.close()
 
 
 def check_file(option: str, path: Path) -> Path:

@@ -33,17 +33,19 @@ def _import(args: argparse.Namespace) -> int:
     output = check_file("--output", expand_home(args.output)) if args.output else None
     if output is not None and output.exists() and output.resolve() == path.resolve():
         raise ConfigError(f"--output is {output}, the file that is to be imported; choose another")
-    found = compose(path.resolve())
-    made = translate(found, args.file)
+    composed = compose(path.resolve())
+    translation = translate(composed, args.file)
     changes = dict(map(parse_override, args.overrides))
-    schema = find_kind(typed_value(changes.get(TASK, made.ours.get(TASK)), str)).schema
-    for key, keys in made.origin.items():
-        if len(keys) == 1 and keys[0] in found.texts and made.ours[key] == found.leaves[keys[0]]:
-            made.ours[key] = typed_value(Scalar(made.ours[key], found.texts[keys[0]]), schema.kind(key))
+    schema = find_kind(typed_value(changes.get(TASK, translation.ours.get(TASK)), str)).schema
+    for key, keys in translation.origin.items():
+        if len(keys) == 1 and keys[0] in composed.texts and translation.ours[key] == composed.leaves[keys[0]]:
+            translation.ours[key] = typed_value(
+                Scalar(translation.ours[key], composed.texts[keys[0]]), schema.kind(key)
+            )
     for key, value in changes.items():
-        made.ours[key], made.origin[key] = typed_value(value, schema.kind(key)), []
-    text = written(made, args.file, "RLinf")
-    sys.stderr.write(report(made, args.file, "RLinf", found.files, _verdict(text, str(output or args.file))))
+        translation.ours[key], translation.origin[key] = typed_value(value, schema.kind(key)), []
+    text = written(translation, args.file, "RLinf")
+    sys.stderr.write(report(translation, args.file, "RLinf", composed.files, _verdict(text, str(output or args.file))))
     if output is None:
         print(text, end="")
     else:

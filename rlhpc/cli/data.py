@@ -51,9 +51,9 @@ def _data(args: argparse.Namespace) -> int:
 
     if args.overrides:
         raise ConfigError(f"rlhpc data takes no overrides ({args.overrides[0]})")
-    for option, found in (("--parts", args.parts), ("--episodes", args.episodes)):
-        if found < 1:
-            raise ConfigError(f"{option} is {found}; it must be at least 1")
+    for option, count_option in (("--parts", args.parts), ("--episodes", args.episodes)):
+        if count_option < 1:
+            raise ConfigError(f"{option} is {count_option}; it must be at least 1")
     options = format_options(args)
     if args.action == "info":
         print(json.dumps(datasets.inspect(args.paths), indent=1))
@@ -64,8 +64,8 @@ def _data(args: argparse.Namespace) -> int:
         output = check_file("--output", Path(args.output))
         facts = datasets.inspect(args.paths)
         output.parent.mkdir(parents=True, exist_ok=True)
-        shown = itertools.islice(datasets.read(args.paths), args.episodes)
-        output.write_text(page(", ".join(args.paths), facts, shown))
+        episodes = itertools.islice(datasets.read(args.paths), args.episodes)
+        output.write_text(page(", ".join(args.paths), facts, episodes))
         print(f"{output}: {min(args.episodes, facts['episodes'])} of {facts['episodes']} episodes")
         return 0
     if args.to == "hdf5" and args.action != "split":

@@ -93,16 +93,16 @@ def _eval(args: argparse.Namespace) -> int:
     suite = args.suite or "default"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", suite):
         raise ConfigError(f"--suite is {suite!r}; it becomes a file's name: use letters, digits, '.', '_' and '-'")
-    checkpoint, config, theirs = _source(args, "model", "says how it is asked and judged")
+    checkpoint, config, trust = _source(args, "model", "says how it is asked and judged")
     if checkpoint is None:
         return _eval_model(args, config, suite)
-    cfg = load_config(config, args.overrides, training=False, theirs=theirs)
+    cfg = load_config(config, args.overrides, training=False, trust=trust)
     if changes := list(cfg.workflow.suites.get(suite, ())):
-        if theirs is not None and not theirs.everything:
+        if trust is not None and not trust.everything:
             without_variables(
-                {"suites": changes}, theirs, str(config)
+                {"suites": changes}, trust, str(config)
             )  # they come from the checkpoint, not from the user
-        cfg = load_config(config, [*changes, *args.overrides], training=False, theirs=theirs)
+        cfg = load_config(config, [*changes, *args.overrides], training=False, trust=trust)
     run = RunPaths.around(checkpoint)
     output = check_file("--output", Path(args.output)) if args.output else None
     if output is None and run is not None and (step := step_of(checkpoint.name)) is not None:
@@ -113,10 +113,10 @@ def _eval(args: argparse.Namespace) -> int:
                 f"the run's own evaluation belongs in {output}, and {', '.join(changed)} makes it another one: say with "
                 "--suite whose result it is (a new name keeps both), or name a file with --output"
             )
-    said = kind_of(cfg).evaluate(
+    summary = kind_of(cfg).evaluate(
         cfg, checkpoint, suite=suite, episodes=args.episodes, output=output, trust_code=_trusts(args, checkpoint)
     )
-    print(f"{checkpoint.name}: {said}" + (f" → {output}" if output else ""))
+    print(f"{checkpoint.name}: {summary}" + (f" → {output}" if output else ""))
     return 0
 
 
@@ -148,7 +148,7 @@ def _play(args: argparse.Namespace) -> int:
         raise ConfigError(f"--seed is {args.seed}; it must be 0 or more")
     checkpoint, config, trust = _source(args)
     assert checkpoint is not None
-    cfg = load_config(config, args.overrides, training=False, theirs=trust)
+    cfg = load_config(config, args.overrides, training=False, trust=trust)
     run, step = RunPaths.around(checkpoint), step_of(checkpoint.name)
     inside = run.film(step) if run is not None and step is not None else Path(f"{checkpoint.name}.mp4")
     summary = kind_of(cfg).play(
@@ -175,8 +175,8 @@ def _record(args: argparse.Namespace) -> int:
         raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
     options = format_options(args)
     output = (check_file if args.to == "hdf5" else check_folder)("--output", Path(args.output))
-    checkpoint, config, theirs = _source(args, "expert", "names the environment")
-    cfg = load_config(config, args.overrides, training=False, theirs=theirs)
+    checkpoint, config, trust = _source(args, "expert", "names the environment")
+    cfg = load_config(config, args.overrides, training=False, trust=trust)
     mode = "train" if args.sample else "eval"
     from rlhpc.embodied.config import plays
 
@@ -217,9 +217,9 @@ def _pairs(args: argparse.Namespace) -> int:
         raise ConfigError(f"--samples is {args.samples}; it must be at least 2: a pair needs two responses")
     if not 0 < args.temperature < float("inf"):
         raise ConfigError(f"--temperature is {args.temperature}; it must be above 0: a pair needs different responses")
-    checkpoint, config, theirs = _source(args, "model", "says how it is asked and judged")
+    checkpoint, config, trust = _source(args, "model", "says how it is asked and judged")
     words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
-    cfg = load_config(config, words, training=False, theirs=theirs)
+    cfg = load_config(config, words, training=False, trust=trust)
     output = check_file("--output", Path(args.output))
     from rlhpc.language.config.run import answers
 
@@ -246,7 +246,7 @@ def _convert(args: argparse.Namespace) -> int:
     run = RunPaths.around(checkpoint)
     if output is None and run is not None and (step := step_of(checkpoint.name)) is not None:
         output = run.export(step) if not args.critic else run.export(step).with_name(f"{checkpoint.name}-critic")
-    wanted = Exporting(
+    options = Exporting(
         licence=args.license,
         adapter_only=args.adapter_only,
         base=args.base,
@@ -255,7 +255,7 @@ def _convert(args: argparse.Namespace) -> int:
         released=args.released,
         trust_code=_trusts(args, checkpoint),
     )
-    print(kind_of_checkpoint(checkpoint).export(checkpoint, output, wanted))
+    print(kind_of_checkpoint(checkpoint).export(checkpoint, output, options))
     return 0
 
 
@@ -268,10 +268,10 @@ def _dagger(args: argparse.Namespace) -> int:
         raise ConfigError(
             "name who labels: --expert for every step that the clone plays, or --intervene for those it is led in"
         )
-    made = dagger(args.config, args.overrides, expert=args.expert, rounds=args.rounds, episodes=args.episodes,
+    rounds = dagger(args.config, args.overrides, expert=args.expert, rounds=args.rounds, episodes=args.episodes,
                   intervene=args.intervene, trust_code=args.trust_checkpoint_code,
                   options=format_options(args))  # fmt: skip
-    print(made[-1]["checkpoint"])
+    print(rounds[-1]["checkpoint"])
     return 0
 
 

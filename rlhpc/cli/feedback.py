@@ -16,27 +16,27 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
 
 _EXAMPLES = ("rlhpc feedback runs/assistant chatcmpl-6f0c… 1.0", "rlhpc feedback runs/assistant chatcmpl-6f0c… -0.5")
-#: How long a rollout rank may take to answer.
+#: Seconds within which a rollout rank must answer.
 _ANSWER_S = 15.0
 
 
 def _feedback(args: argparse.Namespace) -> int:
     paths = run_paths(args.run)
     reward = _number(args.reward)
-    asked, silent = 0, list[str]()
+    num_asked, silent = 0, list[str]()
     for name, scorer in _scorers(paths).items():
         try:
-            said = _give(scorer, args.completion, reward)
+            reason = _give(scorer, args.completion, reward)
         except (OSError, http.client.HTTPException) as error:
             silent.append(f"{name}: {error}")
             continue
-        if said is None:
+        if reason is None:
             print(f"{paths.root.name}: {name} has taken {reward:g} for {args.completion}")
             return 0
-        if said:
-            raise ConfigError(f"{name}: {said}")
-        asked += 1
-    answered = f"none of {asked} rollout ranks awaits a reward for it" if asked else "no rollout rank answered"
+        if reason:
+            raise ConfigError(f"{name}: {reason}")
+        num_asked += 1
+    answered = f"none of {num_asked} rollout ranks awaits a reward for it" if num_asked else "no rollout rank answered"
     raise ConfigError(
         f"{args.completion}: {answered}; it may be of an earlier start of the run, or its time is over "
         f"(agent.feedback_timeout_s){''.join(f'; {word}' for word in silent)}"
@@ -45,12 +45,12 @@ def _feedback(args: argparse.Namespace) -> int:
 
 def _number(text: str) -> float:
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
+        number = math.nan
+    if not math.isfinite(number):
         raise ConfigError(f"{text} is no reward; give a finite number, such as 1.0")
-    return found
+    return number
 
 
 def _scorers(paths: RunPaths) -> dict[str, dict[str, str]]:
@@ -62,10 +62,10 @@ def _scorers(paths: RunPaths) -> dict[str, dict[str, str]]:
     from rlhpc.language.agents.gateway.feedback import FEEDBACK
 
     folder = require_driver(paths) / FEEDBACK
-    found = {path.stem: json.loads(path.read_bytes()) for path in sorted(folder.glob("*.json"))}
-    if not found:
+    scorers = {path.stem: json.loads(path.read_bytes()) for path in sorted(folder.glob("*.json"))}
+    if not scorers:
         raise ConfigError(f"{paths.root.name} takes no rewards that come later: start it with agent.feedback_timeout_s")
-    return found
+    return scorers
 
 
 def _give(scorer: dict[str, str], completion: str, reward: float) -> str | None:
@@ -83,7 +83,7 @@ def _give(scorer: dict[str, str], completion: str, reward: float) -> str | None:
         {"Authorization": f"Bearer {scorer['key']}", "Content-Type": "application/json"},
     )
     try:
-        # what a site's proxy would do to it is nobody's wish
+        # without a site's proxy
         urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=_ANSWER_S).close()
     except urllib.error.HTTPError as error:
         with error:

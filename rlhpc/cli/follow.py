@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.progress import ProgressBar
 
-#: What a rule does, in words. `{step}` and `{suite}` are its wildcards.
+#: Description of each rule. `{step}` and `{suite}` are its wildcards.
 _WORDS = {
     "prepare": "planning",
     "sft": "starting the processes of the SFT run",
@@ -35,7 +35,7 @@ _RULE = re.compile(r"^(?:local)?(?:rule|checkpoint) (\w+):$")
 _FINISHED = re.compile(r"^Finished jobid: \d+ \(Rule: (\w+)\)")
 _FAILED = re.compile(r"^Error in (?:rule|checkpoint) (\w+)")
 _LOG = re.compile(r"^ +log: (\S+)")
-#: The last line of what is said of a job that starts; what its command writes may follow minutes later.
+#: Last line of Snakemake's block about a starting job; the output of its command may follow minutes later.
 _LAST = re.compile(r"^    resources: ")
 _WAITS = re.compile(r"^rlhpc: (\S+ segment \d+: Slurm job .*)$")
 #: Seconds between lines if the output is not a terminal.
@@ -92,26 +92,26 @@ class WorkflowLog:
                 data = file.read()
         except OSError:
             return []
-        *lines, rest = data.split(b"\n")  # a line counts once it is complete
-        self._at += len(data) - len(rest)
+        *lines, incomplete_line = data.split(b"\n")  # a line counts once it is complete
+        self._at += len(data) - len(incomplete_line)
         for line in lines:
             self._line(line.decode("utf-8", "replace"))
         return self.started
 
     def _line(self, line: str) -> None:
-        if found := _RULE.match(line):
+        if match := _RULE.match(line):
             self._end_block()
-            self._block, self._failing = RuleJob(found[1]), False
-        elif found := _FAILED.match(line):
+            self._block, self._failing = RuleJob(match[1]), False
+        elif match := _FAILED.match(line):
             self._end_block()
-            self._block, self._failing = RuleJob(found[1]), True
-        elif found := _FINISHED.match(line):
+            self._block, self._failing = RuleJob(match[1]), True
+        elif match := _FINISHED.match(line):
             self._end_block()  # a short job's end may follow its beginning at once
-            self._count(found[1], -1)
-        elif found := _WAITS.match(line):
-            self.waiting = found[1]
-        elif self._block is not None and (found := _LOG.match(line)):
-            self._block.log = self._folder / found[1].rstrip(",")
+            self._count(match[1], -1)
+        elif match := _WAITS.match(line):
+            self.waiting = match[1]
+        elif self._block is not None and (match := _LOG.match(line)):
+            self._block.log = self._folder / match[1].rstrip(",")
         elif self._block is not None and line.strip().startswith("wildcards: "):
             pairs = (pair.partition("=") for pair in line.split(": ", 1)[1].split(", "))
             self._block.wildcards = {name: value for name, _, value in pairs}
@@ -187,9 +187,9 @@ class WorkflowFollower:
         self._track = ""
         self._before = {name: last_row(track.paths.metrics) for name, track in tracks.items()}
         self._job: RuleJob | None = None
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
         self._open = False
-        self._begun = time.monotonic()
+        self._started_at = time.monotonic()
 
     def look(self) -> None:
         """Reads and displays what has changed."""
@@ -239,8 +239,8 @@ class WorkflowFollower:
         """Prints the name of the current phase."""
         self._job = job
         text = job.words()
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._printed:
+            self._printed.add(text)
             self._end_line()
             self._out.write(f"  {text}" + ("" if self._live else "\n"))
             self._open = self._live
@@ -251,8 +251,8 @@ class WorkflowFollower:
         if self._job is None:
             return
         text = self._log.waiting if self._job.rule in _TRAINING else ""
-        if not self._live and text and text not in self._said:
-            self._said.add(text)
+        if not self._live and text and text not in self._printed:
+            self._printed.add(text)
             self._out.write(f"  {text}\n")
             self._out.flush()
         if not self._open:
@@ -301,7 +301,7 @@ def real_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path
 
 def _essence(text: str, lines: int) -> str:
     """Returns the lines from the last error of rlhpc or Snakemake on; the last lines if no error is recognised."""
-    found = text.splitlines()
-    starts = [n for n, line in enumerate(found) if re.search(r"rlhpc: error: |^\w*(Error|Exception)\b.*:", line)]
-    begin = starts[-1] if starts else max(0, len(found) - lines)
-    return "\n".join(found[begin : begin + lines])
+    text_lines = text.splitlines()
+    starts = [n for n, line in enumerate(text_lines) if re.search(r"rlhpc: error: |^\w*(Error|Exception)\b.*:", line)]
+    begin = starts[-1] if starts else max(0, len(text_lines) - lines)
+    return "\n".join(text_lines[begin : begin + lines])

@@ -18,7 +18,7 @@ _EXAMPLES = (
     "srun --ntasks=4 --gpus-per-task=1 rlhpc join runs/reasoning --group rollout",
     "sbatch --partition=preempt --cpus-per-task=8 --time=1:00:00 --wrap='rlhpc join runs/cartpole --group env'",
 )
-#: Signals that have a rank leave, and what they mean.
+#: Signals after which a rank leaves, with their meaning.
 _REASONS: dict[int, str] = {
     signal.SIGTERM: "its job is being ended (SIGTERM)",
     signal.SIGINT: "interrupted (Ctrl-C)",
@@ -36,10 +36,10 @@ def _join(args: argparse.Namespace) -> int:
         if value is not None and value < 0:
             raise ConfigError(f"{name} is {value}; it must be 0 or more")
     paths = run_paths(args.run, args.overrides)
-    seen = len(visible_accelerators(os.environ))
-    accelerators = min(seen, 1) if args.accelerators is None else args.accelerators
-    if accelerators > seen:
-        raise ConfigError(f"--accelerators is {accelerators}, and this process sees {seen}")
+    num_visible = len(visible_accelerators(os.environ))
+    accelerators = min(num_visible, 1) if args.accelerators is None else args.accelerators
+    if accelerators > num_visible:
+        raise ConfigError(f"--accelerators is {accelerators}, and this process sees {num_visible}")
     threads = max(1, int(os.environ.get("SLURM_CPUS_PER_TASK", granted_cpus())))
     stopped = Leaving()
     for number in _REASONS:

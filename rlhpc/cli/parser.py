@@ -50,10 +50,10 @@ class TopParser(Parser):
     def format_help(self) -> str:
         summaries = {name: command.description or "" for name, command in self.commands.items()}
         grouped = [name for names in self.groups.values() for name in names]
-        rest = [name for name in summaries if name not in grouped]
+        ungrouped = [name for name in summaries if name not in grouped]
         width = max(map(len, summaries)) + 4
         lines = ["usage: rlhpc command [arguments] [key=value …]", "", str(self.description), ""]
-        for title, names in {**self.groups, **({"Other": rest} if rest else {})}.items():
+        for title, names in {**self.groups, **({"Other": ungrouped} if ungrouped else {})}.items():
             lines.append(f"{title}:")
             for name in names:
                 text = textwrap.wrap(summaries[name], 100 - width)
@@ -67,8 +67,8 @@ class TopParser(Parser):
 
     def near(self, word: str) -> str:
         """Returns a hint at the intended command for a command that does not exist."""
-        found = difflib.get_close_matches(word, self.commands, 1, 0.5)
-        return f"; did you mean rlhpc {found[0]}?" if found else ""
+        matches = difflib.get_close_matches(word, self.commands, 1, 0.5)
+        return f"; did you mean rlhpc {matches[0]}?" if matches else ""
 
     def check_command(self, words: Sequence[str]) -> None:
         """Raises an error for a command that does not exist, and names the nearest one (argparse lists all of them in one

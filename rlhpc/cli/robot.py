@@ -27,8 +27,8 @@ def _robot(args: argparse.Namespace) -> int:
     if args.action == "resume":
         return _resume(args)
     if not args.what:
-        what = "the run's folder" if args.action == "invite" else "the key's file"
-        raise ConfigError(f"rlhpc robot {args.action} needs {what}")
+        required_argument = "the run's folder" if args.action == "invite" else "the key's file"
+        raise ConfigError(f"rlhpc robot {args.action} needs {required_argument}")
     return _invite(args) if args.action == "invite" else _serve(args)
 
 
@@ -105,8 +105,8 @@ def _serve(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--kwargs is {args.kwargs!r}; it must be as YAML has it: 'address: 192.168.1.5, port: 5'"
         ) from None
-    given = {name: getattr(args, name) for name in BOUNDS if getattr(args, name) is not None}
-    bounds = {name: above_0(name, value) for name, value in given.items()}
+    user_bounds = {name: getattr(args, name) for name in BOUNDS if getattr(args, name) is not None}
+    bounds = {name: above_0(name, value) for name, value in user_bounds.items()}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the robot is stopped first
     core = safe_robot(args.robot, "--robot", kwargs, own_limits(bounds, args.resume))
     try:
@@ -157,7 +157,7 @@ def add_commands(commands: Any) -> None:
         "--resume", choices=("person", "auto"), default="person",
         help="who ends a stop for safety: a person (rlhpc robot resume), or it ends by itself (serve; default person)",
     )  # fmt: skip
-    most = "that this machine allows at most, whatever the run says (serve)"
-    robot.add_argument("--hz", type=float, help=f"steps a second {most}")
-    robot.add_argument("--stale-s", type=float, help=f"seconds without a command {most}")
-    robot.add_argument("--max-change", type=float, help=f"change of a command from one step to the next {most}")
+    limit_text = "that this machine allows at most, whatever the run says (serve)"
+    robot.add_argument("--hz", type=float, help=f"steps a second {limit_text}")
+    robot.add_argument("--stale-s", type=float, help=f"seconds without a command {limit_text}")
+    robot.add_argument("--max-change", type=float, help=f"change of a command from one step to the next {limit_text}")

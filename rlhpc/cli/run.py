@@ -39,9 +39,9 @@ _EXAMPLES = (
     "rlhpc run configs/quickstart.yaml -- --forcerun report",
 )
 _POLL_S = 0.3
-#: Ends what a workflow has started, once somebody asked for it; returns the exit code.
+#: Ends the processes of a workflow after an interrupt; returns the exit code.
 Stop = Callable[["subprocess.Popen[bytes]", KeyboardInterrupt], int]
-#: How long a driver may take to save after Ctrl-C.
+#: Seconds that a driver may take to save after Ctrl-C.
 _SAVE_S = 600.0
 
 
@@ -69,21 +69,21 @@ def find_profile(name: str) -> str:
         return str(folder)
     if os.sep in name:
         raise ConfigError(f"--profile is {name}: there is no such folder")
-    here, own = Path.cwd() / "profiles" / name, share.path("profiles", name)
-    # A profile says what Snakemake runs: one that another user left in a shared folder is not taken unasked.
+    here, packaged = Path.cwd() / "profiles" / name, share.path("profiles", name)
+    # A profile determines what Snakemake runs: another user's profile in a shared folder is not used.
     if here.is_dir() and here.stat().st_uid in (0, os.getuid()):
         return str(here)
-    if own.is_dir():
-        return str(own)
+    if packaged.is_dir():
+        return str(packaged)
     homes = [
         os.environ.get("XDG_CONFIG_HOME") or "~/.config",
         *os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":"),
     ]
     if any((expand_home(home) / "snakemake" / name).is_dir() for home in homes if home):
         return name  # Snakemake finds it there
-    there = sorted(path.name for path in share.path("profiles").iterdir())
+    profile_names = sorted(path.name for path in share.path("profiles").iterdir())
     raise ConfigError(
-        f"--profile is {name!r}; {meant(name, there)}there are: {', '.join(there)}, a folder's "
+        f"--profile is {name!r}; {meant(name, profile_names)}there are: {', '.join(profile_names)}, a folder's "
         "path, and what lies in ~/.config/snakemake or /etc/xdg/snakemake"
     )
 
@@ -141,8 +141,8 @@ def _run(args: argparse.Namespace) -> int:
     tracks = {"run": Track(cfg.runner.name, paths, total_steps(cfg))}
     if (sft := kind_of(cfg).preparation(cfg).sft) is not None:
         first = load_config(find_config(args.config).parent / sft[0], sft[1], site=args.site)
-        own = RunPaths.of(first.runner.run_dir, first.runner.name)
-        tracks["sft"] = Track(first.runner.name, own, total_steps(first))
+        sft_paths = RunPaths.of(first.runner.run_dir, first.runner.name)
+        tracks["sft"] = Track(first.runner.name, sft_paths, total_steps(first))
     with _workflow_log(paths.logs) as path:
         saved = [step for step, _ in paths.complete_steps()]
         goes_on = f", from step {saved[-1]} on" if saved else ""
@@ -150,13 +150,13 @@ def _run(args: argparse.Namespace) -> int:
             f"{cfg.runner.name}: {total_steps(cfg)} steps into {near(paths.root)}{goes_on}; Snakemake log: {near(path)}"
         )
         log = WorkflowLog(path, Path.cwd())
-        begun = time.monotonic()
+        started_at = time.monotonic()
         code = _follow(
             command, path, WorkflowFollower(log, tracks), lambda process, stopped: _stop(process, stopped, args, tracks)
         )
         if code == 0:
-            print("\n".join(ending(cfg, paths, args, time.monotonic() - begun)), flush=True)
-        elif not isinstance(code, Ended):
+            print("\n".join(ending(cfg, paths, args, time.monotonic() - started_at)), flush=True)
+        elif not isinstance(code, InterruptedCode):
             code = _tell_failure(log, path, args, code)
     return code
 
@@ -171,7 +171,7 @@ def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
     refuse_braces(args.config, sweep.paths.root)
     check_begun(sweep, resume_with=args.resume_with)
     command = command_of(args)
-    at = command.index("--config")  # whatever profile: a run that fails stops no other
+    at = command.index("--config")  # with any profile: a failed run does not stop the others
     command[at:at] = ["--keep-going"]
     if args.dry_run:
         return subprocess.run(command, check=False).returncode
@@ -183,10 +183,10 @@ def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
         code = _follow(
             command, path, SweepFollower(log, sweep), lambda process, stopped: _stop(process, stopped, args, tracks)
         )
-        if isinstance(code, Ended):
+        if isinstance(code, InterruptedCode):
             return code
         if not log.started and not log.failed and code != 0 and not sweep.paths.is_there:
-            return _tell_failure(log, path, args, code)  # nothing began
+            return _tell_failure(log, path, args, code)  # nothing started
         print("\n".join(["", *ending_of(sweep)]))
         if sweep.paths.page.is_file():
             print(f"  page    {near(sweep.paths.page)}", flush=True)
@@ -195,8 +195,8 @@ def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
     return code
 
 
-class Ended(int):
-    """The exit code of a workflow that somebody ended."""
+class InterruptedCode(int):
+    """Exit code of a workflow that was interrupted."""
 
 
 @contextlib.contextmanager
@@ -224,7 +224,7 @@ def _workflow_log(logs: Path) -> Iterator[Path]:
 def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFollower, stop: Stop) -> int:
     """Runs Snakemake to its end and displays its progress; returns its exit code."""
     with path.open("ab") as output, ending_early(), _quiet_terminal():
-        # a process group of its own: Ctrl-C reaches this process alone, which ends the others in order
+        # in a new process group: Ctrl-C reaches only this process, which ends the others in order
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
         try:
             while process.poll() is None:
@@ -233,7 +233,7 @@ def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFo
             follower.close()
         except KeyboardInterrupt as stopped:
             follower.close()
-            return Ended(stop(process, stopped))
+            return InterruptedCode(stop(process, stopped))
     return process.returncode
 
 
@@ -370,10 +370,10 @@ def _end_all(tracks: dict[str, Track], grace_s: float = _SAVE_S) -> list[str]:
     """Ends the drivers of this machine at the same time: each takes the time to save."""
     pool = ThreadPoolExecutor(16)
     try:
-        found = list(pool.map(lambda track: _end_local(track.paths, grace_s), tracks.values()))
+        results = list(pool.map(lambda track: _end_local(track.paths, grace_s), tracks.values()))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # not held up by them at a second Ctrl-C
-    named = zip(tracks.values(), found, strict=True)
+    named = zip(tracks.values(), results, strict=True)
     return [f"{track.name}: {text}" if len(tracks) > 1 else text for track, sentences in named for text in sentences]
 
 

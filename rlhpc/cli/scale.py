@@ -20,17 +20,21 @@ def _scale(args: argparse.Namespace) -> int:
 
     paths = run_paths(args.run)
     bounds = _bounds(paths)
-    wanted = {group: number for word in (args.number, *args.overrides) for group, number in [_asked(word, bounds)]}
+    requested = {
+        group: number for word in (args.number, *args.overrides) for group, number in [_parse_request(word, bounds)]
+    }
     require_driver(paths)
     before = {group: number for group, number in (read_json_file(paths.asked_ranks) or {}).items() if group in bounds}
-    asked = {**before, **wanted}
-    write_json(paths.asked_ranks, {group: number for group, number in asked.items() if number is not None})
+    all_requests = {**before, **requested}
+    write_json(paths.asked_ranks, {group: number for group, number in all_requests.items() if number is not None})
     live = HelperRecord.read(paths).live()
-    for group, number in wanted.items():
-        there = sum(stay.left_at is None and stay.group == group for stay in stays(paths))
+    for group, number in requested.items():
+        num_present = sum(stay.left_at is None and stay.group == group for stay in stays(paths))
         queued = sum(job.started is None and job.group == group for job in live)
-        what = "as many as the rule says" if number is None else f"{number}"
-        print(f"{paths.root.name}: {what} ranks of {group} are asked for; {there} there, {queued} jobs in the queue")
+        number_text = "as many as the rule says" if number is None else f"{number}"
+        print(
+            f"{paths.root.name}: {number_text} ranks of {group} are asked for; {num_present} there, {queued} jobs in the queue"
+        )
     return 0
 
 
@@ -48,24 +52,26 @@ def _bounds(paths: RunPaths) -> dict[str, tuple[int, int]]:
     if paths.config.is_file():
         content = read_yaml(paths.config.read_bytes(), UniqueKeys)
     entries = read_key(read_key(content, "cluster"), "elastic", ())
-    found = {str(read_key(raw, "group", "rollout")): (int(raw["min"]), int(raw["max"])) for raw in entries}
-    if not found:
+    bounds = {str(read_key(raw, "group", "rollout")): (int(raw["min"]), int(raw["max"])) for raw in entries}
+    if not bounds:
         raise ConfigError(
             f"{paths.root.name} takes no ranks from jobs of their own: start it with cluster.elastic, or add some by hand "
             f"(rlhpc join {paths.root})"
         )
-    return found
+    return bounds
 
 
-def _asked(word: str, bounds: dict[str, tuple[int, int]]) -> tuple[str, int | None]:
+def _parse_request(word: str, bounds: dict[str, tuple[int, int]]) -> tuple[str, int | None]:
     group, _, text = word.partition("=")
     if group not in bounds:
         raise ConfigError(f"{word}: groups of this run that can be scaled: {', '.join(bounds)}")
     if text == _AUTO:
         return group, None
-    least, most = bounds[group]
-    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-        raise ConfigError(f"{word}: give a number from {least} to {most} (cluster.elastic), or {group}={_AUTO}")
+    min_ranks, max_ranks = bounds[group]
+    if not text.isascii() or not text.isdigit() or not min_ranks <= int(text) <= max_ranks:
+        raise ConfigError(
+            f"{word}: give a number from {min_ranks} to {max_ranks} (cluster.elastic), or {group}={_AUTO}"
+        )
     return group, int(text)
 
 

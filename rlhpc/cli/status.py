@@ -92,13 +92,13 @@ def _report(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     from rlhpc.runs.compare import labels_of, write_comparison
 
-    sweeps = {word: found for word in args.runs if (found := sweep_paths(word)) is not None}
-    alone = sweeps.get(args.runs[0]) if len(args.runs) == 1 else None
-    output = check_file("--output", Path(args.output or (alone.page if alone else "compare.html")))
-    if alone is not None:
+    sweeps = {word: sweep for word in args.runs if (sweep := sweep_paths(word)) is not None}
+    single_sweep = sweeps.get(args.runs[0]) if len(args.runs) == 1 else None
+    output = check_file("--output", Path(args.output or (single_sweep.page if single_sweep else "compare.html")))
+    if single_sweep is not None:
         from rlhpc.runs.sweep_page import write_sweep_page
 
-        print(write_sweep_page(alone, output, args.suite, args.metric))
+        print(write_sweep_page(single_sweep, output, args.suite, args.metric))
         return 0
     if args.metric is not None:
         raise ConfigError("--metric is for a sweep; name its folder, and nothing else")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlhpc.jobs.plan import JobPlan
     from rlhpc.runs.sweep import Sweep, SweepRun
 
-#: Seconds between two looks at how far the runs are.
+#: Seconds between two updates of the runs' progress.
 _SELDOM_S = 2.0
 
 
@@ -50,11 +50,11 @@ def render_sweep(sweep: SweepPaths) -> str:
     from rlhpc.runs.sweep import read_sweep
 
     names = [str(run["name"]) for run in read_sweep(sweep)["runs"]]
-    there = {paths.root.name for paths in find_runs(sweep.root, depth=1)}
-    notes = {name: "not in the sweep any more" for name in there - set(names) if not name.startswith("sft-")}
-    order = [*(name for name in sorted(there) if name.startswith("sft-")), *names, *sorted(notes)]
-    ended = "; cancelled, rlhpc run goes on with it" if sweep.cancelled.exists() else ""
-    return f"sweep {sweep.root.name}: {len(names)} runs{ended}\n" + render_runs(
+    run_names = {paths.root.name for paths in find_runs(sweep.root, depth=1)}
+    notes = {name: "not in the sweep any more" for name in run_names - set(names) if not name.startswith("sft-")}
+    order = [*(name for name in sorted(run_names) if name.startswith("sft-")), *names, *sorted(notes)]
+    cancelled_text = "; cancelled, rlhpc run goes on with it" if sweep.cancelled.exists() else ""
+    return f"sweep {sweep.root.name}: {len(names)} runs{cancelled_text}\n" + render_runs(
         sweep.root, [sweep.run(name) for name in order], notes, headlines=run_headlines
     )
 
@@ -78,7 +78,7 @@ def cancel_sweep(sweep: SweepPaths) -> list[str]:
         sweep.cancelled.touch()
     except OSError as error:
         raise RlhpcError(f"{sweep.cancelled}: cannot be written: {error.strerror}") from error
-    told: list[str] = []
+    messages: list[str] = []
     failed: list[RlhpcError] = []
 
     def end(paths: RunPaths) -> list[str]:
@@ -90,10 +90,10 @@ def cancel_sweep(sweep: SweepPaths) -> list[str]:
 
     with ThreadPoolExecutor(16) as pool:  # each waits until its run has saved
         for sentences in pool.map(end, runs):
-            told += sentences
+            messages += sentences
     if failed:
-        raise RlhpcError("; ".join([*told, *map(str, failed)]))
-    return told
+        raise RlhpcError("; ".join([*messages, *map(str, failed)]))
+    return messages
 
 
 # -- plan -------------------------------------------------------------------------------------------------------------
@@ -106,14 +106,14 @@ def render_plan_of(sweep: Sweep, launcher: str) -> str:
     plans = [build_plan(run.cfg, launcher=launcher) for run in sweep.runs]
     jobs = dict.fromkeys(("training", "evaluation", "export", "recording"), 0)
     for run in sweep.runs:
-        for what, count in _jobs_of(run).items():
-            jobs[what] += count
+        for job_type, count in _jobs_of(run).items():
+            jobs[job_type] += count
     seeds = len({run.point.seed for run in sweep.runs})
     at_once = f", at most {sweep.section.max_queued} training jobs queued or running at once"
     lines = [
         f"sweep {sweep.name}: {_some(len(sweep.runs), 'run')} ({_some(len(sweep.runs) // seeds, 'configuration')}, "
         f"{_some(seeds, 'seed')}){at_once if sweep.section.max_queued else ''}",
-        "jobs         " + ", ".join(f"{count} {what}" for what, count in jobs.items() if count),
+        "jobs         " + ", ".join(f"{count} {job_type}" for job_type, count in jobs.items() if count),
     ]
     for run in sweep.runs:
         if run.prepares:
@@ -181,9 +181,9 @@ class SweepFollower:
         self._prefixes = rule_prefixes([run.point.name for run in sweep.runs])
         self._totals = {run.point.name: total_steps(run.cfg) for run in sweep.runs}
         self._paths = {run.point.name: run.paths for run in sweep.runs}
-        self._said: set[tuple[str, str]] = set()
+        self._printed: set[tuple[str, str]] = set()
         self._failures: dict[str, int] = {}
-        self._shown, self._next = "", 0.0
+        self._progress_text, self._next = "", 0.0
         self.done: list[str] = []
 
     def look(self) -> None:
@@ -218,8 +218,8 @@ class SweepFollower:
         return any(job.rule == rule for job in self._log.failed)
 
     def _say(self, name: str, text: str) -> None:
-        if (name, text) not in self._said:
-            self._said.add((name, text))
+        if (name, text) not in self._printed:
+            self._printed.add((name, text))
             self._clear()
             self._out.write(f"  {f'{name}: ' if name else ''}{text}\n")
             self._out.flush()
@@ -229,16 +229,16 @@ class SweepFollower:
         steps = {name: int(last_row(path.metrics).get("step", 0)) for name, path in self._paths.items()}
         part = sum(min(steps[name], total) for name, total in self._totals.items()) / max(1, sum(self._totals.values()))
         self._clear()
-        self._shown = (
+        self._progress_text = (
             f"  {len(self.done)} of {len(self._paths)} runs done, {len(training)} training, {part:.0%} of all steps"
         )
-        self._out.write(self._shown[:110])
+        self._out.write(self._progress_text[:110])
         self._out.flush()
 
     def _clear(self) -> None:
-        if self._shown:
+        if self._progress_text:
             self._out.write("\r\x1b[2K")
-            self._shown = ""
+            self._progress_text = ""
 
     def close(self) -> None:
         """Ends the line."""
@@ -252,9 +252,11 @@ def ending_of(sweep: Sweep) -> list[str]:
     """Renders a finished sweep: failed runs, and each configuration with its score."""
     from rlhpc.jobs.state import states
 
-    found = [state for _, state in states([run.paths for run in sweep.runs])]
-    bad = [(run.point.name, state) for run, state in zip(sweep.runs, found, strict=True) if state.state != "finished"]
-    lines = [f"{sweep.name}: {len(found) - len(bad)} of {len(found)} runs finished"]
+    run_states = [state for _, state in states([run.paths for run in sweep.runs])]
+    bad = [
+        (run.point.name, state) for run, state in zip(sweep.runs, run_states, strict=True) if state.state != "finished"
+    ]
+    lines = [f"{sweep.name}: {len(run_states) - len(bad)} of {len(run_states)} runs finished"]
     lines += [f"  {name}: {state.state}{f', {state.why}' if state.why else ''}" for name, state in bad[:10]]
     lines += [f"  and {len(bad) - 10} more"] if len(bad) > 10 else []
     if sweep.paths.is_there:

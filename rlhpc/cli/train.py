@@ -70,7 +70,7 @@ def _plan(args: argparse.Namespace) -> int:
     try:
         skipped = check_planned(cfg, resources)
     except UserError:
-        with contextlib.suppress(RlhpcError):  # sizes and placement are worth knowing all the same
+        with contextlib.suppress(RlhpcError):  # sizes and placement are useful all the same
             _print_plan(args, cfg, [])
         raise
     plan = _print_plan(args, cfg, skipped)
@@ -147,14 +147,14 @@ def _stopped(args: argparse.Namespace, cfg: RunConfig) -> str:
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     steps = [step for step, _ in paths.complete_steps()]
     saved = f"saved up to step {steps[-1]} of {total_steps(cfg)} in {paths.root}" if steps else "nothing is saved yet"
-    told = f"rlhpc: interrupted; {saved}"
+    text = f"rlhpc: interrupted; {saved}"
     if MAX_RESTARTS in os.environ:
-        return told  # in a job, whoever submitted it says how to go on
+        return text  # in a job, the submitter prints how to continue
     words = ["rlhpc", "train", args.config, *(w for w in args.overrides if not w.startswith("runner.resume_dir="))]
     words += (
         ["--segment", str(args.segment)] if args.segment is not None else ["runner.resume_dir=auto"] if steps else []
     )
-    return f"{told}\nrlhpc: go on: {shlex.join(words)}"
+    return f"{text}\nrlhpc: go on: {shlex.join(words)}"
 
 
 def tell(answer: dict[str, object], *, answers: bool) -> None:
@@ -229,8 +229,8 @@ def _cancel(args: argparse.Namespace) -> int:
     from rlhpc.jobs.submit import cancel
 
     sweep = sweep_paths(args.run, args.overrides)
-    told = cancel(run_paths(args.run, args.overrides)) if sweep is None else cancel_sweep(sweep)
-    print("\n".join(told) or "nothing is running")
+    messages = cancel(run_paths(args.run, args.overrides)) if sweep is None else cancel_sweep(sweep)
+    print("\n".join(messages) or "nothing is running")
     return 0
 
 

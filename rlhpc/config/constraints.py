@@ -16,24 +16,24 @@ from rlhpc.runtime.plugins import meant
 Fail = Callable[[str, str], ConfigError]
 
 
-def check_choice(key: str, found: str, allowed: Iterable[str], fail: Fail) -> None:
+def check_choice(key: str, value: str, allowed: Iterable[str], fail: Fail) -> None:
     """Raises an error if a value is not one of a few words; case does not matter.
 
     Raises:
         ConfigError: The value is another word; the message names the nearest and all allowed words.
     """
-    check_name(key, found.lower(), allowed, fail)
+    check_name(key, value.lower(), allowed, fail)
 
 
-def check_name(key: str, found: str, allowed: Iterable[str], fail: Fail) -> None:
+def check_name(key: str, value: str, allowed: Iterable[str], fail: Fail) -> None:
     """Raises an error if a name that the user has chosen is not allowed; case matters.
 
     Raises:
         ConfigError: The name is not allowed; the message names the nearest and all allowed names.
     """
     allowed = list(allowed)
-    if found not in allowed:
-        raise fail(key, f"{meant(found, allowed)}allowed: {', '.join(allowed)}")
+    if value not in allowed:
+        raise fail(key, f"{meant(value, allowed)}allowed: {', '.join(allowed)}")
 
 
 #: Greatest integer that every reader of a configuration can tell from its neighbours.
@@ -106,7 +106,7 @@ INTERVAL = Range(1, also=(-1, "none"))
 INTERVAL_OR_0 = Range(1, also=(0, "none"))
 SEED = Range(0, _SEED)
 
-#: Those of `cluster.elastic`, of kinds of run whose ranks may come and go.
+#: Ranges of `cluster.elastic`, for task types whose ranks may join and leave.
 ELASTIC_RANGES: dict[str, Range] = {
     "cluster.elastic[].cpus_per_node": COUNT,
     "cluster.elastic[].min": NOT_NEGATIVE,
@@ -168,16 +168,16 @@ def check_ranges(cfg: object, ranges: Mapping[str, Range], fail: Fail) -> None:
         ConfigError: Names the first number outside its range.
     """
     for key, allowed in ranges.items():
-        for place, found in _found(cfg, key):
-            for number in found if OmegaConf.is_list(found) else (found,):
+        for path, value in _values_at(cfg, key):
+            for number in value if OmegaConf.is_list(value) else (value,):
                 if number is not None and number not in allowed:
-                    raise fail(place, allowed.rule())
+                    raise fail(path, allowed.rule())
 
 
-def _found(cfg: object, key: str) -> Iterator[tuple[str, Any]]:
-    """The values at a key; for `list[].name`, those of all elements."""
-    section, each, name = key.partition("[].")
-    if not each:
+def _values_at(cfg: object, key: str) -> Iterator[tuple[str, Any]]:
+    """Yields each value at a key with its full key; for `list[].name`, those of all elements."""
+    section, is_list, name = key.partition("[].")
+    if not is_list:
         yield key, select(cfg, key)
         return
     for index, element in enumerate(select(cfg, section) or ()):

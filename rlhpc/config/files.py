@@ -96,8 +96,8 @@ def _with_defaults(
         raise ConfigError(
             f"{path}: defaults has {shown(wrong[0])}; give a list of files, as paths relative to this one"
         )
-    parts = [part for name in defaults for part in _read((folder / str(name)).resolve(), chain, trust)]
-    return [*parts, (path, content)]
+    included = [file for name in defaults for file in _read((folder / str(name)).resolve(), chain, trust)]
+    return [*included, (path, content)]
 
 
 def _content(path: Path, includer: str) -> dict[str, Any]:

@@ -36,8 +36,8 @@ _ONCE_SAVED = frozenset(
 ALWAYS_SAVED = frozenset(
     ("run_dir", "max_epochs", "resume_dir", "save_reserve_s", "rendezvous_timeout_s", "step_timeout_s")
 )
-#: Keys that did nothing in some kinds of run, which had them once: saved configurations may still say them.
-_GONE = (
+#: Keys that had no effect in some task types and were removed there: saved configurations may still have them.
+_REMOVED_KEYS = (
     "algorithm.loss_type", "env.train.num_envs", "env.train.seed", "env.train.group_size", "env.train.auto_reset",
     "env.train.use_fixed_reset_state_ids", "env.train.use_rel_reward", "env.train.simulators",
     "env.train.simulator_timeout_s", "env.eval.auto_reset", "actor.lora.dropout", "data.train.name",
@@ -64,7 +64,7 @@ class TaskTypeInfo(Protocol):
         """Returns the required keys that are not set."""
 
 
-#: Finds the kind of run for a name and the file or override it is from; None for none was named.
+#: Finds the task type for a name and the file or override that set it; the name is None if it was not set.
 Finder = Callable[[str | None, str], TaskTypeInfo]
 
 
@@ -74,7 +74,7 @@ def read_layers(
     find: Finder,
     *,
     site: str | None = None,
-    theirs: Trust | None = None,
+    trust: Trust | None = None,
 ) -> ConfigLayers:
     """Reads a configuration; see `load_config`.
 
@@ -83,18 +83,18 @@ def read_layers(
     """
     name = source_name(config)
     env_references.watch()
-    files, overrides = _of_one_run(read_files(config, theirs), overrides, name)
+    files, overrides = _without_sweep(read_files(config, trust), overrides, name)
     task, origin = read_task_type(files, overrides)
-    if theirs is not None:
-        theirs.check({"runner": {"task_type": task}}, origin)  # before anything that it names is imported
+    if trust is not None:
+        trust.check({"runner": {"task_type": task}}, origin)  # before anything that it names is imported
     kind = find(task, origin)
     layers = ConfigLayers(kind.schema, kind.whose, null_numbers({**RANGES, **kind.ranges}))
     for source, content in files:
         layers.add(
-            _without_gone(content, kind.schema),
+            _without_removed_keys(content, kind.schema),
             source,
             lenient=set(content) >= _ONCE_SAVED,
-            variables=theirs is None or theirs.everything,
+            variables=trust is None or trust.everything,
         )
     for text in overrides:
         layers.override(text)
@@ -102,41 +102,41 @@ def read_layers(
     if site:
         apply_site(layers, find_site(site))
     require(layers, kind, name)
-    if theirs is not None:
-        theirs.check(OmegaConf.to_container(layers.cfg, resolve=True), name)
+    if trust is not None:
+        trust.check(OmegaConf.to_container(layers.cfg, resolve=True), name)
     return layers
 
 
-def _of_one_run(
+def _without_sweep(
     files: Sequence[tuple[str, Any]], overrides: Sequence[str], source: str
 ) -> tuple[list[tuple[str, Any]], list[str]]:
-    """The files and overrides without what they say about a sweep, where it is taken back (`sweep=null`)."""
+    """Returns files and overrides without their sweep sections, for a configuration whose sweep is removed (`sweep=null`)."""
     if read_section(files, overrides) is not None:
         raise ConfigError(
             f"{source}: it is a sweep of several runs (section {SWEEP}), which rlhpc run and the workflow take, and rlhpc "
             f"plan, status, cancel and compare; {SWEEP}=null makes the single run of the rest of it"
         )
-    kept = [
+    run_files = [
         (name, {key: value for key, value in content.items() if key != SWEEP} if SWEEP in content else content)
         for name, content in files
     ]
-    return kept, [text for text in overrides if not is_about_sweep(text)]
+    return run_files, [text for text in overrides if not is_about_sweep(text)]
 
 
-def _without_gone(content: Any, schema: Schema) -> Any:
-    """A saved configuration without the keys that this kind of run no longer has; any other as it is."""
+def _without_removed_keys(content: Any, schema: Schema) -> Any:
+    """Returns a saved configuration without the keys that this task type no longer has; any other configuration unchanged."""
     runner = content.get("runner") if isinstance(content, dict) else None
     if not isinstance(runner, dict) or not set(runner) >= ALWAYS_SAVED:
         return content
-    kept = copy.deepcopy(content)
-    for key in _GONE:
+    remaining = copy.deepcopy(content)
+    for key in _REMOVED_KEYS:
         *path, last = key.split(".")
-        section: Any = kept
+        section: Any = remaining
         for part in path:
             section = section.get(part) if isinstance(section, dict) else None
         if isinstance(section, dict) and key not in schema:
             section.pop(last, None)
-    return kept
+    return remaining
 
 
 def read_task_type(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -> tuple[str | None, str]:

@@ -19,7 +19,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_yaml
 from rlhpc.runtime.text import cut, first_line, shown
 
-#: Says which kind of run has a key that this configuration may not have; empty if none.
+#: Returns a message that names the task type of a key that this configuration may not have; empty if none has it.
 Whose = Callable[[str], str]
 
 
@@ -47,9 +47,13 @@ class ConfigLayers:
 
     def copy(self) -> ConfigLayers:
         """Returns a copy to which layers can be added independently."""
-        other = copy.copy(self)
-        other.cfg, other.sources, other.element_keys = self.cfg.copy(), dict(self.sources), dict(self.element_keys)
-        return other
+        duplicate = copy.copy(self)
+        duplicate.cfg, duplicate.sources, duplicate.element_keys = (
+            self.cfg.copy(),
+            dict(self.sources),
+            dict(self.element_keys),
+        )
+        return duplicate
 
     def add(self, content: Any, source: str, *, lenient: bool = False, variables: bool = True) -> None:
         """Merges a file's content, or an override's, on top.
@@ -70,7 +74,7 @@ class ConfigLayers:
         if variables:
             content = with_variables(content, self.schema.root)
         if lenient:
-            content = _known(content, self.schema.root)
+            content = _select_known(content, self.schema.root)
         self._check(content, self.schema.root, "", source)
         for path, node, value in self._leaves(content):
             self.sources[path] = source
@@ -84,7 +88,7 @@ class ConfigLayers:
                     self.element_keys[path] = [{*item} if isinstance(item, dict) else set() for item in value]
                     value = [_structured(item, cls, f"{path}[{index}]", source) for index, item in enumerate(value)]
                 if path in self.schema.open and isinstance(value, dict):
-                    # A later file replaces such a mapping as a whole, because its keys are the user's own.
+                    # A later file replaces the complete mapping, because the user chooses its keys.
                     OmegaConf.update(self.cfg, node, value, merge=False)
                 else:
                     OmegaConf.update(self.cfg, node, value, merge=isinstance(value, dict))
@@ -117,40 +121,40 @@ class ConfigLayers:
         parent = next((path for path in self.schema.open if key.startswith(f"{path}.")), None)
         if parent is None:
             return _nest(key.split("."), value)
-        own = key.removeprefix(f"{parent}.")
-        if not all(part.strip() for part in own.split(".")):
+        subkey = key.removeprefix(f"{parent}.")
+        if not all(part.strip() for part in subkey.split(".")):
             raise ConfigError(f"{source}: {cut(key)} has an empty part; write {parent}.name=value")
         node = OmegaConf.select(self.cfg, parent)
         entries = typing.cast(dict[str, Any], OmegaConf.to_container(node) if node else {})
         if parent == "cluster.component_placement":
-            entries = _placed(entries, own, value)
+            entries = _placed(entries, subkey, value)
         elif parent == "sweep.grid":
-            entries[own] = value  # its keys are dotted themselves
+            entries[subkey] = value  # its keys are dotted themselves
         else:
-            *path, last = own.split(".")
-            at = entries
+            *path, last = subkey.split(".")
+            branch = entries
             for part in path:
-                if not isinstance(at.get(part), dict):
-                    at[part] = {}
-                at = at[part]
-            at[last] = value
+                if not isinstance(branch.get(part), dict):
+                    branch[part] = {}
+                branch = branch[part]
+            branch[last] = value
         return _nest(parent.split("."), entries)
 
     def _check(self, content: Any, cls: type, prefix: str, source: str) -> None:
         """Raises an error for unknown keys, naming the nearest valid one, and for wrong shapes."""
-        known = fields_of(cls)
+        fields = fields_of(cls)
         if not isinstance(content, dict):
             raise ConfigError(
-                f"{source}: {prefix.rstrip('.')} is {shown(content)}; it is a section with the keys {', '.join(known)}"
+                f"{source}: {prefix.rstrip('.')} is {shown(content)}; it is a section with the keys {', '.join(fields)}"
             )
         for key, value in content.items():
             path = f"{prefix}{key}"
-            if key not in known:
+            if key not in fields:
                 if whose := self._whose(path):
                     raise ConfigError(f"{source}: {path} {whose}")
-                hint = self.schema.nearest(str(key), known, prefix)
-                raise ConfigError(f"{source}: unknown key {cut(path)}; {hint}allowed here: {', '.join(known)}")
-            kind = known[key]
+                hint = self.schema.nearest(str(key), fields, prefix)
+                raise ConfigError(f"{source}: unknown key {cut(path)}; {hint}allowed here: {', '.join(fields)}")
+            kind = fields[key]
             if dataclasses.is_dataclass(kind) and isinstance(kind, type):
                 self._check(value, kind, f"{path}.", source)
             elif (element := element_of(kind)) is not None:
@@ -207,18 +211,20 @@ def reason(error: OmegaConfBaseException) -> str:
     return cut(first_line(error), 200)
 
 
-def _known(content: Any, cls: Any) -> Any:
-    """The part of a mapping for which a dataclass has fields."""
+def _select_known(content: Any, cls: Any) -> Any:
+    """Returns the part of a mapping for which a dataclass has fields."""
     if not isinstance(content, dict) or not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         return content
     fields = fields_of(cls)
-    kept = {}
+    selected = {}
     for key, value in content.items():
         if key in fields:
             element = element_of(fields[key])
             listed = element is not None and isinstance(value, list)
-            kept[key] = [_known(item, element) for item in value] if listed else _known(value, fields[key])
-    return kept
+            selected[key] = (
+                [_select_known(item, element) for item in value] if listed else _select_known(value, fields[key])
+            )
+    return selected
 
 
 def _structured(item: dict[str, Any], cls: type, where: str, source: str) -> DictConfig:
@@ -245,8 +251,8 @@ def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
 def _placed(placement: dict[str, Any], components: str, value: Any) -> dict[str, Any]:
     """Returns a placement with some components moved: `env=1` removes env from `actor,rollout,env: 0`."""
     moved = {name.strip() for name in components.split(",")}
-    kept = {}
-    for names, place in placement.items():
-        if left := [name.strip() for name in str(names).split(",") if name.strip() not in moved]:
-            kept[",".join(left)] = place
-    return {**kept, components: value}
+    placed = {}
+    for names, ranks in placement.items():
+        if remaining := [name.strip() for name in str(names).split(",") if name.strip() not in moved]:
+            placed[",".join(remaining)] = ranks
+    return {**placed, components: value}

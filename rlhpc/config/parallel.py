@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 #: Backends that divide weights evenly over all ranks, or not at all.
-_WHOLE = frozenset({"local", "deepspeed"})
+_UNDIVIDED = frozenset({"local", "deepspeed"})
 
 
 @dataclass(frozen=True)
@@ -44,23 +44,23 @@ class MeshSizes:
         Raises:
             ConfigError: They do not fit the ranks, or each other.
         """
-        given = {name: getattr(parallel, name) for name in ("replicate", "context", "tensor", "expert")}
-        for name, size in {**given, "shard": parallel.shard}.items():
+        sizes = {name: getattr(parallel, name) for name in ("replicate", "context", "tensor", "expert")}
+        for name, size in {**sizes, "shard": parallel.shard}.items():
             if size is not None and size < 1:
                 raise ConfigError(f"{key}.{name} is {size}; it must be at least 1")
-        expert = given.pop("expert")
-        others, shard = math.prod(given.values()), parallel.shard
-        named = " × ".join(f"{name} {size}" for name, size in given.items())
+        expert = sizes.pop("expert")
+        fixed, shard = math.prod(sizes.values()), parallel.shard
+        named = " × ".join(f"{name} {size}" for name, size in sizes.items())
         if shard is None:
-            if ranks % others:
-                raise ConfigError(f"{key}: {named} = {others} does not divide the group's {ranks} ranks")
-            shard = ranks // others
-        elif shard * others != ranks:
+            if ranks % fixed:
+                raise ConfigError(f"{key}: {named} = {fixed} does not divide the group's {ranks} ranks")
+            shard = ranks // fixed
+        elif shard * fixed != ranks:
             raise ConfigError(
-                f"{key}: {named} × shard {shard} = {shard * others}, but the group has {ranks} ranks; change a size, or leave "
+                f"{key}: {named} × shard {shard} = {shard * fixed}, but the group has {ranks} ranks; change a size, or leave "
                 "shard null for what the others leave"
             )
-        tensor, within = given["tensor"], ranks // given["replicate"]
+        tensor, within = sizes["tensor"], ranks // sizes["replicate"]
         if within % expert:
             raise ConfigError(f"{key}.expert({expert}) does not divide shard × context × tensor ({within})")
         if expert > 1 and expert % tensor and tensor % expert:
@@ -68,7 +68,7 @@ class MeshSizes:
                 f"{key}.expert({expert}) and tensor({tensor}): one of them must divide the other, or experts would be shared "
                 "by parts of tensor groups"
             )
-        return cls(given["replicate"], shard, given["context"], tensor, expert)
+        return cls(sizes["replicate"], shard, sizes["context"], tensor, expert)
 
     @property
     def ranks(self) -> int:
@@ -99,10 +99,10 @@ class MeshSizes:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns the rank's coordinates along replicate, shard, context and tensor."""
-        found = dict[str, int]()
+        coordinates = dict[str, int]()
         for name in ("tensor", "context", "shard", "replicate"):
-            rank, found[name] = divmod(rank, getattr(self, name))
-        return found
+            rank, coordinates[name] = divmod(rank, getattr(self, name))
+        return coordinates
 
     @property
     def plain(self) -> bool:
@@ -135,7 +135,7 @@ def check_parallel(section: Trained, ranks: int, key: str, *, layers: bool = Tru
         ConfigError: The sizes do not fit the ranks, or the backend cannot divide by them.
     """
     sizes = MeshSizes.of(section.parallel, ranks, f"{key}.parallel")
-    if not sizes.plain and section.training_backend.lower() in _WHOLE:
+    if not sizes.plain and section.training_backend.lower() in _UNDIVIDED:
         raise ConfigError(undivided(key, section.training_backend, sizes))
     if not layers and (sizes.block > 1 or sizes.expert > 1):
         raise ConfigError(policy_undivided(key, sizes))
@@ -144,17 +144,17 @@ def check_parallel(section: Trained, ranks: int, key: str, *, layers: bool = Tru
 
 def undivided(key: str, backend: str, sizes: MeshSizes) -> str:
     """Formats the message about sizes by which a backend does not divide."""
-    asked = [name for name in ("replicate", "context", "tensor", "expert") if getattr(sizes, name) > 1]
+    dims = [name for name in ("replicate", "context", "tensor", "expert") if getattr(sizes, name) > 1]
     return (
-        f"{key}.parallel.{asked[0]} is {getattr(sizes, asked[0])}: only {key}.training_backend=fsdp divides a model so; "
+        f"{key}.parallel.{dims[0]} is {getattr(sizes, dims[0])}: only {key}.training_backend=fsdp divides a model so; "
         f"{backend} takes 1"
     )
 
 
 def policy_undivided(key: str, sizes: MeshSizes) -> str:
     """Formats the message about sizes for a module whose layers have no parallel plan."""
-    asked = next(name for name in ("context", "tensor", "expert") if getattr(sizes, name) > 1)
+    dim = next(name for name in ("context", "tensor", "expert") if getattr(sizes, name) > 1)
     return (
-        f"{key}.parallel.{asked}({getattr(sizes, asked)}) is for language models, whose layers transformers has plans for; "
+        f"{key}.parallel.{dim}({getattr(sizes, dim)}) is for language models, whose layers transformers has plans for; "
         "this kind of policy is divided by shard and replicate alone: set it to 1"
     )

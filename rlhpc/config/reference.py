@@ -65,26 +65,26 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 def _sections(cls: type, prefix: str, ranges: Mapping[str, Range]) -> dict[str, tuple[str, list[_Row]]]:
     """Returns section → its description and rows; subsections follow their section."""
-    own: list[_Row] = []
-    found = {prefix.rstrip("."): ((cls.__doc__ or "").strip(), own)} if prefix else {}
+    rows: list[_Row] = []
+    sections = {prefix.rstrip("."): ((cls.__doc__ or "").strip(), rows)} if prefix else {}
     kinds, docs = fields_of(cls), _docs(cls)
     for field in dataclasses.fields(cls):
         kind, key = kinds[field.name], f"{prefix}{field.name}"
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            found |= _sections(kind, f"{key}.", ranges)
+            sections |= _sections(kind, f"{key}.", ranges)
             continue
         if (element := element_of(kind)) is not None:
-            found |= _sections(element, f"{key}[].", ranges)
+            sections |= _sections(element, f"{key}[].", ranges)
             name = f"list of `{key}[]`"
         else:
             name = words_of(kind).replace("|", "or")
         allowed = ranges.get(key, ANY).short()
         row = _Row(key, f"{name}, {allowed}" if allowed else name, _default(field), docs.get(field.name, ""))
         if prefix or element is None:
-            own.append(row)
+            rows.append(row)
         else:  # a list of sections that is in none
-            found[f"{key}[]"][1].insert(0, row)
-    return found
+            sections[f"{key}[]"][1].insert(0, row)
+    return sections
 
 
 def _head(section: str) -> str:
@@ -92,12 +92,12 @@ def _head(section: str) -> str:
     return section.split(".")[0].split("[")[0]
 
 
-def render(kinds: Mapping[str, tuple[type, Mapping[str, Range]]], beside: Mapping[str, type]) -> str:
-    """Renders the page.
+def render(kinds: Mapping[str, tuple[type, Mapping[str, Range]]], other_files: Mapping[str, type]) -> str:
+    """Formats the page.
 
     Args:
-        kinds: Name of each kind of run → its configuration's dataclass, and what its numbers may be.
-        beside: Sections of files that are no part of a run's configuration, by name.
+        kinds: Name of each task type → its configuration's dataclass, and the ranges of its numbers.
+        other_files: Sections of files that are not part of a run's configuration, by name.
     """
     pages = {name: _sections(cls, "", {**RANGES, **ranges}) for name, (cls, ranges) in kinds.items()}
     order = {section: None for page in pages.values() for section in page}
@@ -116,8 +116,8 @@ def render(kinds: Mapping[str, tuple[type, Mapping[str, Range]]], beside: Mappin
         for row in sorted(rows, key=lambda row: [other.key for other in rows].index(row.key)):
             where = "" if len(rows[row]) == len(having) else ", ".join(rows[row])
             lines.append(f"| `{row.key}` | {row.type} | {row.default} | {where} | {row.meaning} |")
-    for name, cls in beside.items():
-        [(description, own)] = _sections(cls, f"{name}.", {}).values()
+    for name, cls in other_files.items():
+        [(description, section_rows)] = _sections(cls, f"{name}.", {}).values()
         lines += [f"\n## {name}\n", f"{description}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
-        lines += [f"| `{row.key}` | {row.type} | {row.default} | {row.meaning} |" for row in own]
+        lines += [f"| `{row.key}` | {row.type} | {row.default} | {row.meaning} |" for row in section_rows]
     return "\n".join(lines) + "\n"

@@ -29,7 +29,7 @@ _ALSO_KNOWN_AS = {
     "vf_coef": "value_coef",
     "env": "env_id",
 }
-#: Mappings whose keys are the user's own.
+#: Mappings whose keys the user chooses.
 _OPEN = ("kwargs", "component_placement", "env_vars", "deepspeed.config", "sweep.grid")
 #: Last parts of the keys whose values are paths.
 PATHS = frozenset(
@@ -59,8 +59,8 @@ def fields_of(cls: type) -> Mapping[str, Any]:
 
 def element_of(kind: Any) -> type | None:
     """Returns the dataclass of a list's elements, if they are sections."""
-    found = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
-    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
+    element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
+    return element if isinstance(element, type) and dataclasses.is_dataclass(element) else None
 
 
 def typed_value(content: Any, kind: Any) -> Any:
@@ -165,9 +165,9 @@ class Schema:
         near = [key] if key in allowed else difflib.get_close_matches(key, allowed, 1, 0.5)
         if near:
             return f"did you mean {prefix}{near[0]}? "
-        same = [path for path in self.keys if path.rsplit(".", 1)[-1] == key]
-        same = same or difflib.get_close_matches(f"{prefix}{key}", self.keys, 1, 0.6)
-        return f"did you mean {same[0]}? " if same else ""
+        similar_keys = [path for path in self.keys if path.rsplit(".", 1)[-1] == key]
+        similar_keys = similar_keys or difflib.get_close_matches(f"{prefix}{key}", self.keys, 1, 0.6)
+        return f"did you mean {similar_keys[0]}? " if similar_keys else ""
 
 
 def _all_keys(cls: type, prefix: str) -> Iterator[str]:

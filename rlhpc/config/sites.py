@@ -59,11 +59,11 @@ def find_site(name: str) -> Path:
             return location
         raise ConfigError(f"no site file {location}")
     for folder in site_folders():
-        if (found := folder / f"{name}.yaml").is_file():
-            return found
-    there = sorted({path.stem for folder in site_folders() for path in folder.glob("*.yaml")})
+        if (site_file := folder / f"{name}.yaml").is_file():
+            return site_file
+    site_names = sorted({path.stem for folder in site_folders() for path in folder.glob("*.yaml")})
     raise ConfigError(
-        f"no site {shown(name)}; {meant(name, there)}there are: {', '.join(there) or 'none'} "
+        f"no site {shown(name)}; {meant(name, site_names)}there are: {', '.join(site_names) or 'none'} "
         f"(looked in {', '.join(str(folder) for folder in site_folders())})"
     )
 
@@ -84,17 +84,17 @@ def _read_site(path: Path) -> ConfigLayers:
     for source, content in read_files(path):
         stray = [key for key in content if key not in ("cluster", "workflow")]
         jobs = content.get("workflow")
-        known = layers.schema.kind("workflow").__dataclass_fields__
-        stray += [f"workflow.{key}" for key in jobs if key not in known] if isinstance(jobs, dict) else []
+        job_keys = layers.schema.kind("workflow").__dataclass_fields__
+        stray += [f"workflow.{key}" for key in jobs if key not in job_keys] if isinstance(jobs, dict) else []
         if stray:
             raise ConfigError(
                 f"{source}: {stray[0]}: a site file has the sections cluster, workflow.eval_job and workflow.convert_job "
                 "only; it says where, not what"
             )
         layers.add(content, source)
-    given = layers.sources
-    if unfit := [key for key in ("component_placement", "num_nodes") if f"cluster.{key}" in given]:
-        raise ConfigError(f"{given[f'cluster.{unfit[0]}']}: cluster.{unfit[0]} belongs to a run, not to a site")
+    sources = layers.sources
+    if unfit := [key for key in ("component_placement", "num_nodes") if f"cluster.{key}" in sources]:
+        raise ConfigError(f"{sources[f'cluster.{unfit[0]}']}: cluster.{unfit[0]} belongs to a run, not to a site")
     return layers
 
 
@@ -121,5 +121,5 @@ def apply_site(layers: ConfigLayers, path: Path) -> None:
     }
     for group, keys in zip(cfg.cluster.node_groups, layers.element_keys.get(groups, []), strict=True):
         for key, value in by_label.get(str(group.label), {}).items():
-            if key not in keys:  # a 0, or {}, of the run's is its word, too
+            if key not in keys:  # a 0 or {} that the run sets has precedence, too
                 group[key] = value

@@ -22,18 +22,18 @@ from rlhpc.runtime.text import cut, shown
 
 SWEEP = "sweep"
 GOALS = ("maximize", "minimize")
-#: More runs than that are a mistake in a grid.
-MOST = 1000
+#: Maximum number of runs; more are a mistake in a grid.
+MAX_RUNS = 1000
 _SEED = "runner.seed"
-_OWN = {
+_FIXED_KEYS = {
     "runner.name": "each run gets a name of its own from its values",
     "runner.run_dir": "the runs of a sweep are in one folder, run_dir/name",
     "runner.task_type": "a sweep is of one kind of run; rlhpc compare compares runs of several",
 }
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 #: Names of the sweep's own folders and files.
-_TAKEN = re.compile(r"logs|(sft|demos)-[0-9a-f]{8}(\..*)?")
-#: A longer name ends with a digest.
+_RESERVED_NAMES = re.compile(r"logs|(sft|demos)-[0-9a-f]{8}(\..*)?")
+#: Longest name in characters; a longer one is shortened and ends with a digest.
 _LONGEST = 80
 
 
@@ -127,24 +127,24 @@ def read_section(
     Raises:
         ConfigError: An unknown key, or a value of another type.
     """
-    found: tuple[ConfigLayers, str] | None = None
-    wholes = [(source, content[SWEEP]) for source, content in files if isinstance(content, dict) and SWEEP in content]
+    sweep: tuple[ConfigLayers, str] | None = None
+    sections = [(source, content[SWEEP]) for source, content in files if isinstance(content, dict) and SWEEP in content]
     changes = [text for text in overrides if is_about_sweep(text)]
-    for source, content in [*wholes, *(("", text) for text in changes)]:
+    for source, content in [*sections, *(("", text) for text in changes)]:
         key, value = (SWEEP, content) if source else parse_override(content)
         source = source or f"override {shown(content)}"
         value = _typed(key, value, run_keys)
         if key != SWEEP:
-            found = found or (ConfigLayers(Schema(SweepFile)), source)
-            found[0].set(key, value, f"override {shown(content)}")
+            sweep = sweep or (ConfigLayers(Schema(SweepFile)), source)
+            sweep[0].set(key, value, f"override {shown(content)}")
         elif value is None:
-            found = None
+            sweep = None
         else:
-            found = ConfigLayers(Schema(SweepFile)), source
-            found[0].add({SWEEP: value}, source)
-    if found is None:
+            sweep = ConfigLayers(Schema(SweepFile)), source
+            sweep[0].add({SWEEP: value}, source)
+    if sweep is None:
         return None
-    layers, source = found
+    layers, source = sweep
     plain: Any = OmegaConf.to_container(layers.cfg.sweep, resolve=False)
     return SweepConfig(**plain), source
 
@@ -173,17 +173,16 @@ def _typed(key: str, value: Any, run_keys: Schema | None) -> Any:
     return value
 
 
-def points(section: SweepConfig, source: str, given: Sequence[str] = ()) -> list[Point]:
-    """The runs of a sweep, seeds of the same values beside each other.
+def points(section: SweepConfig, source: str, overrides: Sequence[str] = ()) -> list[Point]:
+    """Returns the runs of a sweep; runs that differ in their seeds only are neighbours.
 
     Args:
         section: The sweep.
         source: Where it is from, for messages.
-        given: Overrides of the command line, none of which may change what the sweep varies.
+        overrides: Overrides of the command line, none of which may set a key that the sweep varies.
 
     Raises:
-        ConfigError: Says what of the section cannot be: an empty list, a value given twice, two runs of one name, a key that
-            a sweep does not vary.
+        ConfigError: The section has an empty list, a repeated value, two runs of one name, or a key that a sweep cannot vary.
     """
 
     def fail(where: str, rule: str) -> ConfigError:
@@ -202,21 +201,21 @@ def points(section: SweepConfig, source: str, given: Sequence[str] = ()) -> list
     if not seeds and not section.grid and not section.list:
         raise fail("", "it is empty; give it a grid, a list or seeds (or sweep=null for the single run)")
     varied = {key for _, values in combinations for key in values} | ({_SEED} if seeds else set())
-    for text in given:
+    for text in overrides:
         if (key := text.partition("=")[0].strip()) in varied:
             raise ConfigError(
                 f"override {shown(text)}: the sweep varies {key} ({source}); change its values there, with "
                 f"{SWEEP}.{'seeds' if key == _SEED else f'grid.{key}'}=[…], or leave out the override"
             )
-    found = [
+    runs = [
         Point(_joined(name, seed), _label(name, values), values, seed)
         for name, values in combinations
         for seed in seeds or (None,)
     ]
-    if len(found) > MOST:
-        raise fail("", f"these are {len(found)} runs; a sweep has at most {MOST}")
-    _check_names(found, fail)
-    return found
+    if len(runs) > MAX_RUNS:
+        raise fail("", f"these are {len(runs)} runs; a sweep has at most {MAX_RUNS}")
+    _check_names(runs, fail)
+    return runs
 
 
 def _seeds(section: SweepConfig, fail: Any) -> list[int]:
@@ -244,14 +243,14 @@ def _combined(grid: Mapping[str, Any], fail: Any) -> list[tuple[str, dict[str, A
         if twice := _twice(values):
             raise fail(f"grid.{key}", f"{shown(twice[0])} is there twice")
         count *= len(values)
-    if count > MOST:
-        raise fail("grid", f"these are {count} combinations; a sweep has at most {MOST}")
-    made = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    return [(_name(values), values) for values in made]
+    if count > MAX_RUNS:
+        raise fail("grid", f"these are {count} combinations; a sweep has at most {MAX_RUNS}")
+    combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    return [(_name(values), values) for values in combinations]
 
 
 def _listed(entries: Sequence[Any], fail: Any) -> list[tuple[str, dict[str, Any]]]:
-    found = []
+    named_values = []
     for index, entry in enumerate(entries):
         where = f"list[{index}]"
         if not isinstance(entry, dict) or not entry:
@@ -264,8 +263,8 @@ def _listed(entries: Sequence[Any], fail: Any) -> list[tuple[str, dict[str, Any]
         name = entry.get("name")
         if name is not None and (not isinstance(name, str) or not _NAME.fullmatch(name)):
             raise fail(f"{where}.name", f"it is {shown(name)}; use letters, digits, '.', '_' and '-'")
-        found.append((name or _name(values), values))
-    return found
+        named_values.append((name or _name(values), values))
+    return named_values
 
 
 def _check_key(key: Any, fail: Any, where: str) -> None:
@@ -273,16 +272,16 @@ def _check_key(key: Any, fail: Any, where: str) -> None:
         raise fail(where, f"{cut(str(key))} is no key of a configuration")
     if key.split(".")[0] in (SWEEP, "defaults"):
         raise fail(f"{where}.{key}", "a sweep cannot be within a sweep")
-    if key in _OWN:
-        raise fail(f"{where}.{key}", f"{_OWN[key]}; leave it out")
+    if key in _FIXED_KEYS:
+        raise fail(f"{where}.{key}", f"{_FIXED_KEYS[key]}; leave it out")
 
 
-def _check_names(found: Sequence[Point], fail: Any) -> None:
-    there: dict[str, Point] = {}
-    for point in found:
-        if _TAKEN.fullmatch(point.name):
+def _check_names(runs: Sequence[Point], fail: Any) -> None:
+    points_by_name: dict[str, Point] = {}
+    for point in runs:
+        if _RESERVED_NAMES.fullmatch(point.name):
             raise fail("", f"a run cannot be called {point.name}, as the sweep's own files are; give it another name")
-        other = there.setdefault(point.name.lower(), point)
+        other = points_by_name.setdefault(point.name.lower(), point)
         if other is not point:
             words = [" ".join(one.overrides) for one in (other, point)]
             way_out = (
@@ -311,7 +310,7 @@ def _name(values: Mapping[str, Any]) -> str:
 def _label(name: str, values: Mapping[str, Any]) -> str:
     if name and name != _name(values):
         return name
-    return ", ".join(f"{short}={_shown(value)}" for short, value in _short(values))
+    return ", ".join(f"{short}={_format_value(value)}" for short, value in _short(values))
 
 
 def _short(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -331,10 +330,10 @@ def _joined(name: str, seed: int | None) -> str:
 
 def _word(value: Any) -> str:
     """Formats a value for a name, without characters that file names cannot have."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", _shown(value)).strip("_") or "empty"
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", _format_value(value)).strip("_") or "empty"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, str):
         return value
     text = json.dumps(value, ensure_ascii=False)

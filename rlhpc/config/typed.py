@@ -31,19 +31,21 @@ def untouched(of: type) -> DictConfig:
 
     OmegaConf takes 50 ms to create that of a task type, a sixth of that to copy it, and a thirtieth to unpickle it.
     """
-    made, packed = _made(of)
-    again: DictConfig = made.copy() if packed is None else pickle.loads(packed)
-    return again
+    template, packed = _template_of(of)
+    copy: DictConfig = template.copy() if packed is None else pickle.loads(packed)
+    return copy
 
 
 @functools.lru_cache(maxsize=64)
-def _made(of: type) -> tuple[DictConfig, bytes | None]:
-    """One of them, and packed, if the class can be found by its name: one that a function has made cannot."""
-    made: DictConfig = OmegaConf.structured(of)
+def _template_of(of: type) -> tuple[DictConfig, bytes | None]:
+    """Returns the mapping of a class and its pickle. The pickle is None if the class cannot be imported by its name, such as a
+    class defined in a function.
+    """
+    template: DictConfig = OmegaConf.structured(of)
     try:
-        return made, pickle.dumps(made, pickle.HIGHEST_PROTOCOL)
+        return template, pickle.dumps(template, pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return made, None
+        return template, None
 
 
 def mapping(section: object) -> DictConfig:

@@ -34,7 +34,7 @@ _TOTAL_S = 45.0
 _PAUSES_S = (0.5, 1.0, 2.0)
 _JOB = re.compile(r"^(\d+(?:_\d+)?)(?:\+(\d+))?(?:\.(\w+))?$")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-#: What sacct says if trying again is pointless.
+#: Messages of sacct after which a retry is pointless.
 _NO_ACCOUNTING = re.compile(
     r"accounting storage is disabled|Slurm accounting.*(?:disabled|not running)|establish a configuration source",
     re.IGNORECASE,
@@ -51,15 +51,15 @@ class JobIds:
     """Slurm jobs of a run.
 
     Attributes:
-        ids: Job ids, in the order in which they were found.
-        since: Unix time before which none of them was submitted; the ids may have been used for earlier jobs.
-        own: The jobs that rlhpc submitted, as opposed to allocations that it was started in.
-        drivers: How many times a driver was started, as far as is known.
+        ids: Job ids, in order of discovery.
+        since: Unix time before which none of them was submitted; earlier jobs may have had the same ids.
+        submitted: Jobs that rlhpc submitted, as opposed to allocations in which it was started.
+        drivers: Known number of driver starts.
     """
 
     ids: tuple[str, ...]
     since: float | None = None
-    own: frozenset[str] = frozenset()
+    submitted: frozenset[str] = frozenset()
     drivers: int = 0
 
 
@@ -115,22 +115,22 @@ def query(
     if jobs.since is not None:
         argv.append(f"--starttime={time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(jobs.since))}")
     argv.append(f"--format={','.join(FIELDS)}")
-    end, said = time.monotonic() + _TOTAL_S, ""
+    end, message = time.monotonic() + _TOTAL_S, ""
     for pause in (0.0, *_PAUSES_S):
         if pause:
             sleep(pause)
-        left = end - time.monotonic()
-        if left <= 0:
+        remaining_s = end - time.monotonic()
+        if remaining_s <= 0:
             break
-        answer = ask(*argv, timeout_s=min(timeout_s, left))
+        answer = ask(*argv, timeout_s=min(timeout_s, remaining_s))
         if answer.ok:
             if rows := parse(answer.lines):
                 return rows
             raise NoAccounting(f"sacct knows nothing of job {', '.join(jobs.ids)}")
-        said = answer.words
+        message = answer.words
         if answer.code == 127 or _NO_ACCOUNTING.search(" ".join(answer.lines)):
-            raise NoAccounting(said)
-    raise NoAccounting(said)
+            raise NoAccounting(message)
+    raise NoAccounting(message)
 
 
 def parse(lines: Iterable[str]) -> list[AccountingRow]:
@@ -143,9 +143,9 @@ def parse(lines: Iterable[str]) -> list[AccountingRow]:
         if not row.step:
             starts.append(row)
             continue
-        mine = [s for s in starts[::-1] if (s.job_id, s.component) == (row.job_id, row.component)]
-        if mine:
-            mine[0].steps.append(row)
+        owners = [s for s in starts[::-1] if (s.job_id, s.component) == (row.job_id, row.component)]
+        if owners:
+            owners[0].steps.append(row)
     for start in starts:
         _mend(start)
     return starts
@@ -153,10 +153,10 @@ def parse(lines: Iterable[str]) -> list[AccountingRow]:
 
 def _mend(start: AccountingRow) -> None:
     """Restores a start time from the steps: a job that was updated while being requeued has lost its start time."""
-    begun = [step.start for step in start.steps if step.start is not None]
-    if start.elapsed == 0 and start.start is None and begun:
+    step_starts = [step.start for step in start.steps if step.start is not None]
+    if start.elapsed == 0 and start.start is None and step_starts:
         ends = [step.span[1] for step in start.steps]
-        start.start = min(begun)
+        start.start = min(step_starts)
         start.elapsed = max(0.0, (max(ends) if start.end is None else start.end) - start.start)
 
 
@@ -199,10 +199,10 @@ def _moment(text: str) -> float | None:
 
 def _seconds(text: str) -> float:
     """Parses `[days-[hours:]]minutes:seconds[.fraction]` into seconds."""
-    days, _, rest = text.rpartition("-")
+    days, _, clock = text.rpartition("-")
     try:
         total = float(days or 0) * 86400.0
-        for scale, part in zip((1.0, 60.0, 3600.0), reversed(rest.split(":")), strict=False):
+        for scale, part in zip((1.0, 60.0, 3600.0), reversed(clock.split(":")), strict=False):
             total += scale * float(part)
     except ValueError:
         return 0.0
@@ -228,7 +228,7 @@ _EARLIER_S = 3600.0
 
 def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> JobIds:
     """Returns the Slurm jobs of a run: those submitted, requeued or resubmitted, and allocations in which it was started."""
-    own: dict[str, None] = {}
+    submitted: dict[str, None] = {}
     times: list[float] = []
     drivers = 0
     files = sorted(paths.submit.glob(f"{segment_name('*')}.json")) if paths.submit.is_dir() else []
@@ -236,28 +236,28 @@ def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> Job
     for name, value in records.items():
         if value.get("executor") != "slurm" or not str(value.get("job_id", "")).isdigit():
             continue
-        own[str(value["job_id"])] = None
+        submitted[str(value["job_id"])] = None
         times += [float(value[key]) for key in ("submitted", "started") if value.get(key)]
         attempts = records.get(name.removesuffix(".json") + ".attempts.json", {})
         if attempts.get("token") == value.get("token") and "attempt" in value:
             rows = [row for row in attempts.get("attempts") or () if isinstance(row, dict)]
-            own.update((str(row["job_id"]), None) for row in rows if str(row.get("job_id", "")).isdigit())
+            submitted.update((str(row["job_id"]), None) for row in rows if str(row.get("job_id", "")).isdigit())
             drivers += len(rows)
     provenance = read_provenance(paths) if provenance is None else provenance
-    ids = dict(own)
+    ids = dict(submitted)
     for start in [provenance, *(provenance.get("segments") or [])]:
         slurm = start.get("slurm") or {}
         job = str(slurm.get("JOB_ID") or "")
         if job.isdecimal():
             ids[job] = None
             if str(slurm.get("JOB_NAME", "")).startswith(f"rlhpc-{paths.root.name}-"):
-                own[job] = None
+                submitted[job] = None
             for key in ("created", "started"):
                 try:
                     times.append(datetime.fromisoformat(str(start[key])).timestamp())
                 except (KeyError, ValueError):
                     continue
-    return JobIds(tuple(ids), min(times) - _EARLIER_S if times else None, frozenset(own), drivers)
+    return JobIds(tuple(ids), min(times) - _EARLIER_S if times else None, frozenset(submitted), drivers)
 
 
 def account(
@@ -291,7 +291,7 @@ def account(
         "available": True,
         "made": datetime.now().astimezone().isoformat(timespec="seconds"),
         "jobs": list(jobs.ids),
-        "allocations": [job for job in jobs.ids if job not in jobs.own],
+        "allocations": [job for job in jobs.ids if job not in jobs.submitted],
         "complete": not any(row.live for start in started for row in (start, *start.steps)),
         "requeues": sum(s.component == first[s.job_id] for s in started) - len(first),
         "driver_starts": jobs.drivers,
@@ -348,8 +348,8 @@ def _accelerators(step: AccountingRow, role: str, placement: Placement, ranks: S
         return set()
     if role not in placement:
         return {("?", number) for number in range(step.gpus or 0)}
-    mine = [entry for entry in placement[role] if int(entry.get("node_rank", 0)) in ranks]
-    return {(int(e.get("node_rank", 0)), int(index)) for e in mine for index in e.get("accelerators") or ()}
+    entries = [entry for entry in placement[role] if int(entry.get("node_rank", 0)) in ranks]
+    return {(int(e.get("node_rank", 0)), int(index)) for e in entries for index in e.get("accelerators") or ()}
 
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:
@@ -371,20 +371,22 @@ def _idle(rows: Iterable[AccountingRow]) -> float | None:
     return round(max(0.0, 1.0 - sum(row.cpu_time for row in measured) / granted), 4) if granted else None
 
 
-def _of_role(found: Sequence[tuple[AccountingRow, set[Any]]]) -> dict[str, Any]:
-    rows = [row for row, _ in found]
+def _of_role(steps: Sequence[tuple[AccountingRow, set[Any]]]) -> dict[str, Any]:
+    rows = [row for row, _ in steps]
     parts = {row.component for row in rows}
     by_part = [[row for row in rows if row.component == part] for part in parts]
     return {
         "components": sorted(parts),
         "elapsed_s": round(_length(row.span for row in rows), 3),
-        "gpu_hours": _hours(sum(row.elapsed * len(held) for row, held in found)),
+        "gpu_hours": _hours(sum(row.elapsed * len(held) for row, held in steps)),
         "cpu_hours": _hours(sum(row.elapsed * row.cpus for row in rows)),
         "cpu_hours_used": _hours(sum(row.cpu_time for row in rows if row.measured)),
         "idle_share": _idle(rows),
         "max_rss_bytes": max((row.max_rss for row in rows if row.max_rss is not None), default=None),
         # Another job is the next segment or a new submission, not a restart.
-        "restarts": max(len(mine) - len({row.job_id for row in mine}) for mine in by_part),
+        "restarts": max(
+            len(component_rows) - len({row.job_id for row in component_rows}) for component_rows in by_part
+        ),
     }
 
 

@@ -83,7 +83,7 @@ def _size(value: int | None) -> str:
     return "–" if value is None else size(value)
 
 
-#: Ranks of which the page has a row; those before them are counted.
+#: Maximum number of ranks with a row on the page; earlier ranks are only counted.
 _ROWS = 200
 
 
@@ -91,13 +91,13 @@ def joined_account(paths: RunPaths) -> dict[str, Any] | None:
     """Returns the entries of accounting.json about ranks that joined, from the driver's record; None if
     no rank ever joined.
     """
-    found, record, now = stays(paths), HelperRecord.read(paths), time.time()
-    if not found and not record.jobs:
+    rank_stays, record, now = stays(paths), HelperRecord.read(paths), time.time()
+    if not rank_stays and not record.jobs:
         return None
     return {
-        "ranks": len(found),
-        "rank_hours": round(sum(stay.hours(now) for stay in found), 6),
-        "accelerator_hours": round(sum(stay.hours(now) * stay.accelerators for stay in found), 6),
+        "ranks": len(rank_stays),
+        "rank_hours": round(sum(stay.hours(now) for stay in rank_stays), 6),
+        "accelerator_hours": round(sum(stay.hours(now) * stay.accelerators for stay in rank_stays), 6),
         "jobs": list(record.jobs),
         "budget_hours": round(record.spent() + sum(job.hours(now) for job in record.live()), 6),
     }
@@ -105,7 +105,7 @@ def joined_account(paths: RunPaths) -> dict[str, Any] | None:
 
 def joined_section(paths: RunPaths) -> str:
     """Renders a sentence, and a row for each rank that joined; "" if no rank ever joined."""
-    found, account = stays(paths), joined_account(paths)
+    rank_stays, account = stays(paths), joined_account(paths)
     if account is None:
         return ""
     rows: list[list[Cell]] = [
@@ -113,14 +113,14 @@ def joined_section(paths: RunPaths) -> str:
             f"{stay.group}-{stay.rank}", stay.node, stay.job or "–", *map(_clock, (stay.joined, stay.works, stay.left_at)),
             f"{stay.hours():.2f}", stay.why or "it was there to the end of this account",
         ]
-        for stay in found[-_ROWS:]
+        for stay in rank_stays[-_ROWS:]
     ]  # fmt: skip
     words = (
         f"{account['ranks']} ranks joined, for {account['rank_hours']:.2f} hours in all. "
         f"{len(account['jobs'])} jobs were submitted for them (cluster.elastic), which took {account['budget_hours']:.2f} "
         "hours of their budget."
     )
-    if len(found) > _ROWS:
+    if len(rank_stays) > _ROWS:
         words += f" The last {_ROWS} of them:"
     head = ["rank", "node", "job", "joined", "took part", "left", "hours", "why"]
     listed = f'<div class="scroll">{table(head, rows, text_columns={0, 1, 2, 3, 4, 5, 7})}</div>' if rows else ""

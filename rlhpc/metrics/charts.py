@@ -15,21 +15,21 @@ from dataclasses import dataclass, field
 from html import escape
 
 Size = tuple[int, int]
-#: Size of a chart: as wide as a phone shows it, and a third of a page elsewhere.
+#: Size of a chart: the width of a phone, or a third of a page elsewhere.
 CHART: Size = (364, 240)
 #: Size of a chart as wide as two and the space between them, with letters of the same size.
 WIDE: Size = (766, 330)
-#: Size of a chart beside a wide one.
+#: Size of a chart next to a wide one.
 TALL: Size = (CHART[0], WIDE[1])
 #: Values that differ by less, absolutely or relative to the largest, are one value: float32 rounds more than that.
 _NOISE, _RELATIVE_NOISE = 1e-8, 1e-9
-_LEFT, _RIGHT, _BOTTOM = 54, 18, 42
+_LEFT_MARGIN, _RIGHT, _BOTTOM = 54, 18, 42
 _MAX_POINTS = 500
 #: Size of the widest letters that a page may use (`STYLE`); the layout leaves room for them.
 _LETTERS = 12.5
 _BOLD = 1.12 * _LETTERS
 _LINE = 17
-#: Number of stretches of the x axis with a tooltip of their own.
+#: Number of stretches of the x axis, each with a tooltip.
 _STRIPS = 32
 
 STYLE = """
@@ -74,14 +74,14 @@ class Line:
 
 @dataclass
 class Frame:
-    """The plot area of a chart: the ranges of its axes, and their place in the drawing.
+    """Plot area of a chart: the ranges of its axes, and their location in the drawing.
 
     Attributes:
         x0, x1, y0, y1: Ends of the axes.
         size: Size of the drawing.
-        top: Where the plot begins, below title and key.
-        left: Where the plot begins, to the right of the labels.
-        parts: The elements drawn so far.
+        top: Upper end of the plot, below title and key.
+        plot_left: Left end of the plot, to the right of the labels.
+        parts: Elements drawn so far.
     """
 
     x0: float
@@ -90,7 +90,7 @@ class Frame:
     y1: float
     size: Size
     top: float = 40.0
-    left: float = _LEFT
+    plot_left: float = _LEFT_MARGIN
     parts: list[str] = field(default_factory=list)
 
     @property
@@ -102,7 +102,7 @@ class Frame:
         return self.size[1] - _BOTTOM
 
     def px(self, x: float) -> float:
-        return self.left + (x - self.x0) / (self.x1 - self.x0) * (self.right - self.left)
+        return self.plot_left + (x - self.x0) / (self.x1 - self.x0) * (self.right - self.plot_left)
 
     def py(self, y: float) -> float:
         return self.bottom - (y - self.y0) / (self.y1 - self.y0) * (self.bottom - self.top)
@@ -135,14 +135,14 @@ def number(value: float) -> str:
 
 def tick_labels(values: Sequence[float]) -> list[str]:
     """Returns the labels of one axis in a uniform format: the same unit, decimals and exponent."""
-    most = max((abs(value) for value in values), default=0.0)
-    step = min((b - a for a, b in itertools.pairwise(values)), default=most) or 1.0
+    largest = max((abs(value) for value in values), default=0.0)
+    step = min((b - a for a, b in itertools.pairwise(values)), default=largest) or 1.0
     scale, unit = next(
-        ((s, u) for s, u in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if most >= s * (10 if u == "k" else 1)), (1.0, "")
+        ((s, u) for s, u in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if largest >= s * (10 if u == "k" else 1)), (1.0, "")
     )
     decimals = _decimals(step / scale)
     if decimals > 4:  # too small to write out
-        power = math.floor(math.log10(most))
+        power = math.floor(math.log10(largest))
         scale, unit = 10.0**power, f"e{power}"
         decimals = _decimals(step / scale)
     return ["0" if value == 0 else f"{value / scale:.{decimals}f}{unit}" for value in values]
@@ -176,7 +176,7 @@ def line_chart(
     ys = [y for line in lines for values in (line.y, line.low, line.high) for y in values]
     dots = any(line.markers or len(line.x) == 1 for line in lines)
     frame = Frame(*span(xs, 0.04 if dots else 0.0, dots), *span(ys, 0.06), size)
-    heading(frame, title, y_label, [(line.name, line.color) for line in lines if line.name], least=1 if key else 2)
+    heading(frame, title, y_label, [(line.name, line.color) for line in lines if line.name], min_names=1 if key else 2)
     axes(frame, x_label)
     for line in lines:
         _draw(frame, line)
@@ -196,7 +196,7 @@ def _in_words(line: Line, x_label: str) -> str:
     """Describes a line that never changes: its value, with its interval if it is a single point."""
     value = line.y[0]
     if len(line.y) > 1 and abs(value) <= _NOISE and not all(y == value for y in line.y):
-        value = 0.0  # rounding around it
+        value = 0.0  # only rounding noise around 0
     text = number(value)
     if len(line.x) == 1:
         if len(line.low) and len(line.high) and line.low[0] < line.high[0]:
@@ -216,16 +216,16 @@ def standalone(svg: str) -> str:
     )
 
 
-def beside(charts: Sequence[str], size: Size, columns: int) -> str:
+def arrange_in_rows(charts: Sequence[str], size: Size, columns: int) -> str:
     """Combines several drawings into one, in rows."""
     columns = min(columns, len(charts))
     parts = []
     for i, chart in enumerate(charts):
         row, column = divmod(i, columns)
-        place = f'x="{column * size[0]}" y="{row * size[1]}" width="{size[0]}" height="{size[1]}" '
-        parts.append(chart.replace("<svg ", f"<svg {place}", 1))
-    whole = (columns * size[0], -(-len(charts) // columns) * size[1])
-    return drawing("", Frame(0, 1, 0, 1, whole, parts=parts))
+        position = f'x="{column * size[0]}" y="{row * size[1]}" width="{size[0]}" height="{size[1]}" '
+        parts.append(chart.replace("<svg ", f"<svg {position}", 1))
+    size_of_all = (columns * size[0], -(-len(charts) // columns) * size[1])
+    return drawing("", Frame(0, 1, 0, 1, size_of_all, parts=parts))
 
 
 def is_empty(svg: str) -> bool:
@@ -273,18 +273,18 @@ def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
         places.append(xs[-1])
     middles = [(a + b) / 2 for a, b in itertools.pairwise(places)]
     for x, start, end in zip(places, [frame.x0, *middles], [*middles, frame.x1], strict=True):
-        told = [f"{x_label} {number(x)}"]
+        tooltip = [f"{x_label} {number(x)}"]
         for line in lines:
             i = min(bisect.bisect_left(line.x, x), len(line.x) - 1)
             if not start <= line.x[i] <= end:
                 continue
             has_band = len(line.low) > i < len(line.high) and line.low[i] < line.high[i]
             ends = f" ({number(line.low[i])} to {number(line.high[i])})" if has_band else ""
-            told.append(f"{line.name + ': ' if line.name else ''}{number(line.y[i])}{ends}")
-        left, right = frame.px(start), frame.px(end)
+            tooltip.append(f"{line.name + ': ' if line.name else ''}{number(line.y[i])}{ends}")
+        x_left, x_right = frame.px(start), frame.px(end)
         yield (
-            f'<rect class="strip" x="{left:.1f}" y="{frame.top:.0f}" width="{right - left:.1f}" '
-            f'height="{frame.bottom - frame.top:.0f}"><title>{escape(chr(10).join(told))}</title></rect>'
+            f'<rect class="strip" x="{x_left:.1f}" y="{frame.top:.0f}" width="{x_right - x_left:.1f}" '
+            f'height="{frame.bottom - frame.top:.0f}"><title>{escape(chr(10).join(tooltip))}</title></rect>'
         )
 
 
@@ -332,10 +332,12 @@ def span(values: Sequence[float], pad: float, both: bool = False) -> tuple[float
     return start, high + pad * width
 
 
-def heading(frame: Frame, title: str, y_label: str, names: Sequence[tuple[str, int]] = (), *, least: int = 2) -> None:
-    """Draws the title, the y axis's label below it, and the key: beside them if there is room, else in rows of its own.
+def heading(
+    frame: Frame, title: str, y_label: str, names: Sequence[tuple[str, int]] = (), *, min_names: int = 2
+) -> None:
+    """Draws the title, the y axis's label below it, and the key: next to them if there is room, else in separate rows.
 
-    Sets `frame.top`; a key of many rows makes the drawing taller, and a key of fewer than `least` names is left out.
+    Sets `frame.top`; a key of many rows makes the drawing taller, and a key of fewer than `min_names` names is omitted.
     """
     width, parts = frame.size[0], frame.parts
     parts.append(f'<text class="title" x="8" y="18">{escape(title)}</text>')
@@ -343,11 +345,11 @@ def heading(frame: Frame, title: str, y_label: str, names: Sequence[tuple[str, i
     if y_label:
         bottom += _LINE
         parts.append(f'<text x="8" y="{bottom:.0f}">{escape(y_label)}</text>')
-    if len(names) >= least:
+    if len(names) >= min_names:
         rows = _rows([(name, color, 15 + text_width(name) + 10) for name, color in names], width - 16)
-        beside = 8 + text_width(y_label) + 24 if y_label else 8 + text_width(title, _BOLD) + 24
+        key_x = 8 + text_width(y_label) + 24 if y_label else 8 + text_width(title, _BOLD) + 24
         first = sum(wide for _, _, wide in rows[0])
-        if len(rows) == 1 and beside + first <= width - 8:
+        if len(rows) == 1 and key_x + first <= width - 8:
             at, bottom = width - 8 - first, bottom - _LINE
         else:
             at = 8.0
@@ -379,19 +381,19 @@ def axes(frame: Frame, x_label: str) -> None:
     """Draws grid, ticks and their numbers; sets `frame.left` by the widest number."""
     y_ticks = [y for y in ticks(frame.y0, frame.y1, 6) if frame.y0 <= y <= frame.y1]
     y_labels = tick_labels(y_ticks)
-    frame.left = max(34.0, 12 + max(map(text_width, y_labels)))
-    left, parts, bottom = frame.left, frame.parts, frame.bottom
+    frame.plot_left = max(34.0, 12 + max(map(text_width, y_labels)))
+    x_left, parts, bottom = frame.plot_left, frame.parts, frame.bottom
     x_ticks = [x for x in ticks(frame.x0, frame.x1, frame.size[0] // 90) if frame.x0 <= x <= frame.x1]
     for y, label in zip(y_ticks, y_labels, strict=True):
         at = frame.py(y)
-        parts.append(f'<path class="grid" d="M{left:.0f} {at:.1f}H{frame.right}"/>')
-        parts.append(f'<text class="num" x="{left - 6:.0f}" y="{at + 4:.1f}" text-anchor="end">{label}</text>')
-    parts.append(f'<path class="axis" d="M{left:.0f} {bottom}H{frame.right}"/>')
+        parts.append(f'<path class="grid" d="M{x_left:.0f} {at:.1f}H{frame.right}"/>')
+        parts.append(f'<text class="num" x="{x_left - 6:.0f}" y="{at + 4:.1f}" text-anchor="end">{label}</text>')
+    parts.append(f'<path class="axis" d="M{x_left:.0f} {bottom}H{frame.right}"/>')
     for x, label in zip(x_ticks, tick_labels(x_ticks), strict=True):
         at = frame.px(x)
         parts.append(f'<path class="axis" d="M{at:.1f} {bottom}v4"/>')
         parts.append(f'<text class="num" x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>')
-    middle = (left + frame.right) / 2
+    middle = (x_left + frame.right) / 2
     parts.append(f'<text x="{middle:.0f}" y="{bottom + 35}" text-anchor="middle">{escape(x_label)}</text>')
 
 
@@ -445,13 +447,13 @@ def stacked_bars(
     base = [0.0] * len(bins)
     for color, (name, values) in enumerate(stacks):
         for i, (start, end) in enumerate(bins):
-            left, right = frame.px(start), frame.px(end)
-            gap = min(1.0, (right - left) * 0.15)
+            x_left, x_right = frame.px(start), frame.px(end)
+            gap = min(1.0, (x_right - x_left) * 0.15)
             top, bottom = frame.py(base[i] + values[i]), frame.py(base[i])
             base[i] += values[i]
             if bottom - top > 0.05:
                 frame.parts.append(
-                    f'<rect x="{left + gap / 2:.1f}" y="{top:.1f}" width="{max(right - left - gap, 0.5):.1f}" '
+                    f'<rect x="{x_left + gap / 2:.1f}" y="{top:.1f}" width="{max(x_right - x_left - gap, 0.5):.1f}" '
                     f'height="{bottom - top:.1f}" style="fill:var(--c{color % 8})">'
                     f"<title>{escape(name)}: {values[i]:.3g} s</title></rect>"
                 )
@@ -467,28 +469,35 @@ def log_bars(title: str, unit: str, rows: Mapping[str, Mapping[str, Spread]], co
         rows: Measurement → subject → (lowest, median, highest), all above 0.
         colors: Subject → index into the palette; the key is in this order.
     """
-    values = [value for found in rows.values() for spread in found.values() for value in spread]
+    values = [value for spreads in rows.values() for spread in spreads.values() for value in spread]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     width = CHART[0]
     frame = Frame(low, max(high, low + 1), 0, 1, (width, 0))
-    heading(frame, title, unit, [(who, color) for who, color in colors.items() if any(who in f for f in rows.values())])
-    frame.left, y = 8.0, frame.top + 4
+    heading(
+        frame,
+        title,
+        unit,
+        [(subject, color) for subject, color in colors.items() if any(subject in f for f in rows.values())],
+    )
+    frame.plot_left, y = 8.0, frame.top + 4
     end = width - 8 - max(text_width(number(value)) for value in values)  # room for the values after the bars
 
     def at(value: float) -> float:
         return 8 + (math.log10(value) - low) / (frame.x1 - low) * (end - 8)
 
     bars: list[str] = []
-    for name, found in rows.items():
+    for name, spreads in rows.items():
         bars.append(f'<text class="key" x="8" y="{y + 10:.0f}">{escape(name)}</text>')
         y += _ROW - 4
-        for who, (least, middle, most) in found.items():
-            told = f"{escape(who)}: {number(middle)} {escape(unit)} ({number(least)} to {number(most)})"
+        for subject, (low_value, middle, high_value) in spreads.items():
+            tooltip = (
+                f"{escape(subject)}: {number(middle)} {escape(unit)} ({number(low_value)} to {number(high_value)})"
+            )
             bars.append(
                 f'<rect x="8" y="{y:.0f}" width="{max(at(middle) - 8, 1):.1f}" height="{_BAR - 3}" rx="1.5" '
-                f'style="fill:var(--c{colors[who] % 8})"><title>{told}</title></rect>'
-                f'<path class="axis" d="M{at(least):.1f} {y + 6:.1f}H{at(most):.1f}"/>'
-                f'<text class="num" x="{max(at(middle), at(most)) + 5:.1f}" y="{y + 10:.0f}">{number(middle)}</text>'
+                f'style="fill:var(--c{colors[subject] % 8})"><title>{tooltip}</title></rect>'
+                f'<path class="axis" d="M{at(low_value):.1f} {y + 6:.1f}H{at(high_value):.1f}"/>'
+                f'<text class="num" x="{max(at(middle), at(high_value)) + 5:.1f}" y="{y + 10:.0f}">{number(middle)}</text>'
             )
             y += _BAR
         y += 8
@@ -536,7 +545,7 @@ def interval_chart(title: str, x_label: str, rows: Sequence[ChartRow]) -> str:
     heading(frame, title, "")
     widest = 16 + max(text_width(row.name) for row in rows)
     above = widest > 0.45 * width  # long names stand above their rows
-    frame.left = 16.0 if above else widest
+    frame.plot_left = 16.0 if above else widest
     y, drawn = frame.top + 6, []
     for row in rows:
         color = f"var(--c{row.color % 8})"

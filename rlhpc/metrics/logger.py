@@ -22,9 +22,9 @@ from rlhpc.runtime.errors import ConfigError, StorageError
 from rlhpc.runtime.files import is_count, open_file, read_file, read_json, replace_durably
 
 #: Largest metrics.jsonl that is read.
-_MOST_BYTES = 2 << 30
+_MAX_BYTES = 2 << 30
 
-#: The loggers of a run by default.
+#: Default loggers of a run.
 BACKENDS = ("jsonl", "tensorboard")
 
 
@@ -135,7 +135,7 @@ class MetricLogger:
         self._last_row = {**self._last_row, **values}
         line = _line(step, self._last_row)
         if self._last_offset < self._committed:
-            # The row is promised to be on disk already, so it must not be missing even for a moment.
+            # The committed row must stay on disk at every moment.
             head = self._path.read_bytes()[: self._last_offset]
             self._file.close()
             replace_durably(self._path, head + line)
@@ -150,14 +150,14 @@ class MetricLogger:
         """Keeps complete rows up to `resume_step`, and returns them; if a step occurs twice, the last row wins."""
         raw = self._path.read_bytes() if self._path.exists() else b""
         rows = {step: row for step, row in _parse(raw) if step <= resume_step}
-        kept = b"".join(_line(step, rows[step]) for step in sorted(rows))
-        if kept != raw:
-            replace_durably(self._path, kept)
+        content = b"".join(_line(step, rows[step]) for step in sorted(rows))
+        if content != raw:
+            replace_durably(self._path, content)
         if rows:
             self._last_step = max(rows)
             self._last_row = rows[self._last_step]
-            self._last_offset = len(kept) - len(_line(self._last_step, self._last_row))
-        self._committed = len(kept)
+            self._last_offset = len(content) - len(_line(self._last_step, self._last_row))
+        self._committed = len(content)
         return sorted(rows.items())
 
     def _failed(self, error: OSError) -> StorageError:
@@ -173,7 +173,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         ConfigError: It cannot be read, is not a regular file, or is too large for metrics.
     """
     try:
-        raw = read_file(Path(path), _MOST_BYTES)
+        raw = read_file(Path(path), _MAX_BYTES)
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -75,8 +75,8 @@ def page(title: str, subtitle: str, body: Sequence[str], css: str = "") -> str:
         + "\n".join(body)
         + "\n</main></body></html>\n"
     )
-    # Text from logs and models may contain what a page must not: control characters become their pictures, and lone
-    # surrogates become question marks.
+    # Text from logs and models may contain characters that a page must not have: control characters become their pictures,
+    # and lone surrogates become question marks.
     return re.sub(r"\r\n?", "\n", html).translate(_CONTROL).encode("utf-8", "replace").decode()
 
 
@@ -172,9 +172,9 @@ def duration(seconds: float) -> str:
     """Formats seconds: 42.5 s, 3 min 20 s, 5 h 07 min, 7 d 8 h."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder_s = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {remainder_s:02d} s"
     hours = minutes // 60
     return f"{hours} h {minutes % 60:02d} min" if hours < 72 else f"{hours // 24} d {hours % 24} h"
 

@@ -33,10 +33,10 @@ from rlhpc.runtime.host import node_name
 from rlhpc.runtime.repository import git_state
 from rlhpc.runtime.text import in_parentheses
 
-#: By group, what each rank has.
+#: Group → entries of its ranks.
 Placement = Mapping[str, Sequence[Mapping[str, Any]]]
-_MOST_SLOTS = 1024
-"""Most accelerators of a node that a placement may name."""
+_MAX_SLOTS = 1024
+"""Maximum number of accelerators of a node in a placement."""
 _PACKAGES = (
     "torch",
     "numpy",
@@ -151,7 +151,7 @@ def _is_group(ranks: Any) -> bool:
     return isinstance(ranks, list) and all(
         isinstance(rank, dict) and is_count(rank.get("rank", 0)) and is_count(rank.get("node_rank", 0))
         and isinstance(rank.get("accelerators", []), list)
-        and all(is_count(slot) and slot < _MOST_SLOTS for slot in rank.get("accelerators", []))
+        and all(is_count(slot) and slot < _MAX_SLOTS for slot in rank.get("accelerators", []))
         for rank in ranks
     )  # fmt: skip
 
@@ -185,13 +185,13 @@ def versions() -> dict[str, str]:
     """Returns the installed versions of the packages that the numbers depend on; does not import them."""
     from rlhpc import __version__
 
-    found = {"rlhpc": __version__, "python": platform.python_version()}
+    package_versions = {"rlhpc": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            package_versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return package_versions
 
 
 def _config_checksum(cfg: object) -> str | None:
@@ -201,15 +201,15 @@ def _config_checksum(cfg: object) -> str | None:
         from omegaconf import OmegaConf
 
         if OmegaConf.is_config(cfg):
-            cfg = to_plain(cfg)  # without secrets: whoever has the checksum could find them by trying
+            cfg = to_plain(cfg)  # without secrets, which could be guessed from the checksum
     return hashlib.sha256(json.dumps(cfg, sort_keys=True, default=str).encode()).hexdigest()
 
 
 Result = TypeVar("Result", bound=Mapping[str, Any])
-#: Stands for the metric of the largest k that there is, such as `pass_at_4`.
+#: Placeholder for the metric of the largest available k, such as `pass_at_4`.
 PASS_AT_K = "pass_at_k"
 _PASS_AT = re.compile(r"pass_at_(\d+)")
-#: Names under which evaluations count what they were made on.
+#: Names under which evaluations count their problems or episodes.
 _COUNTS = ("n", "problems", "episodes", "rows")
 
 
@@ -233,7 +233,7 @@ class Evaluated:
     in_training: bool
 
 
-#: Fields of an evaluation's result, by what they must be; a field that is not listed may be anything.
+#: Type check of each field of an evaluation's result; a field that is not listed may have any type.
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("global_step", "n", "episodes", "samples", "steps", "successes"), is_count),
     **dict.fromkeys(
@@ -310,12 +310,12 @@ def read_results(paths: RunPaths, suite: str) -> list[dict[str, Any]]:
 
 def read_all_results(paths: RunPaths) -> list[dict[str, Any]]:
     """Returns the readable results of all suites, by step: the contents of `eval/global_step_<N>/<suite>.json`."""
-    found = []
+    results = []
     for path in paths.eval_results():
         result, _ = typed_result(read_json_file(path) or {})
         if "global_step" in result:
-            found.append({**with_pass_at(result), "suite": result.get("suite", path.stem)})
-    return sorted(found, key=lambda result: int(result["global_step"]))
+            results.append({**with_pass_at(result), "suite": result.get("suite", path.stem)})
+    return sorted(results, key=lambda result: int(result["global_step"]))
 
 
 def with_pass_at(result: Mapping[str, Any]) -> dict[str, Any]:

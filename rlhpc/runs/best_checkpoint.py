@@ -15,9 +15,9 @@ from rlhpc.runs.seed_scores import goal_of
 from rlhpc.runs.task_type import Cfg, Kind
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
-#: The metric that an evaluation has in place of all others where its returns were not finite.
+#: Metric that replaces all others of an evaluation whose returns were not finite.
 NONFINITE = "eval/nonfinite"
-#: The stop reason of a run that was not getting better.
+#: Stop reason of a run that no longer improved.
 PATIENCE = "patience"
 
 
@@ -47,7 +47,7 @@ class BestCheckpoint:
         """
         value = row.get(self.metric or "", math.nan if self.metric and NONFINITE in row else None)
         if value is None:
-            self._require_known(row)
+            self._require_measured(row)
             return False
         better = math.isfinite(value) and (
             self.step is None
@@ -59,7 +59,7 @@ class BestCheckpoint:
         self._before, self.step, self.value, self.waited = self.step, step, float(value), 0
         return True
 
-    def _require_known(self, row: Mapping[str, float]) -> None:
+    def _require_measured(self, row: Mapping[str, float]) -> None:
         measured = sorted(name for name in row if name.startswith("eval/"))
         if measured and self.metric is not None and self.step is None and not self.waited:
             raise ConfigError(
@@ -91,12 +91,12 @@ class BestCheckpoint:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores the state that `state` returned; a run with another metric starts anew."""
-        known = state.get("best")
+        saved = state.get("best")
         self.step, self.value, self.waited, self._before = None, math.nan, 0, None
-        if isinstance(known, Mapping) and known.get("metric") == self.metric:
-            self.waited = int(known["waited"])
-            if known["step"] is not None:
-                self.step, self.value = int(known["step"]), float(known["value"])
+        if isinstance(saved, Mapping) and saved.get("metric") == self.metric:
+            self.waited = int(saved["waited"])
+            if saved["step"] is not None:
+                self.step, self.value = int(saved["step"]), float(saved["value"])
 
     def protected(self, paths: RunPaths) -> list[int]:
         """Returns the steps whose checkpoints are retained: the best one and, until that is complete, the previous best."""

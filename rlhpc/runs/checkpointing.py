@@ -19,42 +19,42 @@ from rlhpc.runtime.errors import RlhpcError
 
 @dataclass
 class _Save:
-    """One that is under way.
+    """Save in progress.
 
     Attributes:
-        writer: Its folder.
-        opened: Closes that, and removes the folder if it is no checkpoint by then.
-        meta: For the manifest.
-        began: When.
-        asked: By role, the question to its ranks whether they have written everything.
-        sums: By role, what they have written.
+        writer: Writer of its folder.
+        opened: Closes the writer, and removes the folder if it is not a checkpoint by then.
+        meta: Entries of the manifest.
+        began: Start time.
+        queries: By role, the pending call that asks its ranks whether they have written everything.
+        sums: By role, the checksums of the written files.
     """
 
     writer: CheckpointWriter
     opened: contextlib.ExitStack
     meta: dict[str, Any]
     began: float
-    asked: dict[str, Any] = field(default_factory=dict)
+    queries: dict[str, Any] = field(default_factory=dict)
     sums: dict[str, Checksums] = field(default_factory=dict)
 
     def take(self, role: str, answers: Sequence[Checksums | None]) -> None:
         """Stores the answers of a group, unless one of its ranks is still writing."""
-        found = [answer for answer in answers if answer is not None]
-        if len(found) == len(answers):
-            self.sums[role] = merge_checksums(found)
+        checksums = [answer for answer in answers if answer is not None]
+        if len(checksums) == len(answers):
+            self.sums[role] = merge_checksums(checksums)
 
 
 class Saves:
-    """At most one save at a time.
+    """Saves of a run, at most one at a time.
 
     Args:
         groups: Launched groups by role.
-        beside: Whether training goes on while files are written.
+        async_save: Continue training while files are written.
         timeout: Seconds that ranks may take.
     """
 
-    def __init__(self, groups: Mapping[str, Any], beside: bool, timeout: float) -> None:
-        self._groups, self._beside, self._timeout = groups, beside, timeout
+    def __init__(self, groups: Mapping[str, Any], async_save: bool, timeout: float) -> None:
+        self._groups, self._async_save, self._timeout = groups, async_save, timeout
         self._now: _Save | None = None
 
     @property
@@ -78,7 +78,7 @@ class Saves:
         with contextlib.ExitStack() as opened:
             folder = str(opened.enter_context(writer).staging)
             handles = {
-                role: group.begin_save(folder, self._beside) if _sums(group) else group.save(folder)
+                role: group.begin_save(folder, self._async_save) if _sums(group) else group.save(folder)
                 for role, group in self._groups.items()
             }
             answers = {role: handle.wait(self._timeout) for role, handle in handles.items()}
@@ -98,7 +98,7 @@ class Saves:
         Returns:
             Seconds from its start to its commit, or None if nothing was committed.
         """
-        return self._ended(wait=False)
+        return self._commit_if_written(wait=False)
 
     def finish(self) -> float | None:
         """Waits until the save in progress is a checkpoint.
@@ -110,7 +110,7 @@ class Saves:
             CheckpointError: The filesystem refused.
             RlhpcError: A rank failed.
         """
-        return self._ended(wait=True)
+        return self._commit_if_written(wait=True)
 
     def settle(self) -> float | None:
         """Finishes the save in progress after a failure, once all ranks respond again; drops it if a lost rank had not
@@ -130,7 +130,7 @@ class Saves:
             self._now = None
             save.opened.close()
 
-    def _ended(self, wait: bool) -> float | None:
+    def _commit_if_written(self, wait: bool) -> float | None:
         save = self._now
         if save is None:
             return None
@@ -148,18 +148,18 @@ class Saves:
 
     def _written(self, save: _Save, wait: bool) -> bool:
         """Returns whether all ranks have written all files."""
-        left = {role: group for role, group in self._groups.items() if role not in save.sums and _sums(group)}
-        for role, group in left.items():
-            if role not in save.asked:
-                save.asked[role] = group.saved(wait)
-        for role, group in left.items():
-            if not wait and not save.asked[role].done():  # its ranks are busy with something else
+        unreported = {role: group for role, group in self._groups.items() if role not in save.sums and _sums(group)}
+        for role, group in unreported.items():
+            if role not in save.queries:
+                save.queries[role] = group.saved(wait)
+        for role, group in unreported.items():
+            if not wait and not save.queries[role].done():  # its ranks are busy
                 continue
-            answers = save.asked.pop(role).wait(self._timeout)
-            if None in answers and wait:  # it had been asked without
+            answers = save.queries.pop(role).wait(self._timeout)
+            if None in answers and wait:  # the pending query did not wait for the files
                 answers = group.saved(True).wait(self._timeout)
             save.take(role, answers)
-        return all(role in save.sums for role in left)
+        return all(role in save.sums for role in unreported)
 
 
 def merge_checksums(reports: Iterable[Checksums]) -> Checksums:
@@ -168,7 +168,7 @@ def merge_checksums(reports: Iterable[Checksums]) -> Checksums:
     """
     merged: Checksums = {}
     for report in reports:
-        merged |= {name: known for name, known in report.items() if known is not None or name not in merged}
+        merged |= {name: checksum for name, checksum in report.items() if checksum is not None or name not in merged}
     return merged
 
 

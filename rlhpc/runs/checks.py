@@ -95,10 +95,10 @@ def _loggers(cfg: RunConfig) -> None:
 
 
 def _numbers(cfg: Cfg, kind: Kind[Cfg], fail: Fail) -> None:
-    for key, found in _leaves(plain(cfg)):
-        if isinstance(found, float) and not math.isfinite(found):
+    for key, value in _leaves(plain(cfg)):
+        if isinstance(value, float) and not math.isfinite(value):
             raise fail(key, "it must be a finite number")
-        if isinstance(found, int) and abs(found) > LARGEST:
+        if isinstance(value, int) and abs(value) > LARGEST:
             raise fail(key, f"it must not be greater than {LARGEST}")
     check_ranges(cfg, {**RANGES, **kind.ranges}, fail)
 
@@ -106,11 +106,11 @@ def _numbers(cfg: Cfg, kind: Kind[Cfg], fail: Fail) -> None:
 def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
     """Yields scalars by dotted key; the elements of a list have the list's key."""
     if isinstance(tree, dict):
-        for key, below in tree.items():
-            yield from _leaves(below, f"{prefix}.{key}" if prefix else str(key))
+        for key, value in tree.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
     elif isinstance(tree, list):
-        for below in tree:
-            yield from _leaves(below, prefix)
+        for value in tree:
+            yield from _leaves(value, prefix)
     else:
         yield prefix, tree
 
@@ -126,8 +126,8 @@ def _runner(cfg: RunConfig, fail: Fail) -> None:
         raise fail("runner.segments", f"there cannot be more segments than training steps ({steps})")
     resume = cfg.runner.resume_dir
     if resume not in (None, "auto") and not expand_home(resume).exists():
-        own = RunPaths(Path(cfg.runner.run_dir) / name).checkpoints / resume
-        if not own.exists():
+        checkpoint = RunPaths(Path(cfg.runner.run_dir) / name).checkpoints / resume
+        if not checkpoint.exists():
             raise fail(
                 "runner.resume_dir", "there is no such checkpoint; allowed: null, auto, or a global_step_<N> folder"
             )
@@ -148,15 +148,15 @@ def _node_groups(cfg: RunConfig, fail: Fail) -> None:
     if (common := cfg.cluster.accelerator_memory) is not None and not re.fullmatch(_MEMORY[0], str(common)):
         raise fail("cluster.accelerator_memory", _MEMORY[1])
     for index, group in enumerate(cfg.cluster.node_groups):
-        if (own := group.accelerator_memory) is not None and not re.fullmatch(_MEMORY[0], str(own)):
+        if (group_memory := group.accelerator_memory) is not None and not re.fullmatch(_MEMORY[0], str(group_memory)):
             raise fail(f"cluster.node_groups[{index}].accelerator_memory", _MEMORY[1])
         _directives(mapping(group), f"cluster.node_groups[{index}]", fail)
 
 
-def _directives(section: DictConfig, at: str, fail: Fail) -> None:
+def _directives(section: DictConfig, path: str, fail: Fail) -> None:
     for name, rule in _DIRECTIVES.items():
         if section[name] is not None and not re.fullmatch(rule[0], str(section[name])):
-            raise fail(f"{at}.{name}", rule[1])
+            raise fail(f"{path}.{name}", rule[1])
 
 
 def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
@@ -176,16 +176,16 @@ def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
             placement = HybridComponentPlacement(cfg, cluster)
         except (ConfigError, PlacementError):
             raise error from None
-    wanted, known = list(kind.roles_of(cfg)), kind.components(cfg)
+    roles, components = list(kind.roles_of(cfg)), kind.components(cfg)
     for component in placement.components:
-        if component not in wanted:
+        if component not in roles:
             raise ConfigError(
-                f"cluster.component_placement.{component}: no such component; {meant(component, known)}"
-                f"components: {', '.join(known)}"
+                f"cluster.component_placement.{component}: no such component; {meant(component, components)}"
+                f"components: {', '.join(components)}"
             )
-    sizes = {name: placement.get_world_size(name) for name in wanted}
-    placed = {name: placement.get_strategy(name).place(cluster) for name in wanted}
-    engine = {name: placement.get_strategy(name).replica for name in wanted}
+    sizes = {name: placement.get_world_size(name) for name in roles}
+    placed = {name: placement.get_strategy(name).place(cluster) for name in roles}
+    engine = {name: placement.get_strategy(name).replica for name in roles}
     kind.check_placement(
         cfg, sizes, {name: len(ranks[0].accelerators) * engine[name] for name, ranks in placed.items()}
     )

@@ -142,10 +142,10 @@ def charts(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
         ("rollout/env_steps", "environment steps", 1.0) if steps else ("step", "global step", 1.0),
         ("time/wall_s", f"wall time ({unit})", length),
     ]
-    found = []
+    drawings = []
     for name, title, label in dict.fromkeys(one for run in runs for one in kind_of_run(run.paths).compared):
-        found += [_chart(groups, title, label, axis, lambda run, x, n=name: run.curve(n, x)) for axis in axes]
-    return [chart for chart in found if chart]
+        drawings += [_chart(groups, title, label, axis, lambda run, x, n=name: run.curve(n, x)) for axis in axes]
+    return [chart for chart in drawings if chart]
 
 
 def final_table(groups: Mapping[str, list[RunMetrics]]) -> str:
@@ -217,7 +217,7 @@ def _scores(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
     """
     runs = [run for group in groups.values() for run in group]
     names = dict.fromkeys(name for run in runs for name, _, _ in kind_of_run(run.paths).compared)
-    found = []
+    sections = []
     if len(runs) > len(groups):
         for metric in (name for name in names if name.startswith("eval/")):
             step, values = scores_at(runs, metric)
@@ -225,8 +225,8 @@ def _scores(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
                 remaining = iter(values)
                 scored = [ConfigScores(label, [next(remaining) for _ in of], len(of)) for label, of in groups.items()]
                 title = f"{metric} at step {step}"
-                found.append(section(f"Over seeds: {title}", scores_part(scored, title, goal_of(metric), metric)))
-    return found
+                sections.append(section(f"Over seeds: {title}", scores_part(scored, title, goal_of(metric), metric)))
+    return sections
 
 
 def curves_part(groups: Mapping[str, list[RunMetrics]], of: int | None = None) -> str:
@@ -240,5 +240,5 @@ def curves_part(groups: Mapping[str, list[RunMetrics]], of: int | None = None) -
     if not drawn:
         return missing("No curve that these runs have in common.")
     some = f" The {len(groups)} best of {of} configurations." if of is not None and of > len(groups) else ""
-    told = f"<p>Lines are means over seeds, bands and error bars go from the lowest seed to the highest.{some}</p>"
-    return told + figures(drawn)
+    legend = f"<p>Lines are means over seeds, bands and error bars go from the lowest seed to the highest.{some}</p>"
+    return legend + figures(drawn)

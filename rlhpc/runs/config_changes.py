@@ -26,7 +26,7 @@ from rlhpc.runs.task_type import Cfg, Kind, find_kind, kind_of
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import read_file, read_json, read_yaml
 
-#: Sections and keys (a section ends with a dot) of each kind that all runs have; a kind of run adds its own.
+#: Sections and keys (a section ends with a dot) of each kind that all runs have; a task type adds its own.
 _EVALUATION = ("workflow.suites",)
 _FREE = (
     "cluster.", "workflow.",
@@ -35,8 +35,8 @@ _FREE = (
     "runner.resume_dir", "runner.max_restarts", "runner.save_reserve_s",
     "runner.rendezvous_timeout_s", "runner.step_timeout_s", "runner.on_nonfinite", "runner.logger.",
 )  # fmt: skip
-#: Changes that a message spells out; the rest is a number.
-_SHOWN = 6
+#: Maximum number of changes that a message lists; it counts the remaining ones.
+_MAX_LISTED = 6
 
 
 class KeyChange(NamedTuple):
@@ -64,7 +64,7 @@ def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def _plain(cfg: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
     content = plain(cfg)
-    # As read back from a file, so that a tuple, or a number that YAML writes differently, does not count as a difference.
+    # As read back from a file, so that a tuple, or a number that YAML writes differently, is not a difference.
     return dict(_leaves(yaml.safe_load(json.dumps(content, default=str))))
 
 
@@ -87,7 +87,7 @@ def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | M
     }
     for one, other in ((old, new), (new, old)):
         for path in shared:
-            if one.get(path) == {}:  # of which there is a key where the mapping is empty
+            if one.get(path) == {}:  # an empty mapping is a key itself
                 del one[path]
         one.update(
             {key: None for key in other if key not in one and open_mapping_of(key) in shared and other[key] != {}}
@@ -140,14 +140,14 @@ def _digest(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def require_same_run(saved: Path, cfg: RunConfig, *, what: str, way_out: str) -> None:
-    """Refuses a configuration that is not that of the run.
+def require_same_run(saved: Path, cfg: RunConfig, *, subject: str, way_out: str) -> None:
+    """Raises an error for a configuration that is not that of the run.
 
     Args:
         saved: The file with the run's configuration; without one, everything is accepted.
-        cfg: The configuration at hand.
-        what: What the saved configuration belongs to, to begin the message with.
-        way_out: What the user can do other than give the old values, to end the message with.
+        cfg: The present configuration.
+        subject: Owner of the saved configuration, which begins the message.
+        way_out: Alternative to the old values for the user, which ends the message.
 
     Raises:
         ConfigError: Names the keys that differ, with both values.
@@ -161,9 +161,9 @@ def require_same_run(saved: Path, cfg: RunConfig, *, what: str, way_out: str) ->
     changes = training_changes(content if isinstance(content, dict) else {}, cfg)
     if not changes:
         return
-    shown = "".join(f"\n  {change}" for change in changes[:_SHOWN])
-    more = f"\n  and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
-    raise ConfigError(f"{what} has another configuration ({shlex.quote(str(saved))}):{shown}{more}\n{way_out}")
+    lines = "".join(f"\n  {change}" for change in changes[:_MAX_LISTED])
+    more = f"\n  and {len(changes) - _MAX_LISTED} more" if len(changes) > _MAX_LISTED else ""
+    raise ConfigError(f"{subject} has another configuration ({shlex.quote(str(saved))}):{lines}{more}\n{way_out}")
 
 
 def differing(cfg: RunConfig, saved: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
@@ -174,12 +174,12 @@ def differing(cfg: RunConfig, saved: Mapping[str, Any], keys: Sequence[str]) -> 
         saved: Dotted key → value in the checkpoint; a missing key or None is not compared.
         keys: The keys to compare.
     """
-    found = []
+    differences = []
     for key in keys:
-        there, here = saved.get(key), plain(select(cfg, key), resolve=False)
-        if there is not None and str(there).lower() != str(here).lower():
-            found.append(f"{key} is {there!r} there and {here!r} here")
-    return found
+        saved_value, value = saved.get(key), plain(select(cfg, key), resolve=False)
+        if saved_value is not None and str(saved_value).lower() != str(value).lower():
+            differences.append(f"{key} is {saved_value!r} there and {value!r} here")
+    return differences
 
 
 def saved_values(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
@@ -191,12 +191,12 @@ def saved_values(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
     """
     try:
         content = (read_json if path.suffix == ".json" else read_yaml)(read_file(path))
-        found: Any = OmegaConf.to_container(OmegaConf.create(content)) if keys else content
+        values: Any = OmegaConf.to_container(OmegaConf.create(content)) if keys else content
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         return {}
-    return {key: OmegaConf.select(OmegaConf.create(found), key) for key in keys} if keys else found
+    return {key: OmegaConf.select(OmegaConf.create(values), key) for key in keys} if keys else values
 
 
 _KIND = ("runner.task_type",)
@@ -208,7 +208,7 @@ def check_resume(kind: Kind[Cfg], cfg: Cfg, checkpoint: Path) -> None:
     Raises:
         CheckpointError: Names the keys, with the values of the checkpoint and of the configuration.
     """
-    # A checkpoint without config.yaml is refused, or taken, by the ranks that read it.
+    # The ranks that read a checkpoint without config.yaml accept or refuse it.
     differ = differing(cfg, saved_values(checkpoint / CONFIG, _KIND), _KIND)
     differ = differ or kind.differences(cfg, checkpoint)
     if differ:

@@ -13,8 +13,8 @@ from torch import nn
 from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.worker import Worker
 
-#: Below so many parameters a second thread costs more in synchronisation than it saves in arithmetic. On a machine
-#: whose cores are shared, waiting threads spin against the ones that work: a small MLP got 10 times slower.
+#: Number of parameters below which a second thread costs more in synchronisation than it saves in arithmetic. On a machine
+#: with shared cores, waiting threads spin against working threads: a small MLP became 10 times slower.
 _ONE_THREAD = 250_000
 
 
@@ -52,7 +52,7 @@ def to_tensors(obs: Any, device: torch.device) -> Any:
     possible.
     """
     if isinstance(obs, dict):
-        return {key: to_tensors(part, device) for key, part in obs.items()}
+        return {key: to_tensors(value, device) for key, value in obs.items()}
     if isinstance(obs, torch.Tensor):
         return obs.to(device)
     return torch.from_numpy(np.ascontiguousarray(obs)).to(device)

@@ -38,13 +38,13 @@ from rlhpc.runtime.slurm import give_up
 
 log = logging.getLogger(__name__)
 
-#: How long the end of a run waits for what Slurm was asked last.
+#: Seconds that the end of a run waits for the last answer of Slurm.
 _ANSWERS_S = 2.0
-#: How long a job that was told to leave may take, before it is cancelled.
+#: Seconds that a leaving job may take before it is cancelled.
 _LEAVES_S = 60.0
-#: What a new step's waiting counts among those before it.
+#: Weight of a new step in the moving average of the wait share.
 _FRESH = 0.3
-#: Slurm's words for jobs whose processes have ended or are ending.
+#: Slurm's states of jobs whose processes have ended or are ending.
 _ENDING = ("COMPLETING", "STAGE_OUT")
 
 
@@ -74,10 +74,10 @@ class HelperJobs:
         self._rule, self._name = Rule(plan.bounds), helpers_name(paths, plan.group)
         self._record = HelperRecord.read(paths, plan.group)
         self._waited: float | None = None
-        self._vain, self._vain_since = 0, 0.0
+        self._num_failed, self._failed_at = 0, 0.0
         self._last_seen: dict[str, float] = {}
-        self._said = ""
-        self._ended = threading.Event()
+        self._last_note = ""
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rlhpc-helpers", daemon=True)
 
     def start(self) -> None:
@@ -90,9 +90,9 @@ class HelperJobs:
 
     def saw(self, row: Mapping[str, float]) -> None:
         """Records a step's metrics: the actor's wait for rollouts shows whether there are too few rollout ranks."""
-        whole = row.get("time/step_s", 0.0)
-        if whole > 0:
-            share = min(1.0, row.get("time/rollout_s", 0.0) / whole)
+        step_s = row.get("time/step_s", 0.0)
+        if step_s > 0:
+            share = min(1.0, row.get("time/rollout_s", 0.0) / step_s)
             self._waited = share if self._waited is None else (1 - _FRESH) * self._waited + _FRESH * share
 
     def stop(self, *, again: bool, killed: bool = False) -> None:
@@ -102,7 +102,7 @@ class HelperJobs:
             again: Another driver continues the run: the helpers wait for it.
             killed: Only Slurm knows whether another driver follows: running helpers find out, queued ones are cancelled.
         """
-        self._ended.set()
+        self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(_ANSWERS_S)
             if self._thread.is_alive():
@@ -119,20 +119,20 @@ class HelperJobs:
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._ended.is_set():
+        while not self._stopping.is_set():
             try:
                 self.look()
             except RlhpcError as error:
                 self._say(str(error).splitlines()[0])
-            except Exception as error:  # of a full disk, say: nothing here is worth a run
+            except Exception as error:  # such as a full disk; no error here may end the run
                 self._say(f"{type(error).__name__}: {error}")
                 log.debug("looking after the helpers", exc_info=True)
-            self._ended.wait(self.plan.look_s)
+            self._stopping.wait(self.plan.look_s)
 
     def _say(self, text: str) -> None:
         """Prints a note for the user, unless it repeats the last one."""
-        if text != self._said and not self._ended.is_set():
-            self._said = text
+        if text != self._last_note and not self._stopping.is_set():
+            self._last_note = text
             note(f"cluster.elastic: {text}")
 
     def look(self) -> None:
@@ -143,7 +143,7 @@ class HelperJobs:
             return
         now = time.time()
         self._reconcile(queue, now)
-        decision = self._rule.decide(self._seen(now))
+        decision = self._rule.decide(self._cluster_state(now))
         try:
             self._act(decision, now)
         finally:
@@ -152,46 +152,48 @@ class HelperJobs:
     def _reconcile(self, queue: Sequence[QueuedJob], now: float) -> None:
         """Updates the records from the queue, including jobs that an earlier driver submitted or whose id was not recorded."""
         present, record = self._present(), self._record
-        there = {job.id: job for job in queue}
+        queued = {job.id: job for job in queue}
         for job in queue:
             if job.id not in record.jobs:
                 record.jobs[job.id] = HelperJobRecord(job.id, self.plan.group, self.plan.counted, now)
-            mine = record.jobs[job.id]
-            mine.state, mine.reason, mine.ended = job.state, job.reason, None
-            mine.started, mine.node = job.started or mine.started, job.node or mine.node
-            mine.joined = max(mine.joined, _joined(present, job.id))
+            job_record = record.jobs[job.id]
+            job_record.state, job_record.reason, job_record.ended = job.state, job.reason, None
+            job_record.started, job_record.node = job.started or job_record.started, job.node or job_record.node
+            job_record.joined = max(job_record.joined, _joined(present, job.id))
             self._last_seen[job.id] = now
             if job.state in _ENDING:
-                mine.leaving = mine.leaving or now
+                job_record.leaving = job_record.leaving or now
                 self._job_gone(job.id)
-        gone = [job for job in record.live() if job.id not in there]
-        reports = SlurmProbe(command_timeout_s=10.0).query([job.id for job in gone]) if gone else {}
-        for mine in gone:
-            mine.joined = max(mine.joined, _joined(present, mine.id))
-            mine.state = reports[mine.id].state.value
-            self._bound(mine, now)
-            self._job_gone(mine.id)
-            if mine.id in self._faulty:
-                self._vain, self._vain_since = self._vain + 1, now
+        ended_jobs = [job for job in record.live() if job.id not in queued]
+        reports = SlurmProbe(command_timeout_s=10.0).query([job.id for job in ended_jobs]) if ended_jobs else {}
+        for job_record in ended_jobs:
+            job_record.joined = max(job_record.joined, _joined(present, job_record.id))
+            job_record.state = reports[job_record.id].state.value
+            self._bound(job_record, now)
+            self._job_gone(job_record.id)
+            if job_record.id in self._faulty:
+                self._num_failed, self._failed_at = self._num_failed + 1, now
                 self._say(
-                    f"job {mine.id} has left after an error of a rank; `rlhpc status` says which, and on what node"
+                    f"job {job_record.id} has left after an error of a rank; `rlhpc status` says which, and on what node"
                 )
-            elif mine.joined:
-                self._vain = 0
-            elif mine.started is not None and not mine.why:
-                self._vain, self._vain_since = self._vain + 1, now
-                log_file = self.paths.helpers / f"{mine.id}_0_log.err"
-                self._say(f"job {mine.id} ended ({mine.state}) before a rank of it had joined; see {log_file}")
+            elif job_record.joined:
+                self._num_failed = 0
+            elif job_record.started is not None and not job_record.why:
+                self._num_failed, self._failed_at = self._num_failed + 1, now
+                log_file = self.paths.helpers / f"{job_record.id}_0_log.err"
+                self._say(
+                    f"job {job_record.id} ended ({job_record.state}) before a rank of it had joined; see {log_file}"
+                )
 
     def _bound(self, job: HelperJobRecord, now: float) -> None:
         """Sets start and end of an ended job: unobserved time counts as if the job had run as long as it could."""
-        seen, walltime = self._last_seen.pop(job.id, job.submitted), 60.0 * self.plan.minutes
+        last_seen, walltime = self._last_seen.pop(job.id, job.submitted), 60.0 * self.plan.minutes
         cancelled = job.leaving is not None and job.state == JobState.CANCELLED.value
         if job.started is None and (job.joined or not cancelled):
-            job.started = max(seen, now - walltime)
-        job.ended = now if job.started is None else min(now, max(seen, job.started + walltime))
+            job.started = max(last_seen, now - walltime)
+        job.ended = now if job.started is None else min(now, max(last_seen, job.started + walltime))
 
-    def _seen(self, now: float) -> ClusterState:
+    def _cluster_state(self, now: float) -> ClusterState:
         present = self._present()
         jobs = [
             LiveHelperJob(
@@ -202,7 +204,7 @@ class HelperJobs:
         ]  # fmt: skip
         return ClusterState(
             now, jobs, self._waited, asked_ranks(self.paths, self.plan.group), self._record.spent(), self._useful,
-            self._vain, self._vain_since,
+            self._num_failed, self._failed_at,
         )  # fmt: skip
 
     def _act(self, decision: Decision, now: float) -> None:
@@ -225,11 +227,11 @@ class HelperJobs:
                 self._say(f"no further ranks for now: {words}")
                 return
         for _ in range(decision.submit):
-            if self._ended.is_set():
+            if self._stopping.is_set():
                 return
             job_id = submit(self.paths.helpers, self._name, self.plan, self.paths.root)
             self._record.jobs[job_id] = HelperJobRecord(job_id, self.plan.group, self.plan.counted, time.time())
-            # A driver that is killed now must not forget what it has asked for.
+            # Written at once, so that the record has the job even if the driver is killed now.
             self._record.write(self.paths, self.plan.group)
         self._say(f"submitted {decision.submit} job{'s' if decision.submit > 1 else ''} of helpers: {decision.why}")
 
@@ -243,8 +245,8 @@ def _joined(present: Mapping[str, int], job: str) -> int:
 
 def asked_ranks(paths: RunPaths, group: str) -> int | None:
     """Returns the number of ranks requested with `rlhpc scale`; None without a request."""
-    found = (read_json_file(paths.asked_ranks) or {}).get(group) if paths.asked_ranks.exists() else None
-    return found if isinstance(found, int) else None
+    ranks = (read_json_file(paths.asked_ranks) or {}).get(group) if paths.asked_ranks.exists() else None
+    return ranks if isinstance(ranks, int) else None
 
 
 class Elastic:
@@ -265,7 +267,7 @@ class Elastic:
         useful: Mapping[str, int],
     ) -> None:
         self._paths, self._plans = paths, helper_plans(section, placements)
-        self._useful = {name: most - len(placements.get(name) or ()) for name, most in useful.items()}
+        self._useful = {name: max_ranks - len(placements.get(name) or ()) for name, max_ranks in useful.items()}
         self._helpers: list[HelperJobs] = []
         self._attendance: Attendance | None = None
         self._restarts = False

@@ -37,7 +37,7 @@ from rlhpc.runs.run_identity import write_config
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, UserError
 from rlhpc.runtime.imports import python_path
 
-#: Exit codes of a driver that was asked to end: before it could save anything, and after it has saved.
+#: Exit codes of a driver that was asked to end: before it could save, and after it has saved.
 _ASKED_TO_END = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT, EXIT_REQUEUE)
 _POLL_S = 0.5
 _GRACE_S = 600.0
@@ -59,7 +59,7 @@ def load_for_training(config: ConfigSource, overrides: Sequence[str] = (), *, se
     if segment is not None and not 0 <= segment < cfg.runner.segments:
         raise ConfigError(f"--segment is {segment}; the run has segments 0 to {cfg.runner.segments - 1}")
     refuse_overfull(cfg, source_name(config), "local")
-    if MAX_RESTARTS not in os.environ:  # in a job, whoever submitted it has been told
+    if MAX_RESTARTS not in os.environ:  # in a job, the submission has already warned the user
         warn_of_unused(config, overrides)
     return cfg
 
@@ -99,12 +99,12 @@ class TrainingRun:
         self.name, self.paths = cfg.runner.name, RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
         self._total = total_steps(cfg)
         self._files = SegmentFiles(self.paths, 0)
-        self._made = _make_folders(self._files.driver_err.parent)
+        self._created_folders = _make_folders(self._files.driver_err.parent)
         self._offset = size_of(self._files.driver_err)
         self._old_metrics = None if cfg.runner.resume_dir is not None else _identity(self.paths.metrics)
         self._config = self._files.driver_err.with_suffix(".yaml")
         self._process: Popen[bytes] | None = None
-        self._ended, self._cancelled, self._failure = threading.Event(), False, ""
+        self._finished, self._cancelled, self._failure = threading.Event(), False, ""
         try:
             write_config(self._config, cfg, f"As started from {source}")
             self._start(driver_command(self._config, segment=None))
@@ -122,7 +122,7 @@ class TrainingRun:
 
         def keep() -> None:
             try:
-                # A session of its own: an interrupt of this process, or of a notebook's cell, is not one of the run.
+                # A new session, so that an interrupt of this process, or of a notebook's cell, does not reach the run.
                 self._process = start_driver(command, self._files, environment, start_new_session=True)
             except BaseException as error:
                 errors.append(error)
@@ -134,7 +134,7 @@ class TrainingRun:
                 self._remove_traces()
             with contextlib.suppress(ValueError):
                 _living.remove(self)
-            self._ended.set()
+            self._finished.set()
 
         threading.Thread(target=keep, name=f"rlhpc {self.name}", daemon=True).start()
         tried.wait()
@@ -144,19 +144,19 @@ class TrainingRun:
     def _remove_traces(self) -> None:
         """Removes the files of a driver that has started nothing; keeps its message."""
         self._failure = first_failure(self._files.driver_err, self._offset)
-        if self.paths.config.exists():  # it has begun: a full disk is a user's error, too
+        if self.paths.config.exists():  # it has started: a full disk is a user's error, too
             return
         for path in (self._config, self._files.driver_out, self._files.driver_err):
-            if path.parent in self._made:
+            if path.parent in self._created_folders:
                 path.unlink(missing_ok=True)
-        for folder in reversed(self._made):
-            with contextlib.suppress(OSError):  # something else is in it
+        for folder in reversed(self._created_folders):
+            with contextlib.suppress(OSError):  # it has other files
                 folder.rmdir()
 
     def __repr__(self) -> str:
         return f"TrainingRun({str(self.folder)!r}, {self.state}, step {self.step} of {self._total})"
 
-    # -- what there is --------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------
 
     @property
     def folder(self) -> Path:
@@ -166,7 +166,7 @@ class TrainingRun:
     @property
     def state(self) -> str:
         """`running`, `finished`, `stopped` (asked to end before its last step) or `failed`."""
-        code = None if self._process is None or not self._ended.is_set() else self._process.returncode
+        code = None if self._process is None or not self._finished.is_set() else self._process.returncode
         if code is None:
             return "running"
         return "finished" if code == 0 else "stopped" if code in _ASKED_TO_END else "failed"
@@ -185,7 +185,7 @@ class TrainingRun:
 
     def done(self) -> bool:
         """Returns whether the run has ended, in any state."""
-        return self._ended.is_set()
+        return self._finished.is_set()
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns a row for each step so far, with its number as `step`; `pandas.DataFrame` accepts them. Non-finite values
@@ -212,7 +212,7 @@ class TrainingRun:
 
         return write_report(self.paths)
 
-    # -- its end --------------------------------------------------------------------------------------------------
+    # -- end ------------------------------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float | None = None) -> TrainingRun:
         """Waits for the run's end, with its progress on stderr. Ctrl-C, or a notebook's interrupt, ends the run, which saves
@@ -233,7 +233,9 @@ class TrainingRun:
         try:
             with contextlib.ExitStack() as stack:
                 bar = None
-                while not self._ended.wait(_POLL_S if end is None else max(0.0, min(_POLL_S, end - time.monotonic()))):
+                while not self._finished.wait(
+                    _POLL_S if end is None else max(0.0, min(_POLL_S, end - time.monotonic()))
+                ):
                     if end is not None and time.monotonic() >= end:
                         raise DeadlineExceeded(
                             f"run {self.folder} has not ended within {timeout_s:g} s; it goes on (step {self.step} of "
@@ -278,7 +280,7 @@ class TrainingRun:
         self._cancelled = self._cancelled or not self.done()
         self._signal(signal.SIGTERM)
         try:
-            if not self._ended.wait(grace_s):
+            if not self._finished.wait(grace_s):
                 self._kill()
         except KeyboardInterrupt:
             self._kill()
@@ -287,7 +289,7 @@ class TrainingRun:
     def _kill(self) -> None:
         """Kills the driver; the kernel ends its ranks with it."""
         self._signal(signal.SIGKILL)
-        self._ended.wait()
+        self._finished.wait()
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and not self.done():
@@ -333,7 +335,7 @@ def _make_folders(folder: Path) -> list[Path]:
 
 def _end_all(owner: int = os.getpid()) -> None:
     """Ends the runs of this process at its exit, and lets them save."""
-    if os.getpid() != owner:  # a fork of it
+    if os.getpid() != owner:  # a forked process
         return
     for run in (living := list(_living)):
         note(f"{run.folder} saves and ends with the program that started it; wait() for it to train to its end")

@@ -98,7 +98,7 @@ def headline_columns(groups: Mapping[str, Sequence[RunMetrics]]) -> dict[str, li
     return {title: texts for title, texts in columns.items() if any(text != NO_VALUE for text in texts)}
 
 
-#: Stands in a table for a number that there is not.
+#: Placeholder in a table for a missing number.
 NO_VALUE = "–"
 
 
@@ -130,15 +130,15 @@ def _share_ends(finals: Sequence[Evaluated]) -> tuple[float, float]:
         return finals[0].low, finals[0].high
     from rlhpc.metrics.statistics import mean  # imports numpy
 
-    # As the table of scores has it; the episodes of one seed say the same thing again.
+    # As in the table of scores; the episodes of one seed are not independent.
     _, low, high = mean([final.value for final in finals]).of_share()
     return low, high
 
 
 def mean_text(values: Sequence[float | None], show: Callable[[float], str]) -> str:
     """Returns the mean of numbers as text, with the lowest and the highest if they differ."""
-    known = [value for value in values if value is not None]
-    if not known:
+    available = [value for value in values if value is not None]
+    if not available:
         return NO_VALUE
-    text, low, high = show(statistics.fmean(known)), show(min(known)), show(max(known))
+    text, low, high = show(statistics.fmean(available)), show(min(available)), show(max(available))
     return text if low == high else f"{text} ({low} … {high})"

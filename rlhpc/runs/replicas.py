@@ -19,15 +19,15 @@ class Opening(Protocol):
         """Waits, and raises the error of a failed load."""
 
 
-class Nothing:
-    """A call that nobody had to be asked."""
+class CompletedCall:
+    """Handle of a call with no target ranks; it is complete at once."""
 
     def done(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """No answers."""
+        """Returns an empty list of results."""
         del timeout
         return []
 
@@ -47,7 +47,7 @@ class Originals:
         group = self._group
         if name[0] == "_" or hasattr(WorkerGroup, name) or name in vars(group):
             return getattr(group, name)
-        getattr(group, name)  # that there is such a method
+        getattr(group, name)  # raises if the method does not exist
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return getattr(group.execute_on(*range(group.world_size)), name)(*args, **kwargs)
@@ -87,7 +87,7 @@ class Replicas:
         self._arrived: set[int] = set()
         self._opening: dict[tuple[int, ...], Opening] = {}
         self._restarted = 0
-        #: Ranks that are to be started again, and whose processes may not be gone yet.
+        #: Ranks to restart whose processes may still exist.
         self._awaiting_restart: set[int] = set()
         self.ranks: list[int] = []
 
@@ -95,12 +95,12 @@ class Replicas:
         """Marks all complete replicas of the group as taking part."""
         self._opening.clear()
         self._arrived.clear()
-        self.ranks = self._whole(self._group.present)
+        self.ranks = self._complete_replicas(self._group.present)
 
     def present(self) -> list[int]:
         """Returns the ranks that take part and have not been lost since."""
-        there = self._group.present
-        return self._whole([rank for rank in self.ranks if rank in there])
+        alive = self._group.present
+        return self._complete_replicas([rank for rank in self.ranks if rank in alive])
 
     def firsts(self) -> list[int]:
         """Returns the first ranks of the replicas that are present."""
@@ -110,8 +110,8 @@ class Replicas:
         first = rank - rank % self._size
         return tuple(range(first, first + self._size))
 
-    def _whole(self, ranks: Collection[int]) -> list[int]:
-        """The ranks, in order, of whose replica all are among them."""
+    def _complete_replicas(self, ranks: Collection[int]) -> list[int]:
+        """Returns, in order, the ranks whose complete replica is among them."""
         return [rank for rank in sorted(ranks) if {*self._replica(rank)} <= {*ranks}]
 
     def of_step(self) -> WorkerGroup:
@@ -120,18 +120,18 @@ class Replicas:
 
     def tend(self) -> None:
         """Updates the replicas before a step: removes lost ranks, restarts them, and adds ranks that are ready."""
-        there = self._group.present
-        self._opening = {ranks: handle for ranks, handle in self._opening.items() if {*ranks} <= {*there}}
-        self._arrived &= {*there}
-        if lost := sorted({*self.ranks} - {*self.present()}):
-            self.ranks = [rank for rank in self.ranks if rank not in lost]
-            note(f"{self._lost(lost)}; {self._cost}")
+        alive = self._group.present
+        self._opening = {ranks: handle for ranks, handle in self._opening.items() if {*ranks} <= {*alive}}
+        self._arrived &= {*alive}
+        if lost_ranks := sorted({*self.ranks} - {*self.present()}):
+            self.ranks = [rank for rank in self.ranks if rank not in lost_ranks]
+            note(f"{self._describe_lost(lost_ranks)}; {self._cost}")
             self._awaiting_restart |= {
-                rank for rank in lost if rank < self._group.world_size
-            }  # others came by themselves
+                rank for rank in lost_ranks if rank < self._group.world_size
+            }  # the others joined during the run
         self._restart_lost()
         self._arrived |= {*self._group.admit()}
-        for first in self._whole(self._arrived)[:: self._size]:
+        for first in self._complete_replicas(self._arrived)[:: self._size]:
             ranks = self._replica(first)
             self._arrived -= {*ranks}
             self._opening[ranks] = self._opens(*ranks)
@@ -152,12 +152,12 @@ class Replicas:
             self._awaiting_restart -= {*again}
             note(f"{self._named(again)} starts again")
 
-    def _lost(self, ranks: Collection[int]) -> str:
-        """Who ended, and who has left as told."""
+    def _describe_lost(self, ranks: Collection[int]) -> str:
+        """Formats which ranks ended, and which left on request."""
         reasons = {rank: self._group.why_left(rank) for rank in ranks}
-        ended = [rank for rank in ranks if not reasons[rank]]
+        ended_ranks = [rank for rank in ranks if not reasons[rank]]
         words = [f"{self._named([rank])} left ({why})" for rank, why in reasons.items() if why]
-        return ", ".join([*([f"{self._named(ended)} ended"] if ended else []), *words])
+        return ", ".join([*([f"{self._named(ended_ranks)} ended"] if ended_ranks else []), *words])
 
     def _named(self, ranks: Collection[int]) -> str:
         return ", ".join(f"{self._group.name}[{rank}]" for rank in ranks)

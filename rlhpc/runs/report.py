@@ -38,7 +38,7 @@ from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.errors import CheckpointError, UserError
 from rlhpc.runtime.files import read_file
 
-#: Files with values of a wrong type that the page names.
+#: Maximum number of files with values of a wrong type that the page lists.
 _NAMED = 20
 
 
@@ -85,21 +85,21 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
     rows = read_metrics(paths.metrics)
     provenance = read_provenance(paths)
     accounting = write_accounting(paths)
-    own = kind_of_run(paths).parts(paths, rows, linked=output is None)
+    parts = kind_of_run(paths).parts(paths, rows, linked=output is None)
     page_file = output or paths.report
     html = page(
         title=paths.root.name,
-        subtitle=_subtitle(own.subject, rows, provenance),
+        subtitle=_subtitle(parts.subject, rows, provenance),
         body=[
-            own.cards,
+            parts.cards,
             _left_out(paths),
-            section("Evaluation", own.evaluation),
-            section("Learning curves", _learning(rows, own.curves)),
+            section("Evaluation", parts.evaluation),
+            section("Learning curves", _learning(rows, parts.curves)),
             section("Placement", placement_grid(provenance.get("placement"))),
-            section("Time", _time(rows, own.times)),
+            section("Time", _time(rows, parts.times)),
             section("Accounting", accounting_tables(accounting)) if accounting else "",
             section("Ranks that joined", joined) if (joined := joined_section(paths)) else "",
-            section("Checkpoints", _checkpoints(paths, rows, own.evaluated, *own.trained)),
+            section("Checkpoints", _checkpoints(paths, rows, parts.evaluated, *parts.trained)),
             section("Configuration", _configuration(paths)),
             section("Provenance", _provenance(provenance)),
         ],
@@ -150,12 +150,12 @@ def _time(rows: Sequence[Mapping[str, Any]], charts: list[str]) -> str:
 def _checkpoints(
     paths: RunPaths, rows: Sequence[Mapping[str, Any]], evaluated: Mapping[int, str], metric: str, label: str
 ) -> str:
-    found = paths.checkpoint_steps()
-    if not found:
+    checkpoints = paths.checkpoint_steps()
+    if not checkpoints:
         return missing("No checkpoint yet.")
     by_step = {row["step"]: row for row in rows}
     body: list[list[Cell]] = []
-    for step, path in found:
+    for step, path in checkpoints:
         faults = verify(path, checksums=False)
         count, total = _contents(path)
         trained = by_step.get(step, {}).get(metric)
@@ -201,7 +201,7 @@ def _provenance(record: Mapping[str, Any]) -> str:
     commit = f"{git.get('commit', '')}{' (dirty)' if git.get('dirty') else ''}, {git.get('branch', '')}" if git else ""
     versions = record.get("versions") or {}
     slurm = record.get("slurm") or {}
-    shown = {
+    rows = {
         "command": record.get("command"),
         "folder": record.get("folder"),
         "git": commit or "not in a git repository",
@@ -224,7 +224,7 @@ def _provenance(record: Mapping[str, Any]) -> str:
         for index, segment in enumerate(record.get("segments") or [], start=1)
     ]
     head = ["start", "time", "host", "job", "commit", "command"]
-    return facts(shown) + (
+    return facts(rows) + (
         f'<h3>Starts</h3><div class="scroll">{table(head, starts, text_columns={1, 2, 3, 4, 5})}</div>'
         if starts
         else ""

@@ -143,14 +143,14 @@ class RunFolder:
 
     def finished_segments(self) -> list[int]:
         """Returns the steps at which finished segments ended."""
-        found = (read_json_file(path) for path in self.paths.segments.glob("*.json"))
-        return [int(record["global_step"]) for record in found if record and "global_step" in record]
+        records = (read_json_file(path) for path in self.paths.segments.glob("*.json"))
+        return [int(record["global_step"]) for record in records if record and "global_step" in record]
 
     def finish_segment(self, step: int, stop_reason: str) -> dict[str, Any]:
-        """Writes `segments/<k>.json`, last of all.
+        """Writes `segments/<k>.json` as the last file of the segment.
 
         Returns:
-            What it holds: segment, global_step, checkpoint, stop_reason.
+            Its content: segment, global_step, checkpoint, stop_reason.
         """
         newest = newest_valid(self.paths, checksums=False)
         record = {
@@ -164,14 +164,14 @@ class RunFolder:
         )
         return record
 
-    def _write(self, path: Path, data: bytes, what: str) -> None:
+    def _write(self, path: Path, data: bytes, content_name: str) -> None:
         """Replaces a file in the run folder, but does not recreate a run folder that was removed."""
         try:
             if not self.paths.root.is_dir():
                 raise StaleGeneration(f"the run folder {self.paths.root} was removed while the run went on: it ends")
             replace_durably(path, data)
         except OSError as error:
-            raise storage_error(error, path, what) from error
+            raise storage_error(error, path, content_name) from error
 
 
 def resolve_resume(

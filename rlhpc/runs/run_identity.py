@@ -43,7 +43,7 @@ def check_same_run(paths: RunPaths, cfg: RunConfig, *, resume_with: bool = False
         ConfigError: The training differs from that of the run so far; names the keys.
     """
     if not resume_with and has_begun(paths):
-        require_same_run(paths.config, cfg, what=f"run {paths.root}", way_out=_WAY_OUT)
+        require_same_run(paths.config, cfg, subject=f"run {paths.root}", way_out=_WAY_OUT)
 
 
 def make_longer(paths: RunPaths, cfg: RunConfig, segment: int, *, wait: bool = False) -> None:
@@ -103,7 +103,7 @@ class SubmittedConfig:
             require_same_run(
                 self.path,
                 self._cfg,
-                what=f"segment {self._files.segment} of {root} has a job, which",
+                subject=f"segment {self._files.segment} of {root} has a job, which",
                 way_out=f"{_NAME}; or end the job first (rlhpc cancel {root})",
             )
             return

@@ -77,10 +77,10 @@ class Runner(Generic[Cfg]):
         self.max_recoveries = 0
         self.recoveries = 0
         self.saw: Callable[[dict[str, float]], None] = lambda row: None
-        self._vain, self._recovered_from = 0, -1
+        self._num_futile, self._recovered_from = 0, -1
         self._before, self._started = 0.0, active_s()
 
-    # -- what a subclass says -------------------------------------------------------------------------------------
+    # -- hooks of a subclass --------------------------------------------------------------------------------------
 
     def build(self) -> None:
         """Builds models and everything else that the ranks need, and connects the ranks."""
@@ -115,15 +115,15 @@ class Runner(Generic[Cfg]):
     def restored(self, answers: dict[str, list[Any]]) -> None:
         """Checks what the ranks' `load` returned, by role."""
 
-    def rebuild(self, gone: dict[str, list[int]]) -> None:
+    def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
         """Restarts the lost ranks of each role after a failure, and connects them."""
         raise NotImplementedError
 
-    def unharmed(self, gone: dict[str, list[int]]) -> bool:
+    def unharmed(self, lost_ranks: dict[str, list[int]]) -> bool:
         """Returns, after `rebuild`, whether the lost ranks had no state and the other ranks are as they were after `step`.
         Then the run continues from there, rather than from its newest checkpoint.
         """
-        del gone
+        del lost_ranks
         return False
 
     def forget(self) -> None:
@@ -171,7 +171,7 @@ class Runner(Generic[Cfg]):
             is_same_run = checkpoint.parent.resolve() == self.folder.paths.checkpoints.resolve()
             self.best.load_state(
                 state if is_same_run else {}
-            )  # the checkpoints of another run are not this one's to keep
+            )  # this run does not manage the checkpoints of another run
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{checkpoint / 'runner.json'}: cannot be read ({error!r})") from error
         self.best.link(self.folder.paths)
@@ -217,7 +217,7 @@ class Runner(Generic[Cfg]):
         cfg, folder = self.cfg, self.folder
         public = public_config(plain(cfg, resolve=False), plain(cfg))
         self._started, self._before = active_s(), self.elapsed
-        # A goal that was reached stays reached; one that has since been raised does not.
+        # A goal that was reached stays reached, unless the goal was raised since.
         self.stop_reason = self._end() if self.stop_reason in ("stop_return", PATIENCE) else ""
         with (
             MetricLogger(
@@ -285,29 +285,29 @@ class Runner(Generic[Cfg]):
         stateless = error.group in self.stateless
         if session is None or not session.failures.expendable or self.stop.requested:
             raise error
-        found = newest_valid(self.folder.paths, checksums=False)
+        newest_checkpoint = newest_valid(self.folder.paths, checksums=False)
         saving = self.saves.under_way
-        if found.path is None and not stateless and saving is None:
+        if newest_checkpoint.path is None and not stateless and saving is None:
             raise error
-        step = self.step if stateless else max(found.step, saving or 0)
-        self._vain = self._vain + 1 if step <= self._recovered_from else 1
+        step = self.step if stateless else max(newest_checkpoint.step, saving or 0)
+        self._num_futile = self._num_futile + 1 if step <= self._recovered_from else 1
         self._recovered_from = step
-        if self._vain > self.max_recoveries:
+        if self._num_futile > self.max_recoveries:
             raise error
-        gone = session.recover()
-        ranks = ", ".join(f"{role}[{rank}]" for role, lost in gone.items() for rank in lost)
+        lost_ranks = session.recover()
+        ranks = ", ".join(f"{role}[{rank}]" for role, role_ranks in lost_ranks.items() for rank in role_ranks)
         reason = str(error).splitlines()[0]
         session.interrupted = (
             self.stop.check
-        )  # whoever is asked to end here loses nothing that is not in the checkpoint
+        )  # a stop during the recovery loses only steps that are not in the checkpoint
         try:
-            self.rebuild(gone)
+            self.rebuild(lost_ranks)
             self._saved(self.saves.settle)
             newest = newest_valid(self.folder.paths, checksums=False).path
             if saving is not None and newest != self.folder.paths.checkpoint(saving):
                 self._saved_step = -1
             before = self.state()
-            if self.unharmed(gone):
+            if self.unharmed(lost_ranks):
                 note(f"{reason}; {ranks} start again, and step {self.step + 1} with them; nothing else is lost")
             elif newest is None:
                 raise error
@@ -317,7 +317,7 @@ class Runner(Generic[Cfg]):
                 self._restore(newest)
         finally:
             session.interrupted = lambda: None
-        self.count_lost(sum(map(len, gone.values())), before)
+        self.count_lost(sum(map(len, lost_ranks.values())), before)
         self.recoveries += 1
         return self.step
 

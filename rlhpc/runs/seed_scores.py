@@ -13,9 +13,9 @@ from rlhpc.metrics.provenance import is_share
 from rlhpc.metrics.statistics import Estimate, improvement, interquartile_mean, mean
 from rlhpc.runs.task_type import Kind
 
-#: More configurations than that are not told apart in one drawing.
-MOST_DRAWN = 8
-#: Of fewer seeds no share of pairs is told: two against two that do not overlap would be 100 %.
+#: Maximum number of configurations in one chart; more could not be distinguished.
+MAX_DRAWN = 8
+#: Minimum number of seeds for the share of pairs: two seeds against two without overlap would give 100 %.
 _ENOUGH_SEEDS = 5
 _METHOD = (
     "Intervals are 95 % intervals by Student's t over seeds, within each configuration, and wide where there are few "
@@ -40,7 +40,7 @@ class ConfigScores:
     planned: int
 
 
-#: Words of a metric's name that say that less of it is better.
+#: Words in the name of a metric for which smaller is better.
 _LESS_IS_BETTER = frozenset(
     {
         "loss",
@@ -109,10 +109,12 @@ def metric_of(kind: Kind[Any], runs: Sequence[HasScores]) -> str | None:
     return next((name for name in names if runs and scores_at(runs, name)[0] is not None), None)
 
 
-def ranked(found: Sequence[ConfigScores], goal: str) -> list[ConfigScores]:
+def ranked(configurations: Sequence[ConfigScores], goal: str) -> list[ConfigScores]:
     """Returns the configurations with scores, the best interquartile mean first."""
     sign = -1 if goal == "maximize" else 1
-    return sorted((one for one in found if one.scores), key=lambda one: sign * interquartile_mean(one.scores).value)
+    return sorted(
+        (one for one in configurations if one.scores), key=lambda one: sign * interquartile_mean(one.scores).value
+    )
 
 
 def scores_part(configurations: Sequence[ConfigScores], title: str, goal: str, metric: str) -> str:
@@ -146,9 +148,9 @@ def scores_part(configurations: Sequence[ConfigScores], title: str, goal: str, m
     left_out = f"<p>Without a score yet: {len(none)} of {len(configurations)} configurations.</p>" if none else ""
     rows = [
         ChartRow(one.label, *middle, dots=one.scores, color=colors[one.label])
-        for one, middle in zip(order[:MOST_DRAWN], middles, strict=False)
+        for one, middle in zip(order[:MAX_DRAWN], middles, strict=False)
     ]
-    more = f", the best {MOST_DRAWN} of {len(order)}" if len(order) > MOST_DRAWN else ""
+    more = f", the best {MAX_DRAWN} of {len(order)}" if len(order) > MAX_DRAWN else ""
     chart = interval_chart(f"IQM over seeds{more}", f"{title} (dots: single runs)", rows)
     head = ["configuration", "seeds", "mean", "IQM", "P(best > this)"]
     return (

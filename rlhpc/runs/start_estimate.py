@@ -27,9 +27,9 @@ from rlhpc.runs.tuning.workload import Knob
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
-#: What a walltime has over the time that training takes: evaluations, checkpoints, and what the prediction is off.
+#: Ratio of walltime to training time: evaluations, checkpoints, and the error of the prediction.
 _ROOM = 1.25
-#: Starts and ends nearer than this are the same: the scheduler plans in such intervals.
+#: Starts and ends closer than this, in seconds, are equal: the scheduler plans in such intervals.
 SAME_S = 60.0
 
 
@@ -126,50 +126,50 @@ class StartEstimate:
 
 
 def outlook(
-    asked: TuneRequest,
+    request: TuneRequest,
     nodes: Sequence[int],
     partitions: Sequence[str],
     ask: Callable[[str], Start] = would_start,
 ) -> StartEstimate:
-    """Asks the scheduler about all shapes.
+    """Queries the scheduler for all shapes.
 
     Args:
-        asked: The configuration.
-        nodes: Numbers of nodes; without any half, once and twice what is configured.
-        partitions: Partitions; without any the configured one and those of the site file.
-        ask: When a script's job would start.
+        request: Configuration and options.
+        nodes: Numbers of nodes; by default half, once and twice the configured number.
+        partitions: Partitions; by default the configured one and those of the site file.
+        ask: Returns the start of a script's job.
 
     Raises:
         ConfigError: The configuration names node groups, so that it has one shape.
     """
-    cfg = load_config(asked.config, asked.overrides, site=asked.site)
+    cfg = load_config(request.config, request.overrides, site=request.site)
     if cfg.cluster.node_groups and (nodes or partitions):
         raise ConfigError(
             "--nodes and --partitions are for configurations without cluster.node_groups; change the groups in the file"
         )
-    space, why = _costs(asked, cfg)
+    space, why = _costs(request, cfg)
     now, left_out, answers = time.time(), list[str](), list[StartTimes]()
-    for count, partition in _alternatives(asked, cfg, nodes, partitions):
+    for count, partition in _alternatives(request, cfg, nodes, partitions):
         try:
-            found = _shapes(asked, cfg, count, partition, space)
+            shapes = _shapes(request, cfg, count, partition, space)
         except RlhpcError as error:
             left_out.append(f"{count} node{'s' * (count != 1)}: {error}")
             continue
-        tried = [StartTimes(shape, ask(shape.script)) for shape in found]
+        tried = [StartTimes(shape, ask(shape.script)) for shape in shapes]
         answers.append(min(tried, key=lambda answer: answer.rank))
     answers.sort(key=lambda answer: answer.rank)
     return StartEstimate(answers, allowance(cfg.cluster.account), why, left_out, now)
 
 
 def _alternatives(
-    asked: TuneRequest, cfg: RunConfig, nodes: Sequence[int], partitions: Sequence[str]
+    request: TuneRequest, cfg: RunConfig, nodes: Sequence[int], partitions: Sequence[str]
 ) -> list[tuple[int, str | None]]:
     """Returns pairs of a number of nodes and a partition, the configured pair first."""
     count, partition = cfg.cluster.num_nodes, cfg.cluster.partition
     if cfg.cluster.node_groups:
         return [(count, None)]
     counts = [count, *(nodes or (count // 2, 2 * count))]
-    names = [partition, *(partitions or _of_site(asked.site))]
+    names = [partition, *(partitions or _of_site(request.site))]
     return list(dict.fromkeys((n, name) for n, name in itertools.product(counts, names) if n))
 
 
@@ -184,7 +184,7 @@ def _of_site(site: str | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _costs(asked: TuneRequest, cfg: RunConfig) -> tuple[Space | None, str]:
+def _costs(request: TuneRequest, cfg: RunConfig) -> tuple[Space | None, str]:
     """Returns the measurements of `rlhpc tune` for this run, or the reason why they are not available."""
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     record = read_json_file(paths.tuned)
@@ -201,39 +201,39 @@ def _costs(asked: TuneRequest, cfg: RunConfig) -> tuple[Space | None, str]:
             Knob(knob.key, (configured_candidate(cfg, workload).settings[knob.key],)) for knob in workload.knobs
         )
         workload = dataclasses.replace(workload, knobs=knobs)
-        return space_of(asked, workload, Costs.from_json(record["costs"]), cfg, here=False), ""
+        return space_of(request, workload, Costs.from_json(record["costs"]), cfg, here=False), ""
     except (KeyError, TypeError, ValueError) as error:
         return None, f"{paths.tuned} cannot be read ({error!r}): rlhpc tune again"
 
 
 def _shapes(
-    asked: TuneRequest, cfg: RunConfig, nodes: int, partition: str | None, space: Space | None
+    request: TuneRequest, cfg: RunConfig, nodes: int, partition: str | None, space: Space | None
 ) -> list[JobShape]:
     """Returns a number of nodes in a partition with each candidate walltime.
 
     Raises:
         ConfigError, PlacementError: The configuration cannot be placed on them.
     """
-    own_nodes, own_partition = nodes == cfg.cluster.num_nodes, partition == cfg.cluster.partition
-    words = [] if own_nodes else [f"cluster.num_nodes={nodes}"]
-    words += [] if own_partition else [f"cluster.partition={partition}"]
+    is_configured_nodes, is_configured_partition = nodes == cfg.cluster.num_nodes, partition == cfg.cluster.partition
+    words = [] if is_configured_nodes else [f"cluster.num_nodes={nodes}"]
+    words += [] if is_configured_partition else [f"cluster.partition={partition}"]
     step_s = None
     if space is not None:
-        here = dataclasses.replace(asked, nodes=None if own_nodes else nodes)
+        here = dataclasses.replace(request, nodes=None if is_configured_nodes else nodes)
         one = space_of(here, space.model.workload, space.model.costs, cfg, here=False)
-        if own_nodes:
+        if is_configured_nodes:
             step_s = one.model.predict(one.configured).step_s
         elif best := search(one, 1, lambda candidate: is_allowed(here, candidate, here=False)):
             step_s = best[0].prediction.step_s
             words += best[0].candidate.overrides()[:1]
         else:
             raise ConfigError("no placement is allowed on them")
-    changed = load_config(asked.config, [*asked.overrides, *words], site=asked.site)
+    changed = load_config(request.config, [*request.overrides, *words], site=request.site)
     train_s = None if step_s is None else step_s * total_steps(cfg)
     shapes = []
     for walltime in walltimes(changed, train_s):
         timed = [] if walltime == _walltime(changed) else [f"cluster.time={walltime}"]
-        sized = load_config(asked.config, [*asked.overrides, *words, *timed], site=asked.site)
+        sized = load_config(request.config, [*request.overrides, *words, *timed], site=request.site)
         plan = build_plan(sized, launcher="slurm")
         accelerators = sum(node.accelerators for node in plan.nodes)
         usable = None if walltime is None else max(0.0, 60.0 * walltime - _reserve_s(sized))
@@ -249,8 +249,8 @@ def _shapes(
 
 def _walltime(cfg: RunConfig) -> int | None:
     times: list[str | None] = [group.time for group in cfg.cluster.node_groups if group.time]
-    found = [minutes_of(str(text)) for text in times or [cfg.cluster.time] if text]
-    return min(found) if found else None
+    minutes = [minutes_of(str(text)) for text in times or [cfg.cluster.time] if text]
+    return min(minutes) if minutes else None
 
 
 def _reserve_s(cfg: RunConfig) -> float:
@@ -265,29 +265,29 @@ def walltimes(cfg: RunConfig, train_s: float | None) -> list[int | None]:
     configured = _walltime(cfg)
     if any(group.time for group in cfg.cluster.node_groups):
         return [configured]  # each component has its own
-    found: list[int | None] = [configured]
+    candidates: list[int | None] = [configured]
     if train_s is not None:
-        found.append(math.ceil((train_s * _ROOM + _reserve_s(cfg)) / 60))
+        candidates.append(math.ceil((train_s * _ROOM + _reserve_s(cfg)) / 60))
     if configured is not None:
-        found.append(configured // 4)
-    least = 2 * _reserve_s(cfg) / 60  # below, most of a job would be its end
-    shorter = [t for t in found[1:] if t and t >= least and (configured is None or t < configured)]
+        candidates.append(configured // 4)
+    min_minutes = 2 * _reserve_s(cfg) / 60  # below, most of a job would be its end
+    shorter = [t for t in candidates[1:] if t and t >= min_minutes and (configured is None or t < configured)]
     return [configured, *dict.fromkeys(shorter)]
 
 
-def render(found: StartEstimate) -> str:
+def render(estimate: StartEstimate) -> str:
     """Formats the output of `rlhpc plan --when`."""
-    unit = "GPU-hours" if any(answer.shape.accelerators for answer in found.answers) else "node hours"
+    unit = "GPU-hours" if any(answer.shape.accelerators for answer in estimate.answers) else "node hours"
     table = [["", "nodes", "GPUs", "partition", "walltime", "start", "end", "jobs", unit]]
-    for index, answer in enumerate(found.answers):
+    for index, answer in enumerate(estimate.answers):
         shape = answer.shape
         table.append(
             [
                 f"{index + 1}{' (as configured)' if shape.configured else ''}",
                 str(shape.nodes), str(shape.accelerators), shape.partition or "default",
                 "default" if shape.walltime is None else f"{shape.walltime} min",
-                answer.start.words if answer.start.at is None else moment(answer.start.at, found.now),
-                "-" if answer.end is None else moment(answer.end, found.now),
+                answer.start.words if answer.start.at is None else moment(answer.start.at, estimate.now),
+                "-" if answer.end is None else moment(answer.end, estimate.now),
                 "-" if shape.jobs is None else str(shape.jobs),
                 "-" if shape.hours is None else f"{shape.hours:.3g}",
             ]
@@ -295,16 +295,16 @@ def render(found: StartEstimate) -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["when (sbatch --test-only: an estimate; jobs may end sooner, or others overtake this one)"]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    lines += [f"not possible on {text}" for text in found.left_out]
-    if found.why_no_end:
-        lines.append(found.why_no_end)
-    lines += [*verdict(found), *_account(found)]
+    lines += [f"not possible on {text}" for text in estimate.left_out]
+    if estimate.why_no_end:
+        lines.append(estimate.why_no_end)
+    lines += [*verdict(estimate), *_account(estimate)]
     return "\n".join(lines)
 
 
-def verdict(found: StartEstimate) -> list[str]:
+def verdict(estimate: StartEstimate) -> list[str]:
     """Formats the best shape, the shape that it is better than, and the overrides that request it."""
-    possible = [answer for answer in found.answers if answer.start.at is not None]
+    possible = [answer for answer in estimate.answers if answer.start.at is not None]
     if not possible:
         return ["no shape would start: rlhpc doctor says what this cluster allows"]
     best = possible[0]
@@ -314,8 +314,8 @@ def verdict(found: StartEstimate) -> list[str]:
         ends = best.end is not None and other.end is not None
         verb, count = "end" if ends else "start", best.shape.accelerators or best.shape.nodes
         lines.append(
-            f"{_what(best, found.now)} {verb}{'s' * (count == 1)} before {_what(other, found.now)}"
-            + (f": {moment(best.end or 0, found.now)}, not {moment(other.end or 0, found.now)}" if ends else "")
+            f"{_describe(best, estimate.now)} {verb}{'s' * (count == 1)} before {_describe(other, estimate.now)}"
+            + (f": {moment(best.end or 0, estimate.now)}, not {moment(other.end or 0, estimate.now)}" if ends else "")
         )
     if best.shape.idle_gpus:
         where = best.shape.partition or "the default partition"
@@ -325,7 +325,7 @@ def verdict(found: StartEstimate) -> list[str]:
     return lines
 
 
-def _what(answer: StartTimes, now: float) -> str:
+def _describe(answer: StartTimes, now: float) -> str:
     shape = answer.shape
     count = _some(shape.accelerators, "GPU") if shape.accelerators else _some(shape.nodes, "node")
     where = f" in {shape.partition}" if shape.partition else ""
@@ -347,9 +347,9 @@ def moment(at: float, now: float) -> str:
     return time.strftime("%A %H:%M" if at - now < 6 * 86400 else "%Y-%m-%d %H:%M", local)
 
 
-def _account(found: StartEstimate) -> list[str]:
+def _account(estimate: StartEstimate) -> list[str]:
     """Formats the remaining allowance of the account, and the shapes that need more."""
-    allowed = found.allowed
+    allowed = estimate.allowed
     if allowed is None:
         return ["what the account may use is not known: sshare does not tell"]
     share = "" if allowed.fair_share is None else f"; fair share {allowed.fair_share:.2f}"
@@ -359,7 +359,7 @@ def _account(found: StartEstimate) -> list[str]:
         if limit > 0
     ]
     lines = [f"account {allowed.account}: {', '.join(parts) or 'no limit'}{share}"]
-    for answer in found.answers:
+    for answer in estimate.answers:
         lines += [f"  {text}" for text in _beyond(answer.shape, allowed.minutes)]
     return lines
 
@@ -371,15 +371,15 @@ def _word(resource: str) -> str:
 def _beyond(shape: JobShape, minutes: Mapping[str, tuple[float, float]]) -> list[str]:
     """Returns the limits that a shape's run would exceed."""
     needs: dict[str, Any] = {"gres/gpu": shape.accelerators, "node": shape.nodes}
-    found = []
+    exceeded = []
     for resource, count in needs.items():
         if shape.train_s is None or not count or resource not in minutes:
             continue
         limit, used = minutes[resource]
         hours = shape.train_s * count / 3600
         if hours > (limit - used) / 60:
-            found.append(
+            exceeded.append(
                 f"{_some(shape.nodes, 'node')} in {shape.partition or 'the default partition'}: {hours:.3g} "
                 f"{_word(resource)}-hours are more than that"
             )
-    return found
+    return exceeded

@@ -26,7 +26,7 @@ from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import expand_home, replace_durably, unwritable
 
-#: Sections that say what an expert's episodes are like.
+#: Sections that determine an expert's episodes.
 _RECORDED = ("env",)
 
 
@@ -135,9 +135,9 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
     below = [*common, override("runner.run_dir", os.path.normpath(f"{folder}/{name}"))]
     runs = []
     for point in named:
-        own = [*below, override("runner.name", point.name), *point.overrides]
-        cfg = _load(source, own, point, said_by, common, site)
-        runs.append(_prepared(SweepRun(point, tuple(own), cfg), source, paths, said_by, common, site))
+        run_overrides = [*below, override("runner.name", point.name), *point.overrides]
+        cfg = _load(source, run_overrides, point, said_by, common, site)
+        runs.append(_prepared(SweepRun(point, tuple(run_overrides), cfg), source, paths, said_by, common, site))
     return Sweep(name, paths, source, section, tuple(_shared(runs, source, said_by, site)))
 
 
@@ -152,17 +152,17 @@ def check_begun(sweep: Sweep, *, resume_with: bool = False) -> None:
 
 
 def _load(
-    source: str, own: Sequence[str], point: Point, said_by: str, common: Sequence[str], site: str | None, *,
+    source: str, run_overrides: Sequence[str], point: Point, said_by: str, common: Sequence[str], site: str | None, *,
     check: bool = True,
 ) -> RunConfig:  # fmt: skip
     try:
-        return load_config(source, own, check=check, site=site)
+        return load_config(source, run_overrides, check=check, site=site)
     except ConfigError as error:
         try:
             load_config(source, common, check=check, site=site)
-        except ConfigError as same:
-            if str(same) == str(error):
-                raise error from None  # not the sweep's doing
+        except ConfigError as common_error:
+            if str(common_error) == str(error):
+                raise error from None  # the sweep's values are not the cause
         raise ConfigError(f"{said_by}: {SWEEP}: run {point.name} ({' '.join(point.overrides)}): {error}") from None
 
 
@@ -171,11 +171,11 @@ def _load(
 
 def sft_of(source: str, cfg: RunConfig, site: str | None) -> tuple[str, RunConfig] | None:
     """Returns file and configuration of the SFT run that precedes a run; None without one."""
-    wanted = kind_of(cfg).preparation(cfg).sft
-    if wanted is None:
+    sft = kind_of(cfg).preparation(cfg).sft
+    if sft is None:
         return None
-    path = os.path.normpath(Path(source).parent / wanted[0])
-    return path, load_config(path, wanted[1], site=site)
+    path = os.path.normpath(Path(source).parent / sft[0])
+    return path, load_config(path, sft[1], site=site)
 
 
 def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Path:
@@ -222,17 +222,17 @@ def _prepared(
     moved: list[str] = []
     first = sft_of(source, run.cfg, site)
     if first is not None and name in first[1].runner.name:
-        own = RunPaths.of(first[1].runner.run_dir, first[1].runner.name).root
+        sft_folder = RunPaths.of(first[1].runner.run_dir, first[1].runner.name).root
         content = plain(first[1])
         content["runner"] = {k: v for k, v in content["runner"].items() if k not in ("name", "run_dir")}
         folder = paths.root / f"sft-{digest(content)}"
-        given = kind.preparation(run.cfg).sft
+        sft = kind.preparation(run.cfg).sft
         words = [
-            *(given[1] if given else ()),
+            *(sft[1] if sft else ()),
             override("runner.run_dir", os.path.normpath(f"{run.cfg.runner.run_dir}")),
             override("runner.name", folder.name),
         ]
-        moved += [override("workflow.sft_overrides", words), *_moved(run.cfg, own, folder)]
+        moved += [override("workflow.sft_overrides", words), *_moved(run.cfg, sft_folder, folder)]
     demos = kind.preparation(run.cfg).demos
     if demos is not None and name in demos[0]:
         facts = [_recording(run.cfg), run.cfg.runner.seed]
@@ -284,33 +284,33 @@ def _shared(runs: Sequence[SweepRun], source: str, said_by: str, site: str | Non
     """
     makers: dict[str, tuple[SweepRun, Any]] = {}
     for run in runs:
-        mine = set()
+        prepares = set()
         first, demos = sft_of(source, run.cfg, site), kind_of(run.cfg).preparation(run.cfg).demos
-        wanted = []
+        preparations = []
         if first is not None:
             place = RunPaths.of(first[1].runner.run_dir, first[1].runner.name).root
-            wanted.append(("sft", str(place), digest(plain(first[1]))))
+            preparations.append(("sft", str(place), digest(plain(first[1]))))
         if demos is not None:
-            wanted.append(("demos", os.path.abspath(demos[0]), recording_key(run.cfg)))
-        for what, where, content in wanted:
-            maker, theirs = makers.setdefault(where, (run, content))
-            if theirs != content:
+            preparations.append(("demos", os.path.abspath(demos[0]), recording_key(run.cfg)))
+        for kind, path, content in preparations:
+            maker, maker_content = makers.setdefault(path, (run, content))
+            if maker_content != content:
                 raise ConfigError(
-                    f"{said_by}: {SWEEP}: runs {maker.point.name} and {run.point.name} both prepare {where}, and differently; "
+                    f"{said_by}: {SWEEP}: runs {maker.point.name} and {run.point.name} both prepare {path}, and differently; "
                     "put ${runner.name} into its name"
                 )
             if maker is run:
-                mine.add(what)
-        yield SweepRun(run.point, run.overrides, run.cfg, frozenset(mine))
+                prepares.add(kind)
+        yield SweepRun(run.point, run.overrides, run.cfg, frozenset(prepares))
 
 
 def rule_prefixes(names: Sequence[str]) -> dict[str, str]:
     """Returns the prefix of each run's rule names in the workflow: the run's name, in the characters of a rule."""
-    found: dict[str, str] = {}
+    prefixes: dict[str, str] = {}
     for name in names:
         prefix = "run_" + re.sub(r"\W", "_", name) + "_"
-        found[name] = prefix if prefix not in found.values() else f"{prefix}{len(found)}_"
-    return found
+        prefixes[name] = prefix if prefix not in prefixes.values() else f"{prefix}{len(prefixes)}_"
+    return prefixes
 
 
 # -- on disk ----------------------------------------------------------------------------------------------------------
@@ -322,16 +322,16 @@ def read_sweep(paths: SweepPaths) -> dict[str, Any]:
     Raises:
         RlhpcError: The file was not written by a sweep.
     """
-    found = read_json_file(paths.record)
-    runs = (found or {}).get("runs")
+    record = read_json_file(paths.record)
+    runs = (record or {}).get("runs")
     if not isinstance(runs, list) or not all(
         isinstance(run, dict) and "/" not in str(run.get("name", "/")) for run in runs
     ):
         raise RlhpcError(f"{paths.record}: it cannot be read as a sweep's; start the sweep again, which writes it anew")
-    return dict(found or {})
+    return dict(record or {})
 
 
 def runs_of(paths: SweepPaths) -> list[RunPaths]:
     """Returns the folders of all runs that a sweep currently names, started or not, and of their shared preparations."""
     named = [paths.run(str(run["name"])) for run in read_sweep(paths)["runs"]]
-    return [*named, *(RunPaths(found) for found in sorted(paths.root.glob("sft-*")) if found.is_dir())]
+    return [*named, *(RunPaths(folder) for folder in sorted(paths.root.glob("sft-*")) if folder.is_dir())]

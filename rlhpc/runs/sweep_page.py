@@ -20,7 +20,7 @@ from rlhpc.metrics.statistics import interquartile_mean
 from rlhpc.runs.compare import curves_part, final_table
 from rlhpc.runs.headlines import RunMetrics
 from rlhpc.runs.seed_scores import (
-    MOST_DRAWN,
+    MAX_DRAWN,
     ConfigScores,
     estimate_text,
     goal_of,
@@ -74,8 +74,8 @@ def rank_sweep(sweep: SweepPaths, suite: str | None = None, metric: str | None =
     record = read_sweep(sweep)
     named = record["runs"]
     suite = suite or str(record.get("suite") or "default")
-    found = [found for _, found in states([sweep.run(run["name"]) for run in named])]
-    state = {run["name"]: one for run, one in zip(named, found, strict=True)}
+    run_states = [run_states for _, run_states in states([sweep.run(run["name"]) for run in named])]
+    state = {run["name"]: one for run, one in zip(named, run_states, strict=True)}
     runs = {run["name"]: _read(sweep.run(run["name"]), suite) for run in named}
     compared = {name: run for name, run in runs.items() if state[name].state == "finished" and run is not None}
     metric = metric or record.get("metric") or _compared([*compared.values()])
@@ -121,15 +121,17 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
     metric, goal, scored, scores = ranking.metric, ranking.goal, ranking.configurations, ranking.scores
     labels = [one.label for one in scored]
     suite = suite or str(record.get("suite") or "default")
-    ended = [run for run in named if state[run["name"]].state == "finished" and runs[run["name"]] is not None]
+    finished_runs = [run for run in named if state[run["name"]].state == "finished" and runs[run["name"]] is not None]
     best = ranked(scored, goal)
-    shown = [one.label for one in best] + [label for label in labels if label not in {one.label for one in best}]
+    ordered_labels = [one.label for one in best] + [
+        label for label in labels if label not in {one.label for one in best}
+    ]
     groups = {
         label: [run for one in named if one["label"] == label and (run := runs[one["name"]]) is not None]
-        for label in shown
+        for label in ordered_labels
     }
     groups = {label: group for label, group in groups.items() if group}
-    drawn = dict(list(groups.items())[:MOST_DRAWN])
+    drawn = dict(list(groups.items())[:MAX_DRAWN])
     failed = [run["name"] for run in named if state[run["name"]].state in _BAD]
     finished = sum(one.state == "finished" for one in state.values())
     cards = [
@@ -144,14 +146,21 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
             )
         )  # fmt: skip
     title = f"{metric} at step {ranking.step}"
-    over = scores_part(sorted(scored, key=lambda one: shown.index(one.label)), title, goal, metric) if metric else ""
+    over = (
+        scores_part(sorted(scored, key=lambda one: ordered_labels.index(one.label)), title, goal, metric)
+        if metric
+        else ""
+    )
     subtitle = f"{len(named)} runs, evaluation suite {suite}, written {time.strftime('%Y-%m-%d %H:%M')}"
     html = page(
         title=f"Sweep {record.get('name', sweep.root.name)}",
         subtitle=subtitle,
         body=[
             f'<div class="cards sweep">{"".join(cards)}</div>',
-            section("Scores", over or missing(_nothing(metric, [run for run in runs.values() if run], len(ended)))),
+            section(
+                "Scores",
+                over or missing(_no_scores_text(metric, [run for run in runs.values() if run], len(finished_runs))),
+            ),
             section("Curves", curves_part(drawn, of=len(groups)) if groups else missing("No run has a step yet.")),
             section("How they ended", final_table(groups) if groups else missing("No run has a step yet.")),
             section("Runs", _runs_table(sweep, output, named, state, runs, scores, metric)),
@@ -174,17 +183,17 @@ def _of(label: str, named: Sequence[Mapping[str, Any]], scores: Mapping[str, flo
     return [scores[run["name"]] for run in named if run["label"] == label and run["name"] in scores]
 
 
-def _nothing(metric: str | None, runs: Sequence[RunMetrics], ended: int) -> str:
-    if not ended:
+def _no_scores_text(metric: str | None, runs: Sequence[RunMetrics], num_finished: int) -> str:
+    if not num_finished:
         return "No run has finished yet."
     if metric is None:
         return "The runs have no metric in common by which they are compared; name one: sweep.metric."
-    there = sorted(
+    eval_metrics = sorted(
         {f"eval/{name}" for run in runs for e in run.evaluations for name, v in e.items() if isinstance(v, float)}
     )
     logged = sorted({name for run in runs for name in run.rows[-1] if "/" in name})
-    known = escape(", ".join([*there, *logged]) or "none")
-    return f"The runs that finished do not have {escape(metric)} at a step in common; there are: {known}."
+    available = escape(", ".join([*eval_metrics, *logged]) or "none")
+    return f"The runs that finished do not have {escape(metric)} at a step in common; there are: {available}."
 
 
 def _runs_table(
@@ -200,17 +209,17 @@ def _runs_table(
     head = ["run", "state", "step", metric or "score", "note"]
     lines = []
     for run in named:
-        name, found, read = str(run["name"]), state[run["name"]], runs[run["name"]]
-        begun = sweep.run(name).root.is_dir()
+        name, run_state, read = str(run["name"]), state[run["name"]], runs[run["name"]]
+        has_started = sweep.run(name).root.is_dir()
         report, steps = sweep.run(name).report, series(read.rows, "step")[1] if read else []
         link = os.path.relpath(report, output.absolute().parent)
-        shown = f'<a href="{escape(link, quote=True)}">{escape(name)}</a>' if report.is_file() else escape(name)
+        run_cell = f'<a href="{escape(link, quote=True)}">{escape(name)}</a>' if report.is_file() else escape(name)
         score = scores.get(name)
-        words = found.state if begun else "not started"
+        words = run_state.state if has_started else "not started"
         lines.append(
-            f'<tr><td class="t">{shown}</td><td class="t{" bad" if words in _BAD else ""}">{escape(words)}</td>'
+            f'<tr><td class="t">{run_cell}</td><td class="t{" bad" if words in _BAD else ""}">{escape(words)}</td>'
             f"<td>{f'{steps[-1]:.0f}' if steps else '–'}</td><td>{'–' if score is None else number(score)}</td>"
-            f'<td class="t">{escape(found.why if begun else "")}</td></tr>'
+            f'<td class="t">{escape(run_state.why if has_started else "")}</td></tr>'
         )
     cells = "".join(f"<th{'' if i in (2, 3) else ' class=t'}>{escape(title)}</th>" for i, title in enumerate(head))
     return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'

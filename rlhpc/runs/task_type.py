@@ -142,7 +142,7 @@ KINDS: Registry[Any] = Registry(
 )
 
 Rows = Sequence[Mapping[str, Any]]
-#: The configuration of a kind of run.
+#: Configuration of a task type.
 Cfg = TypeVar("Cfg", bound=RunConfig)
 
 
@@ -337,7 +337,7 @@ class Kind(Generic[Cfg]):
         del cfg, checkpoint
         return []
 
-    #: The end of a message: what can be done with a checkpoint from which this run cannot resume.
+    #: End of a message: the other use of a checkpoint from which this run cannot resume.
     other_start = ""
 
     # -- workflow -------------------------------------------------------------------------------------------------
@@ -357,8 +357,9 @@ class Kind(Generic[Cfg]):
         return early_end(cfg)
 
     def evaluation_metrics(self, cfg: Cfg) -> Sequence[str]:
-        """The metrics of held-out data that a run with this configuration measures while it trains, and that have a better and
-        a worse: what `runner.keep_best` may name; none where it does not evaluate."""
+        """Returns the metrics of held-out data that a run with this configuration measures during training and that have a
+        better direction, for `runner.keep_best`; empty if it does not evaluate.
+        """
         del cfg
         return ()
 
@@ -399,13 +400,13 @@ class Kind(Generic[Cfg]):
         """
         raise ConfigError(f"runs of kind {self.name} have nothing to play; rlhpc eval evaluates their checkpoints")
 
-    def export(self, checkpoint: Path, output: Path | None, wanted: Exporting) -> Path:
-        """Writes a checkpoint as a folder for others.
+    def export(self, checkpoint: Path, output: Path | None, options: Exporting) -> Path:
+        """Exports a checkpoint as a folder for other tools.
 
         Args:
             checkpoint: Its folder.
-            output: Target; by default in the run that the checkpoint lies in.
-            wanted: Options.
+            output: Target; by default in the run of the checkpoint.
+            options: Options.
 
         Returns:
             The folder.
@@ -456,19 +457,19 @@ def find_kind(name: str | None = None, source: str = "configuration") -> Kind[An
     Raises:
         ConfigError: The task type does not exist; the message lists the existing ones.
     """
-    wanted = DEFAULT if name is None else name
-    if path := KINDS.path(wanted):
-        return _checked(import_attribute(path, f"{source}: {KINDS.key}"), wanted, source)
+    type_name = DEFAULT if name is None else name
+    if path := KINDS.path(type_name):
+        return _checked(import_attribute(path, f"{source}: {KINDS.key}"), type_name, source)
     raise ConfigError(
-        f"{source}: {KINDS.key} is {shown(wanted)}{nearest(wanted, kind_names())} allowed: {', '.join(kind_names())}, "
+        f"{source}: {KINDS.key} is {shown(type_name)}{nearest(type_name, kind_names())} allowed: {', '.join(kind_names())}, "
         f"or {KINDS.form}"
     )
 
 
-def _checked(found: Any, name: str, source: str) -> Kind[Any]:
-    if not isinstance(found, Kind):
-        raise ConfigError(f"{source}: runner.task_type is {shown(name)}, which is a {type(found).__name__} and no Kind")
-    return found
+def _checked(kind: Any, name: str, source: str) -> Kind[Any]:
+    if not isinstance(kind, Kind):
+        raise ConfigError(f"{source}: runner.task_type is {shown(name)}, which is a {type(kind).__name__} and no Kind")
+    return kind
 
 
 def kind_of(cfg: Cfg) -> Kind[Cfg]:
@@ -491,5 +492,5 @@ def _kind_of_file(config: Path) -> Kind[Any] | None:
         name = str(read_yaml(read_file(config))["runner"]["task_type"])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         return None
-    known = name.lower() in kind_names()
-    return find_kind(name) if known else None  # a file from elsewhere imports nothing
+    is_registered = name.lower() in kind_names()
+    return find_kind(name) if is_registered else None  # a foreign file must not import code

@@ -42,7 +42,7 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
         ConfigError, PlacementError, CheckpointError: A check failed; nothing was written.
         WorkerFailed: A rank failed; the error is that of the first failed rank.
     """
-    kind, given = kind_of(cfg), cfg
+    kind, user_cfg = kind_of(cfg), cfg
     require_live_allocation()
     require_no_driver(RunPaths.of(cfg.runner.run_dir, cfg.runner.name))
     run = RunFolder.plan(cfg, segment, resume_with=resume_with)
@@ -67,13 +67,13 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
         note(f"goes on from step {run.resume.step} ({run.resume.path})")
     run_checks(kind.checks(cfg, {role: len(ranks) for role, ranks in placements.items()}))
     with sole_driver(run.paths):
-        return _train(kind, cfg, given, run, cluster, strategies, placements)
+        return _train(kind, cfg, user_cfg, run, cluster, strategies, placements)
 
 
 def _train(
     kind: Kind[Cfg],
     cfg: Cfg,
-    given: Cfg,
+    user_cfg: Cfg,
     run: RunFolder,
     cluster: Cluster,
     strategies: dict[str, Any],
@@ -82,7 +82,7 @@ def _train(
     roles = kind.roles_of(cfg)
     classes = {role: load_attribute(name, f"role {role} of the kind {kind.name}") for role, name in roles.items()}
     make_runner = load_attribute(kind.runner, f"the runner of the kind {kind.name}")
-    run.open(given)
+    run.open(user_cfg)
     mark_start(run.paths.segment_logs(run.segment or 0))
     run.record_placement({role: [asdict(rank) for rank in ranks] for role, ranks in placements.items()})
     runner: Runner[Cfg] | None = None
@@ -110,19 +110,19 @@ def _train(
             for group in groups.values():
                 group.wait_ready()
             run.mark("ranks")
-            runner = made = make_runner(cfg, **groups, run=run, stop=stop)
-            made.init_workers()
-            # A submitted run goes on by itself after a failure; one at a terminal says so and ends.
-            made.max_recoveries = int(os.environ.get(MAX_RESTARTS, "0"))
-            session.failures.expendable = kind.expendable_of(cfg) if made.max_recoveries else frozenset()
+            runner = active_runner = make_runner(cfg, **groups, run=run, stop=stop)
+            active_runner.init_workers()
+            # A submitted run recovers by itself after a failure; a run at a terminal reports the failure and ends.
+            active_runner.max_recoveries = int(os.environ.get(MAX_RESTARTS, "0"))
+            session.failures.expendable = kind.expendable_of(cfg) if active_runner.max_recoveries else frozenset()
             session.failures.independent = kind.independent_of(cfg)
             session.failures.elastic, session.failures.together = kind.elastic_of(cfg), kind.together_of(cfg)
             session.membership.why_fixed = kind.why_fixed(cfg)
             session.leases.patience = kind.patience_of(cfg)
             session.interrupted = lambda: None
-            made.saw = helpers.saw
+            active_runner.saw = helpers.saw
             helpers.start(session)
-            result = made.run()
+            result = active_runner.run()
             session.membership.is_open = False
             session.failures.expendable, session.failures.elastic = frozenset(), {}
             for group in groups.values():

@@ -16,80 +16,84 @@ from rlhpc.runtime.text import cut
 _WIDTH = 110
 
 
-def written(made: Translation, source: str, project: str) -> str:
-    """The configuration file; a comment at each key says which foreign key it was made from, unless that has the same
-    name.
+def written(translation: Translation, source: str, project: str) -> str:
+    """Formats the configuration file; a comment at each key names the foreign key that it comes from, unless that has the
+    same name.
 
     Args:
-        made: What was translated.
-        source: The file it comes from.
-        project: Whose format that is.
+        translation: The translation.
+        source: Original file.
+        project: Project whose format it has.
     """
-    differs = {key: why for key, (why, changes) in made.left.items() if changes}
+    differs = {key: why for key, (why, changes) in translation.omitted.items() if changes}
     lines = [
         f"# From {project}'s {Path(source).name}, by `rlhpc config import`: "
-        f"{len(made.used)} of {len(made.theirs)} keys are used."
+        f"{len(translation.used)} of {len(translation.foreign)} keys are used."
     ]
     if differs:
         lines.append("# Left out; training will differ:")
         for why, keys in _by_reason(differs):
-            text = f"{', '.join(f'{key}: {_value(made.theirs[key])}' for key in keys)} ({why})"
+            text = f"{', '.join(f'{key}: {_value(translation.foreign[key])}' for key in keys)} ({why})"
             lines += textwrap.wrap(
                 text, _WIDTH, initial_indent="#   ", subsequent_indent="#     ", break_long_words=False
             )
     tree: dict[str, Any] = {}
-    for key, value in made.ours.items():
+    for key, value in translation.ours.items():
         *sections, last = key.split(".")
         at = tree
         for section in sections:
             at = at.setdefault(section, {})
-        comment = _origin([name for name in made.origin[key] if name != key])
-        at[last] = _Leaf(value, comment or _default(made, key, project))
+        comment = _origin([name for name in translation.origin[key] if name != key])
+        at[last] = _Leaf(value, comment or _default(translation, key, project))
     for name, section in tree.items():
         lines += ["", f"{name}:", *_lines(section, 2)]
     return "\n".join(lines) + "\n"
 
 
-def report(made: Translation, source: str, project: str, files: Sequence[Path], verdict: str) -> str:
-    """Every key: what was made of it, or why it is left out.
+def report(translation: Translation, source: str, project: str, files: Sequence[Path], verdict: str) -> str:
+    """Formats a report of every key: its translation, or the reason why it is omitted.
 
     Args:
-        made: What was translated.
-        source: The file it comes from.
-        project: Whose format that is.
+        translation: The translation.
+        source: Original file.
+        project: Project whose format it has.
         files: All files that were read.
-        verdict: Whether `rlhpc plan` accepts the result.
+        verdict: Result of the checks of `rlhpc plan`.
     """
-    differs = {key: why for key, (why, changes) in made.left.items() if changes}
-    same = {key: why for key, (why, changes) in made.left.items() if not changes}
-    others = [path.name for path in files if path.name != Path(source).name]
+    differs = {key: why for key, (why, changes) in translation.omitted.items() if changes}
+    harmless = {key: why for key, (why, changes) in translation.omitted.items() if not changes}
+    included_files = [path.name for path in files if path.name != Path(source).name]
     lines = [
-        " with ".join([f"{project}: {source}", *([", ".join(others)] if others else [])]),
-        f"kind of run: {made.kind}",
+        " with ".join([f"{project}: {source}", *([", ".join(included_files)] if included_files else [])]),
+        f"kind of run: {translation.kind}",
     ]
-    lines += ["", f"translated: {len(made.used)} of {len(made.theirs)} keys"]
-    width = min(48, max((len(key) for key in made.ours), default=0))
-    for key, value in made.ours.items():
-        origin = f"from {', '.join(made.origin[key])}" if made.origin[key] else _default(made, key, project)
+    lines += ["", f"translated: {len(translation.used)} of {len(translation.foreign)} keys"]
+    width = min(48, max((len(key) for key in translation.ours), default=0))
+    for key, value in translation.ours.items():
+        origin = (
+            f"from {', '.join(translation.origin[key])}"
+            if translation.origin[key]
+            else _default(translation, key, project)
+        )
         lines.append(f"  {key:<{width}} {_value(value)}{f'   {origin}' if origin else ''}")
     for title, reasons in (
         ("left out; training will differ", differs),
-        ("left out; training is the same", same),
+        ("left out; training is the same", harmless),
     ):
         lines += ["", f"{title}: {len(reasons)} keys"]
         for why, keys in _by_reason(reasons):
             lines.append(f"  {why}")
-            text = ", ".join(f"{key}: {_value(made.theirs[key])}" for key in keys)
+            text = ", ".join(f"{key}: {_value(translation.foreign[key])}" for key in keys)
             lines += textwrap.wrap(
                 text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False
             )
     return "\n".join([*lines, "", verdict]) + "\n"
 
 
-def _default(translation: Translation, key: str, project: str) -> str:
+def _default(translated_config: Translation, key: str, project: str) -> str:
     """Returns the comment at a value that comes only from the foreign project's defaults."""
-    keys = translation.defaults.get(key, ())
-    return f"{project}'s default of {', '.join(keys)}" if keys and not translation.origin[key] else ""
+    keys = translated_config.defaults.get(key, ())
+    return f"{project}'s default of {', '.join(keys)}" if keys and not translated_config.origin[key] else ""
 
 
 def _origin(names: Sequence[str]) -> str:

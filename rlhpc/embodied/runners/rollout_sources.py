@@ -18,7 +18,7 @@ import numpy as np
 from rlhpc.embodied.rollout.slot_map import Acted, SlotMap, Source
 from rlhpc.embodied.rollout.step_outcomes import in_order
 from rlhpc.embodied.rollout.work_sharing import PLAYED, DeliveredShard, FullRollout, ShardTracker, keys_of, shares
-from rlhpc.runs.replicas import Nothing, Originals, Replicas
+from rlhpc.runs.replicas import CompletedCall, Originals, Replicas
 from rlhpc.runs.run_folder import note
 from rlhpc.runtime.channel import Channel, QueueEmpty
 from rlhpc.runtime.context import current
@@ -439,7 +439,11 @@ class RolloutSources:
 
     def _call_envs(self, method: str, *args: Any) -> Any:
         """Calls a method of the original env ranks that are present; returns a handle."""
-        return getattr(self._envs.execute_on(*self._present_envs), method)(*args) if self._present_envs else Nothing()
+        return (
+            getattr(self._envs.execute_on(*self._present_envs), method)(*args)
+            if self._present_envs
+            else CompletedCall()
+        )
 
     def _acting_group(self) -> WorkerGroup:
         """Returns the acting rollout ranks, for one call."""

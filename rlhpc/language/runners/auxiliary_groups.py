@@ -9,7 +9,7 @@ from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.rollout.prompt_queue import PromptTracker
 from rlhpc.language.scoring.groups import CRITIC, ENGINE, raters, scoring_groups
 from rlhpc.language.training.prompt_dispatch import EPISODES, TICKETS, PromptMap, channel_to, training_phase
-from rlhpc.runs.replicas import Nothing, Replicas
+from rlhpc.runs.replicas import CompletedCall, Replicas
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.errors import DeadlineExceeded
@@ -74,10 +74,10 @@ class Agents:
         if self._replicas is not None:
             self._replicas.tend()
 
-    def serve(self, phase: str) -> Handle | Nothing:
+    def serve(self, phase: str) -> Handle | CompletedCall:
         """Has episodes run until a phase is over."""
         if self._replicas is None:
-            return Nothing()
+            return CompletedCall()
         handle: Handle = self._replicas.of_step().serve(phase)
         return handle
 

@@ -95,8 +95,10 @@ def require(name: str) -> Any:
 
 @contextlib.contextmanager
 def printing_to_stderr() -> Iterator[None]:
-    """For libraries that print: standard output belongs to rlhpc's own results. Several threads may be in here at once, and
-    none waits for another, whose service may hang: the last one to leave puts standard output back."""
+    """Redirects standard output, which is reserved for rlhpc's own results, to stderr for libraries that print. Several
+    threads may be inside at once, and none waits for another, whose service may hang: the last one to leave restores standard
+    output.
+    """
     global _printing, _stdout
     with _switching:
         if not _printing:
@@ -112,13 +114,13 @@ def printing_to_stderr() -> Iterator[None]:
 
 
 _HIDDEN = "***"
-#: Whole words of a key, so that `max_new_tokens` and `token_level` are none.
+#: Complete words of a key, so that `max_new_tokens` and `token_level` do not match.
 _SECRET_KEY = re.compile(
     r"(^|[_\-.])(token|secret|password|passwd|passphrase|credentials?|authorization|cookie|api_?key|access_?key|"
     r"private_?key|auth)$",
     re.IGNORECASE,
 )
-#: All that lies below such a key.
+#: Sections in which all texts are secret.
 _SECRET_SECTION = re.compile(r"^(headers|env|environ|environment|secrets|cookies)$", re.IGNORECASE)
 _LOGIN_IN_URL = re.compile(r"(\w+://)[^/\s@]+@")
 _SECRET_IN_URL = re.compile(r"([?&](?:\w*token|\w*key|password|secret)=)[^&\s]+", re.IGNORECASE)
@@ -176,9 +178,9 @@ def records(path: Path) -> Iterator[bytes]:
     raw = path.read_bytes()
     at, record = _HEADER, b""
     while at + _HEADER <= len(raw):
-        left = _BLOCK - at % _BLOCK
-        if left < _HEADER:  # padding
-            at += left
+        block_remainder = _BLOCK - at % _BLOCK
+        if block_remainder < _HEADER:  # padding
+            at += block_remainder
             continue
         _, length, kind = struct.unpack_from("<IHB", raw, at)
         at += _HEADER

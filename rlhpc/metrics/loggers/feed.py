@@ -15,9 +15,9 @@ from typing import Any
 from rlhpc.metrics.loggers.base import RunFacts, RunLogger
 from rlhpc.runtime.files import replace_durably
 
-#: Rows that may wait for a logger before it is given up.
+#: Maximum number of waiting rows before a logger is given up.
 _ROWS = 20_000
-#: Seconds that all loggers together have to finish.
+#: Seconds within which all loggers must finish.
 CLOSE_S = 60.0
 _COMMIT, _END = object(), object()
 
@@ -34,8 +34,8 @@ class Memory:
             path.unlink(missing_ok=True)
             return
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads(path.read_text())
-            self._content = {key: value for key, value in found.items() if isinstance(value, dict)}
+            content = json.loads(path.read_text())
+            self._content = {key: value for key, value in content.items() if isinstance(value, dict)}
 
     def recall(self, name: str) -> dict[str, Any]:
         """Returns a copy of a logger's stored state."""
@@ -131,7 +131,7 @@ class Feed:
             self._logger.close()
             self._memory.keep(self._name, self._run.memory)
         except Exception as error:
-            # Whatever a service or its library raises: nothing of it may reach the training.
+            # No exception of a service or its library may reach the training.
             if not self._over:
                 first = next(iter(str(error).strip().splitlines()), "")
                 self._give_up(f"{type(error).__name__}: {first}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhpc.metrics.loggers.base import RunFacts, flat, require
 
-#: What MLflow takes at once.
+#: Maximum batch sizes of MLflow.
 _PARAMS, _METRICS = 100, 1000
 _LONGEST_VALUE = 6000
 
@@ -37,19 +37,19 @@ class MLflowLogger:
         require("mlflow")
         from mlflow.tracking import MlflowClient
 
-        own = f"sqlite:///{run.folder / 'mlflow.db'}"
-        uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI") or own
+        local_uri = f"sqlite:///{run.folder / 'mlflow.db'}"
+        uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI") or local_uri
         self._client = MlflowClient(tracking_uri=uri)
         if run.memory.get("run_id"):
             self._run_id = run.memory["run_id"]
             self._client.update_run(self._run_id, status="RUNNING")
             return self._last_step()
-        found = self._client.get_experiment_by_name(self._experiment)
-        if found is not None:
-            experiment = found.experiment_id
+        existing = self._client.get_experiment_by_name(self._experiment)
+        if existing is not None:
+            experiment = existing.experiment_id
         else:
-            place = str(run.folder / "mlflow") if uri == own else None
-            experiment = self._client.create_experiment(self._experiment, artifact_location=place)
+            artifact_location = str(run.folder / "mlflow") if uri == local_uri else None
+            experiment = self._client.create_experiment(self._experiment, artifact_location=artifact_location)
         created = self._client.create_run(experiment, run_name=run.name, tags=self._tags)
         self._run_id = run.memory["run_id"] = created.info.run_id
         self._log_config(run.config)
@@ -72,9 +72,11 @@ class MLflowLogger:
 
     def _last_step(self) -> int | None:
         names = self._client.get_run(self._run_id).data.metrics
-        # A metric that every row has spares asking for all the others.
-        asked = ["time/wall_s"] if "time/wall_s" in names else list(names)
-        steps = [metric.step for name in asked for metric in self._client.get_metric_history(self._run_id, name)]
+        # A metric that every row has is sufficient.
+        names_to_read = ["time/wall_s"] if "time/wall_s" in names else list(names)
+        steps = [
+            metric.step for name in names_to_read for metric in self._client.get_metric_history(self._run_id, name)
+        ]
         return max(steps, default=None)
 
     def _log_config(self, config: Mapping[str, Any]) -> None:

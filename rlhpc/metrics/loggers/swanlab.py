@@ -39,13 +39,13 @@ class SwanLabLogger(ServiceLogger):
         _remove_empty(folder)
         last = None if resume_step is None else _last_step(folder, run.memory["id"])
         with printing_to_stderr():
-            made = swanlab.Settings(**settings)
-            mode = self._mode or os.environ.get("SWANLAB_MODE") or ("online" if made.api_key else "offline")
+            swanlab_settings = swanlab.Settings(**settings)
+            mode = self._mode or os.environ.get("SWANLAB_MODE") or ("online" if swanlab_settings.api_key else "offline")
             arguments = {
                 "project": self._project, "name": run.name, "id": run.memory["id"], "resume": "allow", "mode": mode,
                 "log_dir": str(folder), "config": dict(run.config), **options,
             }  # fmt: skip
-            self._run = swanlab.init(**arguments, settings=made)
+            self._run = swanlab.init(**arguments, settings=swanlab_settings)
         return last
 
 

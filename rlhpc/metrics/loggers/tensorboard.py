@@ -16,7 +16,7 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.loggers.base import RunFacts
 from rlhpc.runtime.host import node_name
 
-#: What `loggers.json` calls the last step whose row was written.
+#: Key in `loggers.json` of the last step whose row was written.
 _LAST = "step"
 
 
@@ -35,9 +35,9 @@ class TensorBoardLogger:
         if resume_step is None or not any(self._folder.glob("events.out.tfevents.*")):
             return None
         last = self._memory.get(_LAST)
-        there = None if last is None else min(int(last), resume_step)
-        self._purge_step = 0 if there is None else there + 1
-        return there
+        logged_step = None if last is None else min(int(last), resume_step)
+        self._purge_step = 0 if logged_step is None else logged_step + 1
+        return logged_step
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -70,7 +70,7 @@ class TensorBoardLogger:
         self._records = RecordWriter(self._file)
         self._write(Event(wall_time=now, file_version="brain.Event:2"))
         if self._purge_step is not None:
-            # TensorBoard then hides what earlier starts logged from the first step on that this one logs.
+            # TensorBoard then hides rows of earlier starts from the first step of this start on.
             start = SessionLog(status=SessionLog.START)
             self._write(Event(wall_time=now, step=self._purge_step, session_log=start))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-#: Part of an accelerator's memory that is left free for what an account cannot know: fragmentation, kernels' work space.
+#: Share of an accelerator's memory that stays free for unknown terms: fragmentation, kernels' work space.
 SPARE = 0.08
 
 
@@ -105,8 +105,8 @@ class Account:
         return max(self.moments, key=lambda moment: moment.nbytes, default=None)
 
     @property
-    def least(self) -> float:
-        """Bytes that it holds at every moment."""
+    def min_nbytes(self) -> float:
+        """Minimum over all moments, in bytes."""
         return min((moment.nbytes for moment in self.moments), default=0.0)
 
     @property
@@ -142,6 +142,6 @@ def gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= 0.1 * GIB else f"{nbytes / MIB:.0f} MiB"
 
 
-def terms(**found: float) -> tuple[MemoryTerm, ...]:
+def terms(**nbytes_by_name: float) -> tuple[MemoryTerm, ...]:
     """Returns terms by name (underscores become blanks), without terms of 0 bytes."""
-    return tuple(MemoryTerm(name.replace("_", " "), nbytes) for name, nbytes in found.items() if nbytes > 0)
+    return tuple(MemoryTerm(name.replace("_", " "), nbytes) for name, nbytes in nbytes_by_name.items() if nbytes > 0)

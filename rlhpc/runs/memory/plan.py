@@ -32,8 +32,8 @@ def parse_bytes(text: str) -> float | None:
     """Parses a size in Slurm's form into bytes: `80G`, `512M`; a bare number is in MiB. Returns None for another form, or for
     0 (all memory).
     """
-    found = _SIZE.fullmatch(text.strip())
-    return float(found[1]) * (1 << _UNITS[found[2].upper()]) or None if found else None
+    match = _SIZE.fullmatch(text.strip())
+    return float(match[1]) * (1 << _UNITS[match[2].upper()]) or None if match else None
 
 
 def accelerator_room(cfg: RunConfig, cluster: Cluster, node: int) -> tuple[float | None, str]:
@@ -46,25 +46,25 @@ def accelerator_room(cfg: RunConfig, cluster: Cluster, node: int) -> tuple[float
     """
     for raw in read_key(cfg.cluster, "node_groups", ()):
         label = str(read_key(raw, "label"))
-        own = read_key(raw, "accelerator_memory")
-        if own is not None and node in cluster.node_group(label).node_ranks:
-            return parse_bytes(str(own)), f"cluster.node_groups[{label}].accelerator_memory"
+        group_memory = read_key(raw, "accelerator_memory")
+        if group_memory is not None and node in cluster.node_group(label).node_ranks:
+            return parse_bytes(str(group_memory)), f"cluster.node_groups[{label}].accelerator_memory"
     if (common := read_key(cfg.cluster, "accelerator_memory")) is not None:
         return parse_bytes(str(common)), "cluster.accelerator_memory"
-    found = _found_here() if len(cluster.nodes) == 1 else None
-    return found, "nvidia-smi" if found else ""
+    detected = _detected_memory() if len(cluster.nodes) == 1 else None
+    return detected, "nvidia-smi" if detected else ""
 
 
 @functools.cache
-def _found_here() -> float | None:
-    """Bytes of the smallest accelerator of this machine, as its driver says; None without one."""
+def _detected_memory() -> float | None:
+    """Returns the bytes of this machine's smallest accelerator, from its driver; None without an accelerator."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
-    asked = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=_ASK_S, check=True).stdout
-        return min(float(line) * (1 << 20) for line in said.splitlines() if line.strip())
+        output = subprocess.run(query, capture_output=True, text=True, timeout=_ASK_S, check=True).stdout
+        return min(float(line) * (1 << 20) for line in output.splitlines() if line.strip())
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
@@ -92,7 +92,7 @@ def host_room(cfg: RunConfig, cluster: Cluster, node: int, *, here: bool) -> tup
 log = logging.getLogger(__name__)
 
 REFUSE, WARN, OFF = "refuse", "warn", "off"
-#: Part of a node's memory that /dev/shm has where nobody says otherwise.
+#: Default share of a node's memory that /dev/shm has.
 _SHM = 0.5
 
 
@@ -112,26 +112,25 @@ class Accounting(Protocol):
 
 @dataclass(frozen=True)
 class MemoryPool:
-    """An accelerator, or a node's memory, and who is there.
+    """Memory of an accelerator or a node, with the bytes of each group.
 
     Attributes:
         name: `node0, accelerators 0-7` or `node0, host memory`.
-        held: Group → bytes, of all its ranks there.
-        room: Bytes that there are; None if nobody knows.
-        said: Who says so.
-        usable: Part of them that may be filled.
-        turns: Groups among them of which only one is there at a time.
-        least: What is there whatever micro-batches turn out to be; on an accelerator, where nothing can be swapped out, all
-            of it.
+        held: Group → bytes of all its ranks in the pool.
+        room: Available bytes; None if unknown.
+        source: Source of that number.
+        usable: Share of `room` that may be used.
+        turns: Colocated groups, of which only one is in the pool at a time.
+        certain_nbytes: Bytes that are used for any size of micro-batches; on an accelerator, which cannot swap, all bytes.
     """
 
     name: str
     held: Mapping[str, float]
     room: float | None
-    said: str
+    source: str
     usable: float
     turns: frozenset[str]
-    least: float | None = None
+    certain_nbytes: float | None = None
 
     @property
     def nbytes(self) -> float:
@@ -147,42 +146,44 @@ class MemoryPool:
     @property
     def refused(self) -> bool:
         """True if the groups certainly do not fit."""
-        least = self.nbytes if self.least is None else self.least
-        return self.room is not None and least > self.usable * self.room
+        nbytes = self.nbytes if self.certain_nbytes is None else self.certain_nbytes
+        return self.room is not None and nbytes > self.usable * self.room
 
     def left_for(self, group: str) -> float | None:
         """Returns the bytes that the other groups leave to a group."""
         if self.room is None:
             return None
-        others = {name: n for name, n in self.held.items() if name != group and not ({name, group} <= self.turns)}
-        return self.usable * self.room - math.fsum(others.values())
+        other_groups = {name: n for name, n in self.held.items() if name != group and not ({name, group} <= self.turns)}
+        return self.usable * self.room - math.fsum(other_groups.values())
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """All that is to be said about memory.
+    """Memory plan of a run.
 
     Attributes:
-        accounts: Of the groups.
-        places: Where they are; alike ones once.
-        left: Group → bytes that one of its ranks may hold; None if nobody knows.
-        rooms: Group → whether its ranks compute on accelerators.
+        accounts: Memory accounts of the groups.
+        places: Memory pools; neighbouring equal pools are merged into one.
+        available: Group → bytes that one of its ranks may use; None if unknown.
+        accelerated: Group → True if its ranks compute on accelerators.
     """
 
     accounts: Sequence[Account]
     places: Sequence[MemoryPool]
-    left: Mapping[str, float | None]
+    available: Mapping[str, float | None]
     accelerated: Mapping[str, bool]
 
     def refusals(self) -> list[str]:
         """Returns the reasons why the run cannot fit, one for each group or pool."""
-        found = [
-            f"{account.group}: {words}" + _fitting(account, self.left.get(account.group))
+        reasons = [
+            f"{account.group}: {words}" + _fitting(account, self.available.get(account.group))
             for account in self.accounts
             for words in account.refusals
         ]
-        said = {account.group for account in self.accounts if account.refusals}
-        return found + [_overfull(self, place) for place in self.places if place.refused and said != set(place.held)]
+        refused_groups = {account.group for account in self.accounts if account.refusals}
+        return reasons + [
+            _overfull(self, place) for place in self.places if place.refused and refused_groups != set(place.held)
+        ]
 
     def doubts(self) -> list[str]:
         """Returns the pools that may overflow: host memory of ranks, if micro-batches are not smaller than their limit."""
@@ -199,32 +200,36 @@ def memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: b
         measure: Also allow slower measurements.
     """
     cluster = Cluster.planned(cfg.cluster)
-    asked: dict[str, GroupRanks] = {}
+    ranks_by_group: dict[str, GroupRanks] = {}
     for group, ranks in plan.placements.items():
         accelerated = bool(ranks[0].accelerators)
         room, _ = accelerator_room(cfg, cluster, ranks[0].node_rank) if accelerated else (None, "")
         nodes = [rank.node_rank for rank in ranks]
-        asked[group] = GroupRanks(len(ranks), accelerated, room, max(map(nodes.count, nodes)))
-    accounts = _accounts(_placed(cfg, cluster), asked, build, measure)
+        ranks_by_group[group] = GroupRanks(len(ranks), accelerated, room, max(map(nodes.count, nodes)))
+    accounts = _accounts(_placed(cfg, cluster), ranks_by_group, build, measure)
     places = [*_accelerators(cfg, cluster, plan, accounts), *_hosts(cfg, cluster, plan, accounts)]
-    left = {account.group: _left(account.group, asked[account.group], places) for account in accounts}
-    return MemoryPlan(accounts, _alike(places), left, {name: ranks.accelerated for name, ranks in asked.items()})
+    available = {
+        account.group: _available_bytes(account.group, ranks_by_group[account.group], places) for account in accounts
+    }
+    return MemoryPlan(
+        accounts, _merge_equal(places), available, {name: ranks.accelerated for name, ranks in ranks_by_group.items()}
+    )
 
 
 def _placed(cfg: RunConfig, cluster: Cluster) -> RunConfig:
     """Returns the configuration with the values that follow from the placement: the number of ranks of an engine."""
     placement = HybridComponentPlacement(cfg, cluster)
-    found = {name: placement.get_strategy(name).replica for name in placement.components}
-    placed: RunConfig = kind_of(cfg).placed(cfg, found)
+    replicas = {name: placement.get_strategy(name).replica for name in placement.components}
+    placed: RunConfig = kind_of(cfg).placed(cfg, replicas)
     return placed
 
 
-def _accounts(cfg: RunConfig, asked: Mapping[str, GroupRanks], build: bool, measure: bool) -> Sequence[Account]:
+def _accounts(cfg: RunConfig, ranks: Mapping[str, GroupRanks], build: bool, measure: bool) -> Sequence[Account]:
     kind = kind_of(cfg)
     if not kind.account:
         return ()
     account: Accounting = load_attribute(kind.account, f"the account of the kind {kind.name}")
-    return account(cfg, asked, build=build, measure=measure)
+    return account(cfg, ranks, build=build, measure=measure)
 
 
 def memory_at_start(cfg: RunConfig, launcher: str) -> MemoryPlan | None:
@@ -240,7 +245,7 @@ def memory_at_start(cfg: RunConfig, launcher: str) -> MemoryPlan | None:
         plan = build_plan(cfg, launcher=launcher)
     except PlacementError:  # only a job knows its accelerators where the configuration leaves them open
         return None
-    # Models of families that are not known are built for `rlhpc plan` alone: that takes longer than a submission may.
+    # Only `rlhpc plan` builds models of unknown families: that takes too long for a submission.
     return memory_plan(cfg, plan, build=False)
 
 
@@ -260,15 +265,15 @@ def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
         return
     for doubt in accounted.doubts():
         log.warning("%s: memory may not suffice:\n  %s", source, doubt)
-    found = accounted.refusals()
-    if not found:
+    refusals = accounted.refusals()
+    if not refusals:
         return
-    told = "\n  ".join(found)
+    text = "\n  ".join(refusals)
     if cfg.cluster.memory_check == WARN:
-        log.warning("%s: memory does not suffice:\n  %s", source, told)
+        log.warning("%s: memory does not suffice:\n  %s", source, text)
         return
     raise ConfigError(
-        f"{source}: memory does not suffice, so nothing is started:\n  {told}\n  all terms: rlhpc plan {source}; to start it "
+        f"{source}: memory does not suffice, so nothing is started:\n  {text}\n  all terms: rlhpc plan {source}; to start it "
         "all the same: cluster.memory_check=warn"
     )
 
@@ -277,23 +282,23 @@ def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
 
 
 def _accelerators(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]) -> list[MemoryPool]:
-    known = {account.group: account for account in accounts if account.peak is not None}
-    there: dict[tuple[int, int], dict[str, float]] = {}
-    for group, account in known.items():
+    accounted = {account.group: account for account in accounts if account.peak is not None}
+    held_by_device: dict[tuple[int, int], dict[str, float]] = {}
+    for group, account in accounted.items():
         for rank in plan.placements[group]:
             for index in rank.accelerators:
-                held = there.setdefault((rank.node_rank, index), {})
+                held = held_by_device.setdefault((rank.node_rank, index), {})
                 held[group] = held.get(group, 0.0) + _peak(account) / len(rank.accelerators)
-    turns = frozenset(group for group, account in known.items() if account.turns)
-    found = []
-    for (node, index), held in sorted(there.items()):
-        room, said = accelerator_room(cfg, cluster, node)
-        found.append(MemoryPool(f"node{node}, accelerator {index}", held, room, said, 1.0 - SPARE, turns & set(held)))
-    return found
+    turns = frozenset(group for group, account in accounted.items() if account.turns)
+    pools = []
+    for (node, index), held in sorted(held_by_device.items()):
+        room, source = accelerator_room(cfg, cluster, node)
+        pools.append(MemoryPool(f"node{node}, accelerator {index}", held, room, source, 1.0 - SPARE, turns & set(held)))
+    return pools
 
 
 def _hosts(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]) -> list[MemoryPool]:
-    found: list[MemoryPool] = []
+    pools: list[MemoryPool] = []
     mapped: list[MemoryPool] = []
     for node in range(len(plan.nodes)):
         held: dict[str, float] = {}
@@ -304,22 +309,29 @@ def _hosts(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[A
             if here and account.peak is not None:
                 held[account.group] = math.fsum(_of_host(account, rank) for rank in here)
                 shared[account.group] = account.in_shared
-                sums += [account.on_host + (0.0 if rank.accelerators else account.least) for rank in here]
+                sums += [account.on_host + (0.0 if rank.accelerators else account.min_nbytes) for rank in here]
         if not held:
             continue
-        room, said = host_room(cfg, cluster, node, here=plan.launcher == "local")
+        room, source = host_room(cfg, cluster, node, here=plan.launcher == "local")
         in_memory = max(shared.values())  # those who write and those who read share it
-        whole = {name: n for name, n in {**held, "/dev/shm": in_memory}.items() if n}
-        if whole:
+        host_terms = {name: n for name, n in {**held, "/dev/shm": in_memory}.items() if n}
+        if host_terms:
             sure = math.fsum(sums) + in_memory
-            found.append(MemoryPool(f"node{node}, host memory", whole, room, said, 1.0, frozenset(), sure))
+            pools.append(MemoryPool(f"node{node}, host memory", host_terms, room, source, 1.0, frozenset(), sure))
         if in_memory:
             half = None if room is None else _SHM * room
-            most = dict([max(shared.items(), key=lambda one: one[1])])
+            largest_share = dict([max(shared.items(), key=lambda one: one[1])])
             mapped.append(
-                MemoryPool(f"node{node}, /dev/shm", most, half, f"half of {said}" if said else "", 1.0, frozenset())
+                MemoryPool(
+                    f"node{node}, /dev/shm",
+                    largest_share,
+                    half,
+                    f"half of {source}" if source else "",
+                    1.0,
+                    frozenset(),
+                )
             )
-    return found + mapped
+    return pools + mapped
 
 
 def _of_host(account: Account, rank: Placement) -> float:
@@ -330,37 +342,41 @@ def _peak(account: Account) -> float:
     return 0.0 if account.peak is None else account.peak.nbytes
 
 
-def _left(group: str, ranks: GroupRanks, places: Sequence[MemoryPool]) -> float | None:
-    """What one of a group's ranks may hold where it computes, in the fullest place."""
+def _available_bytes(group: str, ranks: GroupRanks, places: Sequence[MemoryPool]) -> float | None:
+    """Returns the bytes that one of a group's ranks may use where it computes, in the fullest pool."""
     word = "accelerator" if ranks.accelerated else "host memory"
     of = [place.left_for(group) for place in places if word in place.name and group in place.held]
-    known = [one for one in of if one is not None]
-    if not known:
+    available = [nbytes for nbytes in of if nbytes is not None]
+    if not available:
         return None
-    return min(known) / (1 if ranks.accelerated else ranks.per_node)
+    return min(available) / (1 if ranks.accelerated else ranks.per_node)
 
 
-def _alike(places: Sequence[MemoryPool]) -> list[MemoryPool]:
-    """Places one after the other that hold the same, under one name."""
-    found: list[list[MemoryPool]] = []
+def _merge_equal(places: Sequence[MemoryPool]) -> list[MemoryPool]:
+    """Merges neighbouring pools with equal contents under one name."""
+    groups: list[list[MemoryPool]] = []
     for place in places:
-        same = found and _what(found[-1][0]) == _what(place)
-        if same:
-            found[-1].append(place)
+        is_equal = groups and _contents(groups[-1][0]) == _contents(place)
+        if is_equal:
+            groups[-1].append(place)
         else:
-            found.append([place])
+            groups.append([place])
     return [
-        group[0] if len(group) == 1 else MemoryPool(f"{group[0].name} to {group[-1].name}", *_rest(group[0]))
-        for group in found
+        group[0]
+        if len(group) == 1
+        else MemoryPool(f"{group[0].name} to {group[-1].name}", *_fields_after_name(group[0]))
+        for group in groups
     ]
 
 
-def _what(place: MemoryPool) -> tuple[object, ...]:
-    return place.name.split(" ", 1)[1].rstrip("0123456789 "), *_rest(place)  # without the node's number
+def _contents(place: MemoryPool) -> tuple[object, ...]:
+    return place.name.split(" ", 1)[1].rstrip("0123456789 "), *_fields_after_name(place)  # without the node's number
 
 
-def _rest(place: MemoryPool) -> tuple[Mapping[str, float], float | None, str, float, frozenset[str], float | None]:
-    return place.held, place.room, place.said, place.usable, place.turns, place.least
+def _fields_after_name(
+    place: MemoryPool,
+) -> tuple[Mapping[str, float], float | None, str, float, frozenset[str], float | None]:
+    return place.held, place.room, place.source, place.usable, place.turns, place.certain_nbytes
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
@@ -369,8 +385,8 @@ def _rest(place: MemoryPool) -> tuple[Mapping[str, float], float | None, str, fl
 def _overfull(plan: MemoryPlan, place: MemoryPool) -> str:
     """Formats the excess of a pool, the groups in it, and changes that would fit."""
     assert place.room is not None
-    kept = f", of which {1 - place.usable:.0%} is left free" if place.usable < 1 else ""
-    words = f"{place.name}: {gib(place.nbytes)} would be there, and it has {gib(place.room)} ({place.said}{kept})"
+    reserve = f", of which {1 - place.usable:.0%} is left free" if place.usable < 1 else ""
+    words = f"{place.name}: {gib(place.nbytes)} would be there, and it has {gib(place.room)} ({place.source}{reserve})"
     accounts = {account.group: account for account in plan.accounts}
     for group in sorted(place.held, key=lambda name: -place.held[name]):
         account = accounts.get(group)
@@ -379,7 +395,7 @@ def _overfull(plan: MemoryPlan, place: MemoryPool) -> str:
         moment, term = account.peak, account.peak.largest
         words += f"\n    {group}: most at the {moment.name}, {gib(moment.nbytes)} a rank; "
         words += f"largest term: {term.name}, {gib(term.nbytes)}"
-        room = plan.left.get(group)
+        room = plan.available.get(group)
         words += _fitting(account, room)
     return words
 
@@ -403,7 +419,7 @@ def render_memory(plan: MemoryPlan, *, measure: bool = False) -> str:
         return ""
     lines = ["memory"]
     for account in plan.accounts:
-        lines += _of_group(account, accelerated=plan.accelerated[account.group], room=plan.left[account.group])
+        lines += _of_group(account, accelerated=plan.accelerated[account.group], room=plan.available[account.group])
         if measure and account.measured is not None:
             lines.append(f"    {account.measured()}")
     lines += ["", *(f"  {_of_place(place)}" for place in plan.places)]
@@ -435,8 +451,8 @@ def _of_group(account: Account, *, accelerated: bool, room: float | None) -> lis
     for name in dict.fromkeys(term.name for moment in account.moments for term in moment.terms):
         cells = []
         for moment in account.moments:
-            found = [term.nbytes for term in moment.terms if term.name == name]
-            cells.append(f"  {_number(sum(found) / unit) if found else '':>{_wide(moment.name)}}")
+            sizes = [term.nbytes for term in moment.terms if term.name == name]
+            cells.append(f"  {_number(sum(sizes) / unit) if sizes else '':>{_wide(moment.name)}}")
         lines.append(f"      {name:<{_NAME - 2}}" + "".join(cells))
     lines.append(
         f"    {'together':<{_NAME}}"
@@ -446,14 +462,14 @@ def _of_group(account: Account, *, accelerated: bool, room: float | None) -> lis
         lines.append(
             f"    most: {peak.name}, {gib(peak.nbytes)}; largest term: {peak.largest.name}, {gib(peak.largest.nbytes)}"
         )
-    for what, terms in (
+    for label, terms in (
         ("host memory of a rank", account.host),
         ("pinned host memory of a rank", account.pinned),
         ("host memory of a rank, if there is room", account.spare),
         ("/dev/shm of a node", account.shared),
     ):
         if terms:
-            lines.append(f"    {what}: {_listed(terms)}")
+            lines.append(f"    {label}: {_listed(terms)}")
     lines += [f"    {remark}" for remark in account.remarks]
     if room is not None and room > 0:
         lines += [f"    fits up to: {key}={value}" for key, value in account.most(room).items()]
@@ -479,4 +495,4 @@ def _of_place(place: MemoryPool) -> str:
     if place.room is None:
         return f"{place.name}: {held} = {gib(place.nbytes)}"
     verdict = "fits" if place.fits else "does not fit" if place.refused else "may not fit"
-    return f"{place.name}: {held} = {gib(place.nbytes)} of {gib(place.room)} ({place.said}): {verdict}"
+    return f"{place.name}: {held} = {gib(place.nbytes)} of {gib(place.room)} ({place.source}): {verdict}"

@@ -29,11 +29,10 @@ from rlhpc.runs.tuning.workload import Knob, Workload
 from rlhpc.runtime.errors import ConfigError, RlhpcError, Stopped
 from rlhpc.runtime.host import node_name
 
-#: Steps of a short run that do not count: at its beginning, where things are set up, and the last, whose successor does not
-#: begin.
+#: Steps of a short run that do not count: the first ones, which set things up, and the last, which has no successor.
 _FIRST, _LAST = 2, 1
 _POLL_S, _GRACE_S = 0.1, 30.0
-#: Gives a process some of this one's cores before it becomes another program.
+#: Python program that restricts its process to some cores and then executes a command.
 _BOUND = "import os, sys; os.sched_setaffinity(0, eval(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
 
 
@@ -115,24 +114,24 @@ class _Watched:
 
 def _watch(command: Sequence[str], output: Any, paths: RunPaths, deadline_s: float) -> _Watched:
     """Runs a command to its end, and samples the memory of the run's ranks."""
-    found, begun, looked = _Watched(), time.monotonic(), 0.0
+    watched, started_at, sampled_at = _Watched(), time.monotonic(), 0.0
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
     try:
         while process.poll() is None:
             now = time.monotonic()
-            if now - begun > deadline_s:
+            if now - started_at > deadline_s:
                 raise RlhpcError(
                     f"a short run did not end within {deadline_s:.0f} s (log {output.name}); give it longer with --deadline, "
                     "or fewer steps with --steps"
                 )
-            if now - looked > min(1.0, (now - begun) / 20):  # short ones are seen, too, and long ones left alone
-                looked = now
-                _look(paths, found)
+            if now - sampled_at > min(1.0, (now - started_at) / 20):  # more often in short runs
+                sampled_at = now
+                _look(paths, watched)
             time.sleep(_POLL_S)
     finally:
         _end(process)
-    found.code = process.returncode
-    return found
+    watched.code = process.returncode
+    return watched
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -146,7 +145,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(_GRACE_S)
 
 
-def _look(paths: RunPaths, found: _Watched) -> None:
+def _look(paths: RunPaths, watched: _Watched) -> None:
     """Updates the maximum memory of a rank of each group so far."""
     here, pids = node_name(), dict[int, str]()
     for file in paths.registry.glob("*/members/*.json"):
@@ -158,19 +157,19 @@ def _look(paths: RunPaths, found: _Watched) -> None:
     for pid, group in pids.items():
         with contextlib.suppress(psutil.Error):
             held = float(psutil.Process(pid).memory_full_info().pss)
-            found.memory[group] = max(found.memory.get(group, 0.0), held)
+            watched.memory[group] = max(watched.memory.get(group, 0.0), held)
         if pid in on_devices:
-            found.device_memory[group] = max(found.device_memory.get(group, 0.0), on_devices[pid])
+            watched.device_memory[group] = max(watched.device_memory.get(group, 0.0), on_devices[pid])
 
 
 def _device_memory() -> dict[int, float]:
     """Returns the bytes of accelerator memory of each process that computes on one."""
-    found: dict[int, float] = {}
+    nbytes_by_pid: dict[int, float] = {}
     for line in _nvidia_smi("--query-compute-apps=pid,used_memory"):
         pid, _, held = line.partition(",")
         if pid.strip().isdigit() and held.strip().isdigit():
-            found[int(pid)] = found.get(int(pid), 0.0) + float(held) * 2**20
-    return found
+            nbytes_by_pid[int(pid)] = nbytes_by_pid.get(int(pid), 0.0) + float(held) * 2**20
+    return nbytes_by_pid
 
 
 def device_size() -> int:
@@ -216,10 +215,10 @@ def _summed_up(rows: Sequence[Mapping[str, Any]], watched: _Watched) -> Measured
     return MeasuredCosts(statistics.median(apart[: len(counted)]), medians, watched.memory, watched.device_memory)
 
 
-#: Runs a name with overrides, on some cores.
+#: Makes a run of a name with overrides, on some cores.
 Run = Callable[[str, Sequence[str], frozenset[int]], MeasuredCosts]
 
-#: Plain runs that are further apart say that the machine is not ours alone; then there is one beside every other run.
+#: Spread of plain runs above which other work disturbs the machine; a plain run then accompanies every other run.
 _STEADY = 0.1
 
 
@@ -261,22 +260,22 @@ class Calibration:
         for name in ("plain", "again"):
             self._add(self._level(self._plain(name), self.first[-1].step_s))
         for part, words in self.workload.smaller.items():
-            if (found := self._try(f"part_{part}", words)) is not None:
-                self._add(found, part)
+            if (measured := self._try(f"part_{part}", words)) is not None:
+                self._add(measured, part)
         costs = self._without_factors()
         costs = dataclasses.replace(costs, scaling=self._scaling(costs))
-        costs = dataclasses.replace(costs, together_s=self._together(costs))
+        costs = dataclasses.replace(costs, together_s=self._multi_rank_costs(costs))
         for knob in self.workload.knobs:
             for value in knob.values:
                 if value != self.plain.settings[knob.key]:
                     costs = self._with(costs, knob, value)
         self._plain("last")
-        usual = statistics.median(found.step_s for found in self.first)
+        usual = statistics.median(measured.step_s for measured in self.first)
         return dataclasses.replace(costs.times(usual / self.first[0].step_s), spread=self._spread())
 
     def _spread(self) -> float:
         """Returns the relative spread of equal runs, from the beginning to the end of the calibration."""
-        steps = [found.step_s for found in self.first]
+        steps = [measured.step_s for measured in self.first]
         return (max(steps) - min(steps)) / statistics.fmean(steps)
 
     def knobs(self) -> tuple[Knob, ...]:
@@ -289,18 +288,18 @@ class Calibration:
     # -- runs -----------------------------------------------------------------------------------------------------
 
     def _run(self, name: str, words: Iterable[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts:
-        found = self.runs.run(name, [*self.workload.measured_with, *words], cores)
-        self.say(f"{' '.join(words) or 'as it is'}: {found.step_s:.3g} s a step")
-        return found
+        measured = self.runs.run(name, [*self.workload.measured_with, *words], cores)
+        self.say(f"{' '.join(words) or 'as it is'}: {measured.step_s:.3g} s a step")
+        return measured
 
     def _try(self, name: str, words: Sequence[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts | None:
         """Makes a run that is optional for the costs."""
         try:
-            found = self._run(name, words, cores)
+            measured = self._run(name, words, cores)
             if self._spread() <= _STEADY:
-                return found
-            before = self.first[-1].step_s  # others are at work here: how much, the runs before and after this one say
-            return self._level(found, (before + self._plain("plain").step_s) / 2)
+                return measured
+            before = self.first[-1].step_s  # other work disturbs the machine: the runs before and after show how much
+            return self._level(measured, (before + self._plain("plain").step_s) / 2)
         except Stopped:
             raise
         except RlhpcError as error:
@@ -313,38 +312,41 @@ class Calibration:
         self.first.append(self._run(name, ()))
         return self.first[-1]
 
-    def _level(self, found: MeasuredCosts, now: float) -> MeasuredCosts:
+    def _level(self, measured: MeasuredCosts, now: float) -> MeasuredCosts:
         """Returns a run's measurements as they would have been at first, from the seconds of a plain step at its time."""
         drift = now / self.first[0].step_s
-        metrics = {name: value / drift if name.startswith("time/") else value for name, value in found.metrics.items()}
-        return dataclasses.replace(found, step_s=found.step_s / drift, metrics=metrics)
+        metrics = {
+            name: value / drift if name.startswith("time/") else value for name, value in measured.metrics.items()
+        }
+        return dataclasses.replace(measured, step_s=measured.step_s / drift, metrics=metrics)
 
-    def _add(self, found: MeasuredCosts, part: int = 1) -> None:
+    def _add(self, measured: MeasuredCosts, part: int = 1) -> None:
         for phase in self.workload.phases:
             share = 1.0 / self.plain.ranks(phase.group) / part
-            self.samples[phase.name].append((share, found.metrics.get(phase.metric, 0.0)))
+            self.samples[phase.name].append((share, measured.metrics.get(phase.metric, 0.0)))
 
-    # -- what they say --------------------------------------------------------------------------------------------
+    # -- evaluation -----------------------------------------------------------------------------------------------
 
     def _without_factors(self) -> Costs:
         """Returns curves, overhead, threads and memory."""
         curves = {name: Curve.through(samples) for name, samples in self.samples.items()}
-        plain = [self._level(found, found.step_s) for found in self.first]
+        plain = [self._level(measured, measured.step_s) for measured in self.first]
         turns = [phase for phase in self.workload.phases if phase.turn]
         hops = [
-            found.metrics.get(self.workload.turns, 0.0) - sum(found.metrics.get(phase.metric, 0.0) for phase in turns)
-            for found in plain
+            measured.metrics.get(self.workload.turns, 0.0)
+            - sum(measured.metrics.get(phase.metric, 0.0) for phase in turns)
+            for measured in plain
         ]
         costs = Costs(
             curves,
             hop_s=max(0.0, statistics.median(hops)) if turns else 0.0,
             threads=self._threads(),
-            memory=_most(found.memory for found in self.first),
-            device_memory=_most(found.device_memory for found in self.first),
+            memory=_maximum_by_group(measured.memory for measured in self.first),
+            device_memory=_maximum_by_group(measured.device_memory for measured in self.first),
             spread=self._spread(),
         )
-        known = self._model(costs).predict(self.plain).step_s
-        return dataclasses.replace(costs, overhead_s=max(0.0, self.first[0].step_s - known))
+        predicted_s = self._model(costs).predict(self.plain).step_s
+        return dataclasses.replace(costs, overhead_s=max(0.0, self.first[0].step_s - predicted_s))
 
     def _model(self, costs: Costs) -> QueueingModel:
         return QueueingModel(self.workload, costs, self.shape)
@@ -368,19 +370,21 @@ class Calibration:
         granted = sorted(os.sched_getaffinity(0))
         if max(costs.threads.values()) < 2 or len(self.shape.cores) > 1 or "SLURM_JOB_ID" in os.environ:
             return {}
-        found = self._try("one_thread", (), frozenset(granted[: max(1, ranks)]))
-        if found is None:
+        measured = self._try("one_thread", (), frozenset(granted[: max(1, ranks)]))
+        if measured is None:
             return {}
         scaling = {}
         for phase in self.workload.phases:
             before = costs.curves[phase.name].at(1.0 / self.plain.ranks(phase.group))
-            now, threads = found.metrics.get(phase.metric, 0.0), costs.threads[phase.group]
+            now, threads = measured.metrics.get(phase.metric, 0.0), costs.threads[phase.group]
             if before > 0 and now > before and threads > 1:
                 scaling[phase.name] = min(1.0, math.log(now / before) / math.log(threads))
         return scaling
 
-    def _together(self, costs: Costs) -> dict[str, float]:
-        """What phases take longer on two ranks than one with half of the work: one run with twice as many, if they fit."""
+    def _multi_rank_costs(self, costs: Costs) -> dict[str, float]:
+        """Measures the extra time of phases on two ranks over one rank with half of the work: one run with twice as many
+        ranks, if they fit.
+        """
         places = {}
         for group, place in self.plain.places.items():
             pool, count = self.shape.pools[place.label], len(place.resources)
@@ -394,12 +398,12 @@ class Calibration:
         if not places:
             return {}
         doubled = dataclasses.replace(self.plain, places={**self.plain.places, **places})
-        found = self._try("two_ranks", [word_of("cluster.component_placement", doubled.placement())])
-        if found is None:
+        measured = self._try("two_ranks", [word_of("cluster.component_placement", doubled.placement())])
+        if measured is None:
             return {}
         expected = self._model(costs).predict(doubled).phases
         return {
-            phase.name: max(0.0, found.metrics.get(phase.metric, 0.0) - expected[phase.name])
+            phase.name: max(0.0, measured.metrics.get(phase.metric, 0.0) - expected[phase.name])
             for phase in self.workload.phases
             if phase.group in places
         }
@@ -407,18 +411,20 @@ class Calibration:
     def _with(self, costs: Costs, knob: Knob, value: Any) -> Costs:
         """Returns the costs with the changes by a value of a key."""
         word = word_of(knob.key, value)
-        found = self._try(f"{knob.key.rpartition('.')[2]}_{value}", [word])
-        if found is None:
+        measured = self._try(f"{knob.key.rpartition('.')[2]}_{value}", [word])
+        if measured is None:
             return costs
         changed = dataclasses.replace(self.plain, settings={**self.plain.settings, knob.key: value})
         expected = self._model(costs).predict(changed).phases
         factors = {
-            phase.name: found.metrics[phase.metric] / expected[phase.name]
+            phase.name: measured.metrics[phase.metric] / expected[phase.name]
             for phase in self.workload.phases
-            if expected[phase.name] > 0 and found.metrics.get(phase.metric, 0.0) > 0 and self._is_work(knob, phase.name)
+            if expected[phase.name] > 0
+            and measured.metrics.get(phase.metric, 0.0) > 0
+            and self._is_work(knob, phase.name)
         }
         costs = dataclasses.replace(costs, factors={**costs.factors, word: factors})
-        extra = found.step_s - self._model(costs).predict(changed).step_s
+        extra = measured.step_s - self._model(costs).predict(changed).step_s
         return dataclasses.replace(costs, extra_s={**costs.extra_s, word: extra})
 
     def _is_work(self, knob: Knob, name: str) -> bool:
@@ -427,10 +433,10 @@ class Calibration:
         return knob.key != self.workload.staleness or not phase.waits
 
 
-def _most(found: Iterable[dict[str, float] | Any]) -> dict[str, float]:
-    """Group → the most of all runs."""
-    most: dict[str, float] = {}
-    for one in found:
-        for group, held in one.items():
-            most[group] = max(most.get(group, 0.0), held)
-    return most
+def _maximum_by_group(runs: Iterable[dict[str, float] | Any]) -> dict[str, float]:
+    """Returns group → maximum over all runs."""
+    maxima: dict[str, float] = {}
+    for nbytes_by_group in runs:
+        for group, held in nbytes_by_group.items():
+            maxima[group] = max(maxima.get(group, 0.0), held)
+    return maxima

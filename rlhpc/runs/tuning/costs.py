@@ -27,15 +27,15 @@ class Curve:
         time.
         """
         shares = sorted({share for share, _ in samples})
-        found: list[tuple[float, float]] = []
+        points: list[tuple[float, float]] = []
         for share in shares:
             middle = statistics.median(seconds for at, seconds in samples if at == share)
-            found.append((share, max(middle, found[-1][1] if found else 0.0)))
-        return cls(tuple(found))
+            points.append((share, max(middle, points[-1][1] if points else 0.0)))
+        return cls(tuple(points))
 
     def at(self, share: float) -> float:
         """Returns the seconds for a share of the work."""
-        if len(self.points) == 1:  # nothing says what a smaller share would save: take it as proportional
+        if len(self.points) == 1:  # the saving of a smaller share is not measured: assume proportional
             return self.points[0][1] * share / self.points[0][0]
         upper = next((i for i, (at, _) in enumerate(self.points) if at >= share), len(self.points) - 1)
         (x0, y0), (x1, y1) = self.points[max(upper, 1) - 1], self.points[max(upper, 1)]

@@ -52,8 +52,8 @@ class QueueingModel:
     costs: Costs
     shape: ClusterShape
 
-    def least(self, candidate: Candidate) -> float:
-        """Seconds that a step takes at least, wherever the groups' ranks are, in the same numbers."""
+    def lower_bound_s(self, candidate: Candidate) -> float:
+        """Returns a lower bound of the seconds of a step for the candidate's numbers of ranks, wherever they are placed."""
         cores, places = max(self.shape.cores), candidate.places
         per = {group: len(place.processes) // max(1, len(place.resources)) for group, place in places.items()}
         threads = {group: max(1, cores // max(1, per[group])) for group in places}
@@ -61,15 +61,18 @@ class QueueingModel:
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Returns the prediction for a candidate."""
-        everyone = self._on_nodes(candidate, tuple(candidate.places))
+        ranks_by_node = self._on_nodes(candidate, tuple(candidate.places))
         threads = {
-            group: min(max(1, self.shape.cores[node] // everyone[node]) for node in self._on_nodes(candidate, (group,)))
+            group: min(
+                max(1, self.shape.cores[node] // ranks_by_node[node]) for node in self._on_nodes(candidate, (group,))
+            )
             for group in candidate.places
         }
-        own = self._seconds(candidate, threads)
-        loads = self._loads(candidate, own, threads)
+        uncrowded_s = self._seconds(candidate, threads)
+        loads = self._loads(candidate, uncrowded_s, threads)
         seconds = {
-            phase.name: own[phase.name] * self._crowd(candidate, phase, threads) for phase in self.workload.phases
+            phase.name: uncrowded_s[phase.name] * self._crowd(candidate, phase, threads)
+            for phase in self.workload.phases
         }
         step = self._period(candidate, seconds, loads)
         host, device = self._memory(candidate)
@@ -81,7 +84,7 @@ class QueueingModel:
         """Returns the seconds per step of each phase, for a rank that has its threads' cores to itself."""
         workload, costs = self.workload, self.costs
         words = [word_of(key, value) for key, value in candidate.settings.items()]
-        found = {}
+        seconds_by_phase = {}
         for phase in workload.phases:
             ranks, name = candidate.ranks(phase.group), phase.name
             stages = self.stages(candidate) if phase.turn else 1
@@ -91,8 +94,8 @@ class QueueingModel:
             for word in words:
                 seconds *= costs.factors.get(word, {}).get(name, 1.0)
             before, now = costs.threads.get(phase.group, 1), threads[phase.group]
-            found[name] = seconds * (before / now) ** costs.scaling.get(name, 0.0)
-        return found
+            seconds_by_phase[name] = seconds * (before / now) ** costs.scaling.get(name, 0.0)
+        return seconds_by_phase
 
     def _crowd(self, candidate: Candidate, phase: Phase, threads: Mapping[str, int]) -> float:
         """Returns the slow-down of a phase whose ranks on a node have more threads than the node has cores."""
@@ -129,13 +132,13 @@ class QueueingModel:
                 now = max(before + now / pieces, now + before / pieces) - before
             chain += now
             before = seconds[phase.name]
-        rest = self.costs.overhead_s
-        last = self.workload.phases[-1].group  # the driver orders its next step after it has ended one
-        stations[last] += rest
-        ahead = self.staleness(candidate) + 1
+        overhead_s = self.costs.overhead_s
+        last = self.workload.phases[-1].group  # the driver starts its next step after it has ended one
+        stations[last] += overhead_s
+        concurrent_steps = self.staleness(candidate) + 1
         extra = sum(self.costs.extra_s.get(word_of(key, value), 0.0) for key, value in candidate.settings.items())
-        period = max((chain + rest) / ahead, *stations.values(), *loads.values())
-        return max(period + extra, period / 2)  # what was measured elsewhere corrects, and does not rule
+        period = max((chain + overhead_s) / concurrent_steps, *stations.values(), *loads.values())
+        return max(period + extra, period / 2)  # measurements elsewhere correct the period, but do not determine it
 
     # -- machines -------------------------------------------------------------------------------------------------
 
@@ -144,15 +147,17 @@ class QueueingModel:
 
     def _on_nodes(self, candidate: Candidate, groups: tuple[str, ...]) -> dict[int, int]:
         """Returns node → number of ranks of these groups."""
-        found: dict[int, int] = collections.Counter()
+        counts: dict[int, int] = collections.Counter()
         for group in groups:
             place = candidate.places[group]
             pool = self.shape.pools[place.label]
             for ranks in place.processes:
-                found[pool.resources[ranks[0]][0]] += 1
-        return found
+                counts[pool.resources[ranks[0]][0]] += 1
+        return counts
 
-    def _loads(self, candidate: Candidate, own: Mapping[str, float], threads: Mapping[str, int]) -> dict[object, float]:
+    def _loads(
+        self, candidate: Candidate, seconds: Mapping[str, float], threads: Mapping[str, int]
+    ) -> dict[object, float]:
         """Returns the busy seconds per step of each accelerator, and of all cores of each node."""
         loads: dict[object, float] = collections.defaultdict(float)
         for phase in self.workload.phases:
@@ -162,10 +167,10 @@ class QueueingModel:
             for ranks in place.processes:
                 node = pool.resources[ranks[0]][0]
                 width = min(threads[phase.group], self.shape.cores[node]) if by_cores else 1
-                loads[node] += own[phase.name] * width / self.shape.cores[node]
+                loads[node] += seconds[phase.name] * width / self.shape.cores[node]
                 if not by_cores:
                     for rank in ranks:
-                        loads[pool.resources[rank]] += own[phase.name]
+                        loads[pool.resources[rank]] += seconds[phase.name]
         return loads
 
     def _idle(self, loads: Mapping[object, float], step: float) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 from rlhpc.runs.tuning.queueing_model import Prediction, QueueingModel
 from rlhpc.runs.tuning.shapes import Candidate, GroupPlacement, Pool
 
-#: Pools up to this size are searched at every offset and every number; larger ones at multiples and where others end.
+#: Pools up to this size are searched at every offset and number; larger ones at multiples and at the ends of other groups.
 _SMALL = 8
 #: (resources, ranks on each)
 Size = tuple[int, int]
@@ -53,8 +53,8 @@ class Space:
         total = len(pool.resources)
         counts = [n for n in range(1, total + 1) if total <= _SMALL or not total % n or n & (n - 1) == 0]
         divides = self.model.workload.divides.get(group, 0)
-        found = [(count, per) for count in counts for per in self._per(group, pool)]
-        return [size for size in found if not divides or divides % math.prod(size) == 0]
+        sizes = [(count, per) for count in counts for per in self._per(group, pool)]
+        return [size for size in sizes if not divides or divides % math.prod(size) == 0]
 
     def _per(self, group: str, pool: Pool) -> list[int]:
         on_node = max(sum(node == other for other, _ in pool.resources) for node, _ in pool.resources)
@@ -100,16 +100,16 @@ class Space:
         end.
         """
         label = counted.places[group].label
-        others = [
+        other_counts = [
             len(place.resources) for name, place in counted.places.items() if name != group and place.label == label
         ]
-        sums = {sum(some) for n in range(len(others) + 1) for some in itertools.combinations(others, n)}
+        sums = {sum(some) for n in range(len(other_counts) + 1) for some in itertools.combinations(other_counts, n)}
         return sums | {len(self.pool(group).resources) - len(counted.places[group].resources)}
 
 
-def order(found: RankedCandidate, configured: Candidate) -> tuple[float, float, float, int, int, str]:
+def order(ranked: RankedCandidate, configured: Candidate) -> tuple[float, float, float, int, int, str]:
     """Returns the sort key of a candidate: a shorter step first; then less memory, fewer ranks and fewer changes."""
-    candidate, prediction = found.candidate, found.prediction
+    candidate, prediction = ranked.candidate, ranked.prediction
     ranks = sum(len(place.processes) for place in candidate.places.values())
     changes = sum(configured.settings.get(key) != value for key, value in candidate.settings.items())
     changes += sum(configured.places[group].processes != place.processes for group, place in candidate.places.items())
@@ -119,12 +119,12 @@ def order(found: RankedCandidate, configured: Candidate) -> tuple[float, float, 
     )  # fmt: skip
 
 
-def _looks(found: RankedCandidate) -> object:
-    """What two candidates have in common that nobody would tell apart."""
+def _equivalence_key(ranked: RankedCandidate) -> object:
+    """Returns a key that is equal for candidates that a user would not distinguish."""
     sizes = tuple(
-        (group, len(place.resources), len(place.processes)) for group, place in found.candidate.places.items()
+        (group, len(place.resources), len(place.processes)) for group, place in ranked.candidate.places.items()
     )
-    return sizes, found.candidate.mode, round(found.prediction.step_s, 9)
+    return sizes, ranked.candidate.mode, round(ranked.prediction.step_s, 9)
 
 
 def search(
@@ -147,28 +147,28 @@ def search(
 
     def best_first() -> list[RankedCandidate]:
         rows: dict[object, RankedCandidate] = {}
-        for found in sorted(best.values(), key=lambda found: order(found, space.configured)):
-            rows.setdefault(_looks(found), found)
+        for ranked in sorted(best.values(), key=lambda ranked: order(ranked, space.configured)):
+            rows.setdefault(_equivalence_key(ranked), ranked)
         return list(rows.values())
 
     bounded = sorted(
-        ((model.least(one), index, one) for index, one in enumerate(space.counted())), key=lambda row: row[:2]
+        ((model.lower_bound_s(one), index, one) for index, one in enumerate(space.counted())), key=lambda row: row[:2]
     )
-    for least, index, counted in bounded:
+    for bound, index, counted in bounded:
         limit = worst()
-        if least > limit + 1e-9:
+        if bound > limit + 1e-9:
             break
         for candidate in space.laid_out(counted):
             key = (index, candidate.mode)
             if key in refused:
                 continue
-            found = RankedCandidate(candidate, model.predict(candidate))
-            if found.prediction.step_s > limit + 1e-9 or not model.fits(found.prediction):
+            ranked_candidate = RankedCandidate(candidate, model.predict(candidate))
+            if ranked_candidate.prediction.step_s > limit + 1e-9 or not model.fits(ranked_candidate.prediction):
                 continue
             if key in best:
-                best[key] = min(best[key], found, key=lambda one: order(one, space.configured))
+                best[key] = min(best[key], ranked_candidate, key=lambda one: order(one, space.configured))
             elif allowed(candidate):
-                best[key] = found
+                best[key] = ranked_candidate
             else:
                 refused.add(key)
     return best_first()[:count]

@@ -82,8 +82,10 @@ class ClusterShape:
         cluster = Cluster.planned(cfg.cluster)
         pools = {}
         for label in labels:
-            found = [] if label == "node" else cluster.accelerators_of(label)
-            pools[label] = Pool(label, tuple(found or ((node, -1) for node in cluster.node_group(label).node_ranks)))
+            accelerators = [] if label == "node" else cluster.accelerators_of(label)
+            pools[label] = Pool(
+                label, tuple(accelerators or ((node, -1) for node in cluster.node_group(label).node_ranks))
+            )
         cores = tuple(max(1, node.cpus) for node in cluster.nodes)
         return cls(pools, cores, cluster.num_accelerators, memory, device_memory)
 
@@ -129,13 +131,13 @@ def placed(cfg: RunConfig) -> dict[str, GroupPlacement]:
         PlacementError: The configuration breaks a placement rule.
     """
     placement = HybridComponentPlacement(cfg, Cluster.planned(cfg.cluster))
-    found = {}
+    placements = {}
     for name in placement.components:
         strategy = placement.get_strategy(name)
         raw = next(value for names, value in cfg.cluster.component_placement.items() if name in _names(names))
         text = raw["placement"] if hasattr(raw, "keys") else raw
-        found[name] = GroupPlacement(strategy.node_group, str(text), strategy.processes)
-    return found
+        placements[name] = GroupPlacement(strategy.node_group, str(text), strategy.processes)
+    return placements
 
 
 def _names(text: Any) -> list[str]:

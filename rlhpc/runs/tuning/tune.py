@@ -38,9 +38,9 @@ from rlhpc.runtime.os_resources import total_memory
 from rlhpc.runtime.ownership import require_own_run_folder
 from rlhpc.runtime.plugins import load_attribute
 
-#: Candidates in the table and in tune.json.
-_SHOWN = 10
-#: Keys that a short run does without, in the kinds of run that have them.
+#: Number of candidates in the table and in tune.json.
+_NUM_LISTED = 10
+#: Values of keys in short runs, for the task types that have the keys.
 NOT_IN_SHORT_RUNS = {
     "runner.val_check_interval": "-1", "runner.stop_return": "null", "runner.keep_best": "null", "runner.patience": "0",
 }  # fmt: skip
@@ -87,20 +87,20 @@ def workload_of(cfg: RunConfig, ahead: int | None) -> Workload:
     """
     kind = kind_of(cfg)
     if not kind.workload:
-        there = ", ".join(sorted(one.name for one in all_kinds() if one.workload))
+        tunable = ", ".join(sorted(one.name for one in all_kinds() if one.workload))
         raise ConfigError(
             f"runner.task_type is {kind.name}, and what a step of such a run consists of is not known; rlhpc tune "
-            f"takes: {there}"
+            f"takes: {tunable}"
         )
     configured = int(select(cfg, "algorithm.max_staleness") or 0)
-    made = load_attribute(kind.workload, f"the workload of the kind {kind.name}")
-    workload: Workload = made(cfg, configured if ahead is None else ahead)
+    build_workload = load_attribute(kind.workload, f"the workload of the kind {kind.name}")
+    workload: Workload = build_workload(cfg, configured if ahead is None else ahead)
     return workload
 
 
-def space_of(asked: TuneRequest, workload: Workload, costs: Costs, cfg: RunConfig, *, here: bool) -> Space:
+def space_of(request: TuneRequest, workload: Workload, costs: Costs, cfg: RunConfig, *, here: bool) -> Space:
     """Returns all candidates on the requested machines; `here` is true if these are like this machine."""
-    target = load_config(asked.config, [*asked.overrides, *asked.machines()], site=asked.site, check=False)
+    target = load_config(request.config, [*request.overrides, *request.machines()], site=request.site, check=False)
     configured = configured_candidate(cfg, workload)
     labels = {place.label for place in configured.places.values()}
     memory = total_memory() if here else 0
@@ -115,26 +115,26 @@ def configured_candidate(cfg: RunConfig, workload: Workload) -> Candidate:
     return Candidate(places, {knob.key: select(cfg, knob.key) for knob in workload.knobs})
 
 
-def tune(asked: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
-    """Finds out how a run should be placed.
+def tune(request: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
+    """Searches the best placement of a run.
 
     Args:
-        asked: What of, and how.
-        say: Tells somebody what goes on.
+        request: Configuration and options.
+        say: Prints progress messages.
 
     Returns:
-        What tune.json has.
+        The content of tune.json.
 
     Raises:
-        ConfigError, PlacementError: Before anything runs.
+        ConfigError, PlacementError: A check failed; nothing ran.
         RlhpcError: The configuration does not run.
     """
-    cfg = load_config(asked.config, asked.overrides, site=asked.site)
-    if asked.machines() and cfg.cluster.node_groups:
+    cfg = load_config(request.config, request.overrides, site=request.site)
+    if request.machines() and cfg.cluster.node_groups:
         raise ConfigError(
             "--nodes and --gpus are for configurations without cluster.node_groups; change those in the file"
         )
-    workload = workload_of(cfg, asked.ahead)
+    workload = workload_of(cfg, request.ahead)
     configured = configured_candidate(cfg, workload)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     require_own_run_folder(paths.root)
@@ -145,9 +145,9 @@ def tune(asked: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
     except OSError as error:
         raise unwritten(error, paths.tuning) from error
     always = [f"{key}={value}" for key, value in NOT_IN_SHORT_RUNS.items() if key in kind_of(cfg).schema]
-    runs = ShortRuns(folder / CONFIG, folder, tuple(always), asked.steps, asked.deadline_s)
+    runs = ShortRuns(folder / CONFIG, folder, tuple(always), request.steps, request.deadline_s)
     try:
-        record = _find(asked, cfg, workload, configured, runs, say)
+        record = _find(request, cfg, workload, configured, runs, say)
     except RlhpcError:  # it may name a log
         shutil.rmtree(folder / "runs", ignore_errors=True)
         raise
@@ -155,12 +155,12 @@ def tune(asked: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
-    _write(paths, asked, record)
+    _write(paths, request, record)
     return record
 
 
 def _find(
-    asked: TuneRequest,
+    request: TuneRequest,
     cfg: RunConfig,
     workload: Workload,
     configured: Candidate,
@@ -172,16 +172,16 @@ def _find(
     calibration = Calibration(workload, ClusterShape.of(cfg, labels), configured, runs, say)
     costs = calibration.costs()
     workload = dataclasses.replace(workload, knobs=calibration.knobs())
-    space = space_of(asked, workload, costs, cfg, here=True)
+    space = space_of(request, workload, costs, cfg, here=True)
     say(f"searching {sum(1 for _ in space.counted())} numbers of ranks and settings")
-    best = search(space, max(_SHOWN, asked.verify), lambda candidate: is_allowed(asked, candidate, here=True))
+    best = search(space, max(_NUM_LISTED, request.verify), lambda candidate: is_allowed(request, candidate, here=True))
     if not best:
         raise ConfigError(
             f"no placement of {', '.join(workload.groups)} on {_machines(space.model.shape)} is allowed; rlhpc plan "
             "says why of one"
         )
-    record = _record(asked, cfg, space, best, calibration.refused)
-    _verify(record, asked, runs, say)
+    record = _record(request, cfg, space, best, calibration.refused)
+    _verify(record, request, runs, say)
     return record
 
 
@@ -211,31 +211,31 @@ def _machines(shape: ClusterShape) -> str:
 
 
 def _record(
-    asked: TuneRequest, cfg: RunConfig, space: Space, best: Sequence[RankedCandidate], refused: dict[str, str]
+    request: TuneRequest, cfg: RunConfig, space: Space, best: Sequence[RankedCandidate], refused: dict[str, str]
 ) -> dict[str, Any]:
     model, workload = space.model, space.model.workload
-    steps = total_steps(cfg) if asked.samples is None else math.ceil(asked.samples / workload.samples)
+    steps = total_steps(cfg) if request.samples is None else math.ceil(request.samples / workload.samples)
     unit_count = model.shape.accelerators or len(model.shape.cores)
     rows = []
-    own = space.configured
-    if not asked.machines() and not any(_same(own, found.candidate) for found in best):
-        best = [*best, RankedCandidate(own, model.predict(own))]
-    for found in best:
-        step_s = found.prediction.step_s
+    configured = space.configured
+    if not request.machines() and not any(_is_same_candidate(configured, ranked.candidate) for ranked in best):
+        best = [*best, RankedCandidate(configured, model.predict(configured))]
+    for ranked in best:
+        step_s = ranked.prediction.step_s
         rows.append(
             {
-                "mode": found.candidate.mode,
-                "configured": not asked.machines() and _same(own, found.candidate),
-                "placement": found.candidate.placement(),
+                "mode": ranked.candidate.mode,
+                "configured": not request.machines() and _is_same_candidate(configured, ranked.candidate),
+                "placement": ranked.candidate.placement(),
                 "settings": {
-                    key: value for key, value in found.candidate.settings.items() if value != own.settings[key]
+                    key: value for key, value in ranked.candidate.settings.items() if value != configured.settings[key]
                 },
-                "overrides": [*asked.machines(), *found.candidate.overrides()],
+                "overrides": [*request.machines(), *ranked.candidate.overrides()],
                 "step_s": step_s,
-                "idle": found.prediction.idle,
-                "memory": found.prediction.memory,
-                "device_memory": found.prediction.device_memory,
-                "phases": dict(found.prediction.phases),
+                "idle": ranked.prediction.idle,
+                "memory": ranked.prediction.memory,
+                "device_memory": ranked.prediction.device_memory,
+                "phases": dict(ranked.prediction.phases),
                 "hours": step_s * steps * unit_count / 3600,
                 "measured_step_s": None,
                 "error": None,
@@ -244,8 +244,8 @@ def _record(
     return {
         "format": 1,
         "made": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "config": asked.config,
-        "overrides": list(asked.overrides),
+        "config": request.config,
+        "overrides": list(request.overrides),
         "kind": kind_of(cfg).name,
         "fingerprint": training_fingerprint(cfg),
         "machines": {
@@ -266,46 +266,46 @@ def _record(
     }
 
 
-def _same(one: Candidate, other: Candidate) -> bool:
+def _is_same_candidate(one: Candidate, other: Candidate) -> bool:
     processes = [{name: place.processes for name, place in each.places.items()} for each in (one, other)]
     return processes[0] == processes[1] and one.settings == other.settings
 
 
-def _verify(record: dict[str, Any], asked: TuneRequest, runs: ShortRuns, say: Callable[[str], None]) -> None:
+def _verify(record: dict[str, Any], request: TuneRequest, runs: ShortRuns, say: Callable[[str], None]) -> None:
     """Runs the best candidates, and the unchanged configuration, for a few steps.
 
     The winner is the fastest; but the configured candidate wins if the fastest is ahead by no more than equal runs differ.
     """
-    if not asked.verify:
+    if not request.verify:
         return
     rows = record["rows"]
-    chosen = [row for index, row in enumerate(rows) if index < asked.verify or row["configured"]]
+    chosen = [row for index, row in enumerate(rows) if index < request.verify or row["configured"]]
     for index, row in enumerate(chosen):
         try:
-            found = runs.run(f"verify_{index}", row["overrides"])
+            measured_costs = runs.run(f"verify_{index}", row["overrides"])
         except RlhpcError as error:
             row["note"] = str(error).splitlines()[0]
             say(f"verify {index + 1} of {len(chosen)}: {error}")
             continue
-        row["measured_step_s"] = found.step_s
-        row["error"] = row["step_s"] / found.step_s - 1
+        row["measured_step_s"] = measured_costs.step_s
+        row["error"] = row["step_s"] / measured_costs.step_s - 1
         say(
-            f"verify {index + 1} of {len(chosen)}: {found.step_s:.3g} s a step, predicted {row['step_s']:.3g} s "
+            f"verify {index + 1} of {len(chosen)}: {measured_costs.step_s:.3g} s a step, predicted {row['step_s']:.3g} s "
             f"({row['error']:+.0%})"
         )
     measured = [row for row in chosen if row["measured_step_s"] is not None]
     if measured:
         fastest = min(measured, key=lambda row: row["measured_step_s"])
         enough = fastest["measured_step_s"] * (1 + record["costs"]["spread"])
-        same = [row for row in measured if row["configured"] and row["measured_step_s"] <= enough]
-        record["winner"] = rows.index((same or [fastest])[0])
+        configured_rows = [row for row in measured if row["configured"] and row["measured_step_s"] <= enough]
+        record["winner"] = rows.index((configured_rows or [fastest])[0])
 
 
-def _write(paths: RunPaths, asked: TuneRequest, record: dict[str, Any]) -> None:
+def _write(paths: RunPaths, request: TuneRequest, record: dict[str, Any]) -> None:
     """Writes tune.json, and a configuration that includes the original one and applies the changes of the winner."""
     winner = record["rows"][record["winner"]]
-    given = find_config(asked.config).absolute()
-    base = os.path.relpath(given, paths.tuning) if given.is_relative_to(Path.cwd()) else str(given)
+    original = find_config(request.config).absolute()
+    base = os.path.relpath(original, paths.tuning) if original.is_relative_to(Path.cwd()) else str(original)
     content: dict[str, Any] = {"defaults": [base]}
     for word in winner["overrides"]:
         key, value = word.split("=", 1)
@@ -321,7 +321,7 @@ def _write(paths: RunPaths, asked: TuneRequest, record: dict[str, Any]) -> None:
         raise unwritten(error, paths.tuning) from error
 
 
-#: Runs of the same that are further apart, relative to their mean, say that somebody else is at work on the machine.
+#: Relative spread of equal runs above which other work disturbs the machine.
 _NOISY = 0.2
 _BUSY = "that much says that others are at work on this machine: measure again when it is quiet, or with more --steps"
 

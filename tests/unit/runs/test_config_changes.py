@@ -44,14 +44,14 @@ def test_what_a_key_changes(override: str, what: str) -> None:
 def test_a_saved_configuration_is_the_same_run(tmp_path: Path) -> None:
     cfg = load_config(QUICKSTART)
     saved = tmp_path / "config.yaml"
-    require_same_run(saved, cfg, what="run", way_out="…")  # nothing saved yet
+    require_same_run(saved, cfg, subject="run", way_out="…")  # nothing saved yet
     saved.write_text(config_to_yaml(cfg))
-    require_same_run(saved, cfg, what="run", way_out="…")
+    require_same_run(saved, cfg, subject="run", way_out="…")
     changed = load_config(QUICKSTART, ["actor.optim.lr=0.5", "algorithm.gamma=0.5"])
     with pytest.raises(
         ConfigError, match=r"(?s)the run has another .*gamma: 0.98 → 0.5.*optim.lr: 0.001 → 0.5.*way out"
     ):
-        require_same_run(saved, changed, what="the run", way_out="way out")
+        require_same_run(saved, changed, subject="the run", way_out="way out")
 
 
 def test_keys_of_other_versions_and_of_the_environment_are_no_difference(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_keys_of_other_versions_and_of_the_environment_are_no_difference(tmp_pat
     content["runner"]["seed"] = "${oc.env:A_SEED}"
     saved = tmp_path / "config.yaml"
     saved.write_text(yaml.safe_dump(content))
-    require_same_run(saved, load_config(QUICKSTART, ["algorithm.gae_lambda=0.5"]), what="run", way_out="…")
+    require_same_run(saved, load_config(QUICKSTART, ["algorithm.gae_lambda=0.5"]), subject="run", way_out="…")
 
 
 def test_a_saved_configuration_that_cannot_be_read(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_saved_configuration_that_cannot_be_read(tmp_path: Path) -> None:
     for junk in (b"\xff\xfe\x00", b"a: [1"):
         saved.write_bytes(junk)
         with pytest.raises(ConfigError, match=r"config\.yaml: cannot be read"):
-            require_same_run(saved, load_config(QUICKSTART), what="run", way_out="…")
+            require_same_run(saved, load_config(QUICKSTART), subject="run", way_out="…")
 
 
 @pytest.mark.parametrize("change", ["added", "removed", "changed", "emptied", "filled"])

@@ -23,7 +23,7 @@ def test_a_node_group_says_what_its_accelerators_have() -> None:
     placement = "{actor: {node_group: small, placement: 0-7}, rollout: {node_group: small, placement: 0-7}}"
     cfg = load_config(MATH, [*EIGHT, f"cluster.node_groups={groups}", f"cluster.component_placement={placement}"])
     place = memory_plan(cfg, build_plan(cfg, launcher="slurm")).places[0]
-    assert place.room == 24 * GIB and place.said == "cluster.node_groups[small].accelerator_memory"
+    assert place.room == 24 * GIB and place.source == "cluster.node_groups[small].accelerator_memory"
 
 
 @pytest.mark.parametrize("text", ["80", "much", "80X"])

@@ -152,7 +152,7 @@ def test_a_bound_is_below_every_layout() -> None:
     for (workload, costs), shape in ((SIMULATORS, GPUS), (CROWDED, CPU), (ANSWERS, TWO)):
         model = QueueingModel(workload, costs, shape)
         for candidate in everything(workload, shape)[::97]:
-            assert model.least(candidate) <= model.predict(candidate).step_s + 1e-9
+            assert model.lower_bound_s(candidate) <= model.predict(candidate).step_s + 1e-9
 
 
 def test_steps_of_known_phases() -> None:
