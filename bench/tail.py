@@ -106,7 +106,7 @@ def run(steps: int, ahead: int, ranks: int, cluster: Cluster, tool_s: float = 0.
     ledger.give(1 + ahead)
     making, times = group.make(steps, ahead, ranks, tool_s), [time.perf_counter()]
     for step in range(1, steps + 1):
-        while not ledger.whole(step, 1.0):
+        while not ledger.wait_complete(step, 1.0):
             if time.perf_counter() - times[-1] > 300:
                 raise SystemExit(f"bench.tail: step {step} is not whole: {ledger.missing(step)[:8]}")
         time.sleep(ideal_s(step, ranks))  # the actor

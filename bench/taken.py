@@ -83,7 +83,7 @@ def step_s(group: WorkerGroup, ledger: PromptTracker, step: int, leased: bool, r
     ledger.open(step - 1)
     ledger.give(step)
     seconds: list[float] = group.make(step, leased, ranks, slow).wait()
-    assert not leased or ledger.whole(step, 10.0)
+    assert not leased or ledger.wait_complete(step, 10.0)
     return max(seconds)
 
 

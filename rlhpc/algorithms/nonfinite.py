@@ -1,7 +1,7 @@
-"""Numbers that are not finite: finding them, and what follows.
+"""Non-finite values: their detection, and the reaction of a run.
 
-One NaN in a reward, an observation or a gradient makes every weight NaN with the next update. So what comes in is looked at
-where it comes in, a gradient by its norm before the optimizer's step, and weights before they are saved.
+One NaN in a reward, an observation or a gradient makes every weight NaN with the next update. So inputs are checked on
+arrival, a gradient by its norm before the optimizer step, and weights before they are saved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from rlhpc.config.sections import RunConfig
 from rlhpc.runtime.errors import NonFinite
 
-#: Optimizer steps in a row, or rollouts without a sound sample, after which `runner.on_nonfinite: skip` gives up.
+#: Number of skipped optimizer steps in a row, or of rollouts without a finite sample, after which
+#: `runner.on_nonfinite: skip` ends the run.
 MOST_IN_A_ROW = 10
 _WAY_OUT = (
     "Nothing of it was saved. To go on from the newest checkpoint: rlhpc train <config> runner.resume_dir=auto; to leave "
@@ -23,30 +24,30 @@ _WAY_OUT = (
 )
 
 
-def nonfinite(what: str, advice: str = _WAY_OUT) -> NonFinite:
-    """The error for a number that is not finite: what and where, then what to do."""
-    return NonFinite(f"{what}. {advice}")
+def nonfinite(finding: str, advice: str = _WAY_OUT) -> NonFinite:
+    """Builds the error for a non-finite number, with its place and the way out."""
+    return NonFinite(f"{finding}. {advice}")
 
 
 def skips(cfg: RunConfig) -> bool:
-    """Whether `runner.on_nonfinite` leaves out rather than stops."""
+    """Returns whether `runner.on_nonfinite` skips steps instead of stopping the run."""
     return cfg.runner.on_nonfinite.lower() == "skip"
 
 
 def bad_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Names of the tensors that hold a number that is not finite."""
-    found = []
+    """Returns the names of the tensors with a non-finite number."""
+    names = []
     for name, tensor in named:
         if tensor.is_floating_point():
             tensor = tensor.detach()
-            # A sum is a pass at the memory's speed, and finite only if all numbers are; if it is not, it may have overflowed.
+            # A sum runs at memory bandwidth, and is finite only if all numbers are; a non-finite sum may be an overflow.
             if not math.isfinite(float(tensor.sum(dtype=torch.float32))) and not bool(tensor.isfinite().all()):
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 def tensors_of(state: Any, name: str = "") -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors in nested dicts and lists, by path."""
+    """Yields the tensors in nested dicts and lists, by path."""
     if isinstance(state, torch.Tensor):
         yield name, state
     elif isinstance(state, Mapping):
@@ -58,13 +59,13 @@ def tensors_of(state: Any, name: str = "") -> Iterable[tuple[str, torch.Tensor]]
 
 
 def require_finite(named: Iterable[tuple[str, torch.Tensor]], where: str) -> None:
-    """Refuses weights, or an optimizer's state, that are not finite.
+    """Refuses non-finite weights or optimizer states.
 
     Raises:
-        NonFinite: Names the first tensors.
+        NonFinite: A tensor is not finite; the message names the first ones.
     """
-    if found := bad_tensors(named):
-        raise nonfinite(f"{where}: {listed(found)} {'is' if len(found) == 1 else 'are'} not finite", _WEIGHTS)
+    if names := bad_tensors(named):
+        raise nonfinite(f"{where}: {listed(names)} {'is' if len(names) == 1 else 'are'} not finite", _WEIGHTS)
 
 
 _WEIGHTS = (
@@ -74,16 +75,16 @@ _WEIGHTS = (
 
 
 def listed(names: list[str]) -> str:
-    """The first three, and how many more there are."""
+    """Formats the first three names, and the number of further ones."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 class Skips:
-    """Optimizer steps that are left out because their gradient is not finite. The ranks decide alike: the norm is that of the
-    sum over all of them.
+    """Counter of optimizer steps that are skipped because their gradient is not finite. All ranks decide equally, because the
+    norm is over all of them.
 
     Args:
-        skip: Leave them out; else the first one ends the run.
+        skip: Whether to skip such steps; otherwise the first one ends the run.
     """
 
     def __init__(self, skip: bool) -> None:
@@ -91,29 +92,31 @@ class Skips:
         self._count = self._row = 0
 
     def took(self) -> None:
-        """A step was taken."""
+        """Records a successful optimizer step."""
         self._row = 0
 
-    def left_out(self, what: Callable[[], str]) -> None:
-        """A step was not.
+    def left_out(self, describe: Callable[[], str]) -> None:
+        """Records a skipped optimizer step.
 
         Args:
-            what: Says which, and what was not finite.
+            describe: Returns the step and the non-finite value, for the message.
 
         Raises:
-            NonFinite: Steps are not to be left out, or too many were in a row.
+            NonFinite: Steps may not be skipped, or too many were skipped in a row.
         """
         if not self.skip:
-            raise nonfinite(what())
-        self._count, self._row = self._count + 1, self._row + 1
+            raise nonfinite(describe())
+        self._count += 1
+        self._row += 1
         if self._row >= MOST_IN_A_ROW:
             raise nonfinite(
-                f"{what()}; it is the {self._row}th optimizer step in a row that had to be left out", _AGAIN
+                f"{describe()}; it is the {self._row}th optimizer step in a row that had to be left out", _AGAIN
             )
 
     def counted(self) -> dict[str, float]:
-        """`nonfinite_skipped` since the last call, where there were any."""
-        count, self._count = self._count, 0
+        """Returns `nonfinite_skipped` since the last call, if there were any."""
+        count = self._count
+        self._count = 0
         return {"nonfinite_skipped": float(count)} if count else {}
 
 

@@ -14,19 +14,19 @@ from torch.nn.functional import logsigmoid
 from rlhpc.algorithms.registry import REWARD_LOSSES
 from rlhpc.runtime.errors import ConfigError
 
-#: What a loss compares, by the names of its first arguments.
+#: Forms of a loss, by the names of its first arguments.
 FORMS = {"pairs": ("chosen", "rejected", "margins"), "labels": ("scores", "labels")}
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor, *, centering: float = 0.0) -> Tensor:
-    """How surprising the preferences are under Bradley and Terry's model (1952): −log σ(r_c − r_r − margin).
+    """Computes the negative log-likelihood of preferences under Bradley and Terry's model (1952): −log σ(r_c − r_r − margin).
 
-    Only differences count, so the rewards' zero is free. `centering` puts it between the two (Eisenstein et al. 2023):
-    + centering · (r_c + r_r)².
+    Only differences count, so the rewards' zero is free. `centering` moves it between the two rewards (Eisenstein et al. 2023)
+    by the term centering · (r_c + r_r)².
 
     Args:
         chosen, rejected: `[P]` rewards of each pair's two responses.
-        margins: `[P]`: by how much the chosen one should be ahead; 0 where nothing is known.
+        margins: `[P]`, required lead of the chosen response; 0 if unknown.
         centering: Weight of that term.
 
     Returns:
@@ -37,40 +37,40 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor, *, centerin
 
 
 def regression(scores: Tensor, labels: Tensor) -> Tensor:
-    """Squared error of the rewards `[N]` against labels `[N]`."""
+    """Computes the squared error of the rewards `[N]` against labels `[N]`."""
     return torch.square(scores - labels)
 
 
 def find_reward_loss(name: str, kwargs: Mapping[str, Any] | None = None) -> tuple[Callable[..., Tensor], str]:
-    """The loss that `algorithm.loss_type` names, with `algorithm.loss_kwargs`.
+    """Returns the loss of `algorithm.loss_type`, with `algorithm.loss_kwargs`.
 
     Returns:
-        The function, and what it compares: "pairs" (called with chosen, rejected, margins) or "labels" (scores, labels).
+        The function, and its form: "pairs" (called with chosen, rejected, margins) or "labels" (scores, labels).
 
     Raises:
-        ConfigError: There is none of that name, it compares neither, or it does not take these arguments.
+        ConfigError: The name is unknown, the function has neither form, or it does not accept these arguments.
     """
     function = REWARD_LOSSES.find(name)
     try:
         parameters = list(inspect.signature(function).parameters)
-    except ValueError:  # some of C's do not say
+    except ValueError:  # some C functions have no signature
         parameters = ["…"]
     forms = [form for form, needed in FORMS.items() if parameters[: len(needed)] == list(needed)]
     if not forms:
-        wanted = " or ".join(f"({', '.join(names)})" for names in FORMS.values())
+        signatures = " or ".join(f"({', '.join(names)})" for names in FORMS.values())
         raise ConfigError(
             f"{REWARD_LOSSES.key} is {name!r}, a function of ({', '.join(parameters)}); a reward model's loss is one of "
-            f"{wanted}, and options after them"
+            f"{signatures}, and options after them"
         )
-    given = dict(kwargs or {})
+    options = dict(kwargs or {})
     try:
-        inspect.signature(function).bind(*FORMS[forms[0]], **given)
+        inspect.signature(function).bind(*FORMS[forms[0]], **options)
     except TypeError as error:
         takes = ", ".join(parameters[len(FORMS[forms[0]]) :]) or "none"
         raise ConfigError(f"algorithm.loss_kwargs: {name!r}: {error}; it takes: {takes}") from None
-    if wrong := [key for key, value in given.items() if function is bradley_terry and not _weight(value)]:
-        raise ConfigError(f"algorithm.loss_kwargs.{wrong[0]} is {given[wrong[0]]!r}; allowed: a number from 0")
-    return partial(function, **given), forms[0]
+    if wrong := [key for key, value in options.items() if function is bradley_terry and not _weight(value)]:
+        raise ConfigError(f"algorithm.loss_kwargs.{wrong[0]} is {options[wrong[0]]!r}; allowed: a number from 0")
+    return partial(function, **options), forms[0]
 
 
 def _weight(value: Any) -> bool:
@@ -88,9 +88,9 @@ def dpo_loss(
     Args:
         chosen, rejected: `[P]`: log π(y | x) − log π_ref(y | x) of the two completions of each pair. For `sigmoid` these are
             sums over the tokens of a completion, for `ipo` means.
-        beta: How strongly the policy is held to the reference.
+        beta: Strength of the pull towards the reference.
         loss_type: `sigmoid` or `ipo`.
-        label_smoothing: ε, from 0 to below 0.5; `ipo` does not read it.
+        label_smoothing: ε, from 0 to below 0.5; `ipo` ignores it.
 
     Returns:
         `[P]`.

@@ -27,7 +27,7 @@ def _outside(cfg: Any) -> bool:
     return str(cfg.agent.kind) != "inline"
 
 
-#: Of the model that is trained, and what trains it.
+#: Conditions of the trained model and its trainer.
 TRAINED = (
     *COMMON,
     *trainer_conditions("actor"),
@@ -35,14 +35,14 @@ TRAINED = (
         ("workflow.sft_overrides",), lambda cfg: cfg.workflow.sft is not None, "where workflow.sft names a run before this"
     ),
 )  # fmt: skip
-#: Of supervised training, which may have dropout.
+#: Conditions of supervised training, which may have dropout.
 SUPERVISED = (
     *TRAINED,
     Condition(
         ("actor.lora.dropout",), lambda cfg: cfg.actor.lora.rank > 0, "with adapters: actor.lora.rank of 1 or more"
     ),
 )
-#: Of the engine and of agents: in evaluation, too.
+#: Conditions of the engine and of agents, also in evaluation.
 ANSWERING = (
     Condition(
         ("rollout.gpu_memory_utilization",), lambda cfg: cfg.rollout.rollout_backend.lower() != "hf",
@@ -56,7 +56,7 @@ ANSWERING = (
         "of episodes in a sandbox: agent.sandbox",
     ),
 )  # fmt: skip
-#: Of problems and demonstrations.
+#: Conditions of problems and demonstrations.
 _OF_FILES = Condition(
     tuple(
         f"data.train.{name}"
@@ -65,13 +65,13 @@ _OF_FILES = Condition(
     lambda cfg: cfg.data.train.source.lower() not in MADE_UP,
     "of files: data.train.source jsonl, parquet, hdf5 or hf",
 )  # fmt: skip
-#: Of training that compares log-probs of one network at two times.
+#: Conditions of training that compares log-probs of one network at two times.
 _NO_DROPOUT = Condition(
     ("*.lora.dropout",),
     lambda cfg: False,
     "in supervised training (runner.task_type sft or reward_model): reinforcement learning and DPO do without dropout",
 )
-#: Of held-out rows.
+#: Conditions of held-out rows.
 _HELD_OUT = Condition(
     ("data.holdout.*",),
     lambda cfg: cfg.runner.val_check_interval > 0,

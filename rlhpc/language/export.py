@@ -81,21 +81,21 @@ def stream_shards(
 
     skeleton = load(model, dtype=dtype, empty=True)
     layout, shapes = _layout(skeleton, dtype)
-    parts, known = checkpoint_parts(skeleton, shapes), dict[str, list[Any]]()
+    parts, saved_slices = checkpoint_parts(skeleton, shapes), dict[str, list[Any]]()
     for name, path, box in saved_boxes(shards):
         if name.startswith(_PREFIX):
-            known.setdefault(name.removeprefix(_PREFIX), []).append((path, box))
-    if unknown := sorted(known.keys() - shapes.keys()):
+            saved_slices.setdefault(name.removeprefix(_PREFIX), []).append((path, box))
+    if unknown := sorted(saved_slices.keys() - shapes.keys()):
         raise CheckpointError(f"{shards}: {unknown[0]} is not of the model that the checkpoint describes")
 
     def written() -> Written:
-        for name, boxes in known.items():
+        for name, boxes in saved_slices.items():
             for read, box in boxes:
                 values = read()
                 for part in parts[name]:
                     if (cut := within(part.index, box, whole(box.sizes))) is not None:
                         yield part.name, cut[0], values[cut[1]]
-        for name, values in untrained_weights(skeleton, known, frozen, model, base, load, shards):
+        for name, values in untrained_weights(skeleton, saved_slices, frozen, model, base, load, shards):
             for part in parts[name]:
                 yield part.name, whole(part.shape), part.of(values)
 
@@ -132,7 +132,7 @@ def stream_folder(
 
 
 def _layout(skeleton: Any, dtype: torch.dtype) -> tuple[Layout, dict[str, tuple[int, ...]]]:
-    """Where its tensors go, and their shapes by the module's own names."""
+    """Returns the layout of the tensors in files, and their shapes by the names in the module."""
     from rlhpc.training.safetensors_writer import Layout
     from rlhpc.training.shard_layout import held, names_and_shapes
 
@@ -159,7 +159,7 @@ def untrained_weights(
         model: The section that `skeleton` was made of.
         base: Where the model that training began from is.
         load: Builds a model like that: `load_causal_lm`, or `load_scalar_model`.
-        source: What messages call the checkpoint.
+        source: Name of the checkpoint in messages.
 
     Yields:
         Whole tensors by their names in the module, one at a time. Tied ones come once.
@@ -191,12 +191,14 @@ def untrained_weights(
                     part.of(values).copy_(piece)
                 yield name, values
         return
-    there: dict[str, torch.Tensor] = load(dataclasses.replace(model, model_path=base), dtype=torch.float32).state_dict()
+    base_weights: dict[str, torch.Tensor] = load(
+        dataclasses.replace(model, model_path=base), dtype=torch.float32
+    ).state_dict()
     for name, shape in lacking.items():
-        if name not in there:
+        if name not in base_weights:
             raise CheckpointError(f"{source}: {name} {list(shape)} is missing, also in {base}")
-        _require_shape(base, name, there[name], shape)
-        yield name, there[name]
+        _require_shape(base, name, base_weights[name], shape)
+        yield name, base_weights[name]
 
 
 def _require_shape(base: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -220,7 +222,7 @@ def _write(folder: Path, skeleton: Any, model: PretrainedConfig, layout: Layout,
 
 FORMAT = 1
 CONVERSION = "conversion.json"
-#: What an exported model does.
+#: Task of an exported model.
 _WRITES, _REWARDS = "writes", "rewards"
 #: How to use it, for its card.
 _USES = {
@@ -246,7 +248,7 @@ def export_language_model(
     licence: str | None = None,
     trust_code: bool = False,
 ) -> Path:
-    """Write the Hugging Face folder of a language model's checkpoint, atomically; an existing one is replaced.
+    """Writes the Hugging Face folder of a language model's checkpoint, atomically; replaces an existing one.
 
     Args:
         checkpoint: A `global_step_<N>` folder of any run, on any machine.
@@ -316,14 +318,14 @@ def export_language_model(
             for policy in policies or [""]:
                 folder = staging / policy
                 folder.mkdir(exist_ok=True)
-                mine = _of_policy(weights, policy) if policy else weights
-                parameters = sum(tensor.numel() for tensor in mine.values())
+                policy_weights = _of_policy(weights, policy) if policy else weights
+                parameters = sum(tensor.numel() for tensor in policy_weights.values())
                 if streams:
                     parameters = stream_shards(folder, source / "shards", model, kind, load, started, frozen)
                 elif lora_rank:
-                    _export_adapted(folder, mine, about, model, base, kind, adapter_only, load, head)
+                    _export_adapted(folder, policy_weights, about, model, base, kind, adapter_only, load, head)
                 else:
-                    export_model(folder, mine.items(), model, kind, load)
+                    export_model(folder, policy_weights.items(), model, kind, load)
                 _describe(folder, {
                 "from": str(checkpoint),
                 **({"policy": policy} if policy else {}),
@@ -346,7 +348,7 @@ def export_language_model(
 
 
 def _of_policy(weights: dict[str, torch.Tensor], policy: str) -> dict[str, torch.Tensor]:
-    """The weights of one policy's adapter, by the names that they have where there is one."""
+    """Returns the weights of one policy's adapter, by the names of a single adapter."""
     from rlhpc.training.lora import ADAPTER, is_of
 
     return {
@@ -356,28 +358,28 @@ def _of_policy(weights: dict[str, torch.Tensor], policy: str) -> dict[str, torch
     }
 
 
-def _one_head(weights: dict[str, torch.Tensor], critic: bool, known: set[str]) -> dict[str, torch.Tensor]:
-    """The weights of a model with two heads, for tokens and for values, as those of a model with one of them.
+def _one_head(weights: dict[str, torch.Tensor], critic: bool, model_names: set[str]) -> dict[str, torch.Tensor]:
+    """Converts the weights of a model with token head and value head to those of a model with one of them.
 
     Args:
-        weights: Of both.
-        critic: The one for values is wanted.
-        known: The weights that the model with one has; empty if these are an adapter's.
+        weights: Weights of the model with both heads.
+        critic: Whether to keep the value head.
+        model_names: Names of the weights of the model with one head; empty for weights of an adapter.
     """
     from rlhpc.language.models.value_head import HEAD, VALUE_HEAD
 
-    mine = f"{VALUE_HEAD}."
+    value_prefix = f"{VALUE_HEAD}."
     if not critic:
-        return {name: tensor for name, tensor in weights.items() if mine not in name}
-    renamed = {name.replace(mine, f"{HEAD}."): tensor for name, tensor in weights.items()}
-    return {name: tensor for name, tensor in renamed.items() if not known or name in known}
+        return {name: tensor for name, tensor in weights.items() if value_prefix not in name}
+    renamed = {name.replace(value_prefix, f"{HEAD}."): tensor for name, tensor in weights.items()}
+    return {name: tensor for name, tensor in renamed.items() if not model_names or name in model_names}
 
 
 def trained_weights(checkpoint: Path, backend: str) -> Iterable[tuple[str, torch.Tensor]]:
-    """The trained parameters in full, in the precision of training, by their names in the module.
+    """Returns the trained parameters in full, in the precision of training, by their names in the module.
 
     Raises:
-        CheckpointError: Files are missing or damaged, or the backend is not one of rlhpc's.
+        CheckpointError: Files are missing or damaged, or the backend is not a built-in one.
     """
     if backend == "local":
         return load_tensors(checkpoint / MODEL).items()
@@ -394,14 +396,14 @@ def trained_weights(checkpoint: Path, backend: str) -> Iterable[tuple[str, torch
 
 
 def import_model(source: str | Path, output: Path, *, base: str | Path | None = None, dtype: str = "float32") -> Path:
-    """Write a Hugging Face folder that a run starts from (`actor.model.model_path`).
+    """Writes a Hugging Face folder that a run starts from (`actor.model.model_path`).
 
     Args:
         source: A Hugging Face folder or name of a causal language model, or of a sequence classifier with one label (a reward
             model); or a folder with a peft adapter, which is merged.
         output: Target folder.
         base: The model that the adapter belongs to; by default what the adapter's config names.
-        dtype: Of the weights written: `float32` or `bfloat16`.
+        dtype: Dtype of the written weights: `float32` or `bfloat16`.
 
     Raises:
         ConfigError: The model cannot be loaded.
@@ -416,8 +418,9 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
     require_free(target)
     path, classifies = str(source), False
     if adapter.is_file():
-        said = json.loads(adapter.read_text())
-        path, classifies = str(base or said.get("base_model_name_or_path")), said.get("task_type") == "SEQ_CLS"
+        adapter_config = json.loads(adapter.read_text())
+        path = str(base or adapter_config.get("base_model_name_or_path"))
+        classifies = adapter_config.get("task_type") == "SEQ_CLS"
     model = PretrainedConfig(model_path=path, attn_implementation="eager")
     classifies = classifies or is_classifier(model)
     load: Callable[..., Any] = load_scalar_model if classifies else load_causal_lm
@@ -434,7 +437,7 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
 
 
 def _merged(module: Any, source: str | Path, path: str) -> Any:
-    """The model with an adapter's folder merged into it."""
+    """Returns the model with an adapter's folder merged into it."""
     from rlhpc.training.lora import peft
 
     try:
@@ -454,7 +457,7 @@ def _export_adapted(
     load: Callable[..., Any],
     head: str | None,
 ) -> None:
-    """Writes the adapter, or the model with it merged, by the same functions as the backends use."""
+    """Writes the adapter, or the model with the adapter merged, by the same functions as the backends use."""
     from rlhpc.language.models.loading import export_adapter, export_model
     from rlhpc.training import lora
 
@@ -463,15 +466,15 @@ def _export_adapted(
     # The adapter alone needs the model's shape, which the checkpoint has itself.
     module = load(model if adapter_only else source, dtype=dtype, empty=adapter_only)
     adapted = lora.attach_lora(module, options, seed=0, head=head)
-    own = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    if own != set(weights):
-        raise ValueError(f"the adapter's weights are others, such as {sorted(own ^ set(weights))[0]}")
+    trained_names = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    if trained_names != set(weights):
+        raise ValueError(f"the adapter's weights are others, such as {sorted(trained_names ^ set(weights))[0]}")
     if adapter_only:
         named = {name.replace(f".{lora.ADAPTER}.", "."): tensor for name, tensor in weights.items()}
         export_adapter(folder, named, adapted, model)
         config = folder / "adapter_config.json"  # names the checkpoint, where the tokenizer came from
-        found = {**json.loads(config.read_text()), "base_model_name_or_path": source.model_path}
-        write_durably(config, json.dumps(found, indent=2).encode() + b"\n")
+        adapter_config = {**json.loads(config.read_text()), "base_model_name_or_path": source.model_path}
+        write_durably(config, json.dumps(adapter_config, indent=2).encode() + b"\n")
         return
     adapted.load_state_dict(weights, strict=False)
     export_model(folder, lora.full_weights(adapted, lambda tensor: tensor), model, dtype, load)
@@ -484,12 +487,12 @@ def _sharded(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
 
     prefix = "model."
     try:
-        known: dict[str, Any] = dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
-    except Exception as error:  # safetensors has errors of its own
+        entries: dict[str, Any] = dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+    except Exception as error:  # safetensors raises its own error types
         raise CheckpointError(f"{folder}: cannot be read ({type(error).__name__}: {error})") from error
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in known.items()
+        for name, entry in entries.items()
         if name.startswith(prefix)
     }
     load_sharded(folder, state)
@@ -499,11 +502,11 @@ def _sharded(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
 def _identity(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / "backend.json"
     try:
-        found: dict[str, Any] = read_json(path.read_bytes())
-        found["about"]["lora"]["rank"], found["actor.training_backend"]
+        identity: dict[str, Any] = read_json(path.read_bytes())
+        identity["about"]["lora"]["rank"], identity["actor.training_backend"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: this is not a language model's checkpoint ({error})") from error
-    return found
+    return identity
 
 
 def _config(folder: Path) -> bytes:
@@ -512,7 +515,7 @@ def _config(folder: Path) -> bytes:
 
 
 def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *, task: str = _WRITES) -> None:
-    """Writes README.md, and what was converted from what."""
+    """Writes README.md, and the record of the conversion."""
     from rlhpc import __version__
 
     step = f", global step {facts['global_step']}" if "global_step" in facts else ""

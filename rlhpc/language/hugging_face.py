@@ -1,4 +1,4 @@
-"""The package that language models come from, which not every installation has."""
+"""Access to the transformers package, which not every installation has, and to chat templates."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ REPLY = "REPLYHERE7F3A"
 
 
 def transformers() -> Any:
-    """The transformers package.
+    """Returns the transformers package.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The package is not installed.
     """
     return required("transformers", "language models need transformers")
 
@@ -105,10 +105,10 @@ def turn_end(tokenizer: Any | None) -> int | None:
 
 
 def load_model_config(model_path: str, trust_remote_code: bool) -> Any:
-    """The model's configuration.
+    """Loads the configuration of a model.
 
     Raises:
-        ConfigError: There is no such model.
+        ConfigError: The model does not exist.
     """
     try:
         return transformers().AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
@@ -119,5 +119,5 @@ def load_model_config(model_path: str, trust_remote_code: bool) -> Any:
         ) from None
 
 
-#: What configurations call the number of experts.
+#: Keys of the number of experts in configurations.
 EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")

@@ -1,6 +1,6 @@
-"""Several policies in one run: which role of an agent's episode speaks by which (`agent.policies`).
+"""Several policies in one run: the policy of each role of an agent's episode (`agent.policies`).
 
-Each is a LoRA adapter of the one model, with an optimizer of its own. A sample is of the policy by which its role speaks.
+Each policy is a LoRA adapter of the model, with a separate optimizer. A sample belongs to the policy of its role.
 """
 
 from __future__ import annotations
@@ -21,48 +21,48 @@ ENVIRONMENT = "environment"
 
 
 class Policies(NamedTuple):
-    """The policies of a run.
+    """Policies of a run.
 
     Attributes:
-        names: In alphabetical order; none where all speak by one, the model.
-        by_role: Which of them, by role.
+        names: Names in alphabetical order; empty if the model is the only policy.
+        by_role: Index of the policy of each role.
     """
 
     names: tuple[str, ...] = ()
     by_role: tuple[int, ...] = ()
 
     def of(self, roles: torch.Tensor) -> torch.Tensor:
-        """The policy of each role's number."""
+        """Returns the policy indices of role numbers."""
         return roles.new_tensor(self.by_role)[roles]
 
 
-#: All speak by one.
+#: Policies of a run with one.
 ONE = Policies()
 
 
 def roles_of(cfg: LanguageConfig) -> tuple[str, ...]:
-    """Who speaks in an agent's episode, where several do."""
+    """Returns the roles of an agent's episode, if it has several."""
     if cfg.agent.kind == ENVIRONMENT:
         return tuple(find_environment(str(cfg.agent.target), plain(cfg.agent.kwargs)).roles)
     return tuple(cfg.agent.roles)
 
 
 def policies_of(cfg: LanguageConfig) -> Policies:
-    """Those of a configuration that has been checked."""
-    found = plain(select(cfg, "agent.policies") or {})
-    if not found:
+    """Returns the policies of a checked configuration."""
+    policy_by_role = plain(select(cfg, "agent.policies") or {})
+    if not policy_by_role:
         return ONE
-    names = tuple(sorted({*found.values()}))
-    return Policies(names, tuple(names.index(found[role]) for role in roles_of(cfg)))
+    names = tuple(sorted({*policy_by_role.values()}))
+    return Policies(names, tuple(names.index(policy_by_role[role]) for role in roles_of(cfg)))
 
 
 def of_policy(policy: str, name: str) -> str:
-    """What a policy's tensor is called on its way to engines."""
+    """Returns the name of a policy's tensor in messages to engines."""
     return f"{policy}/{name}"
 
 
 def folders_of(cfg: LanguageConfig, folder: str) -> dict[str, str]:
-    """The folder of each of several policies, by name: one within a folder that `export_language_model` wrote of them, or the
-    model's own, from which all begin. Of one policy it is the model's."""
+    """Returns the folder of each policy by name: its folder within one that `export_language_model` wrote of several
+    policies, or the model's folder, from which all policies start. For one policy it is the model's folder."""
     names = policies_of(cfg).names or ("",)
     return {name: str(Path(folder) / name) if (Path(folder) / name).is_dir() else folder for name in names}

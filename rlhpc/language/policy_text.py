@@ -26,7 +26,7 @@ def parse_json(text: str | bytes, max_depth: int = MAX_DEPTH) -> Any:
 
 
 def load_json(text: str | bytes) -> Any:
-    """Loads JSON as it stands: see `repaired`. Raises `ValueError` where it is none."""
+    """Loads JSON without repairs (`repaired`). Raises `ValueError` for other text."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
@@ -43,7 +43,7 @@ def parse_json_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def parse_arguments(text: Any) -> dict[str, Any]:
-    """Returns the arguments of a tool call as an object, whatever the policy wrote: `{"arguments": …}` holds what is none."""
+    """Returns the arguments of a tool call as an object: other values are wrapped as `{"arguments": …}`."""
     if isinstance(text, (str, bytes)):
         try:
             value = parse_json(text or "{}")

@@ -41,7 +41,7 @@ def answer_checks(cfg: LanguageConfig, tokenizer: Callable[[], Any], resource: R
     Args:
         cfg: The configuration.
         tokenizer: Gives the model's, once it has been checked.
-        resource: Of the model.
+        resource: Resource of the model.
     """
     yield from _agent_checks(cfg, tokenizer, resource)
     yield from _reward_checks(cfg)
@@ -84,11 +84,11 @@ def _reward_checks(cfg: LanguageConfig) -> Iterator[Check]:
 
 
 def group_checks(cfg: GrpoConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
-    """Yields the checks of the groups beside actor and rollout."""
+    """Yields the checks of the auxiliary groups, besides actor and rollout."""
     from rlhpc.language.scoring.checks import check_groups
 
-    known = scoring_groups(cfg)
+    group_configs = scoring_groups(cfg)
     names = [name for name in group_roles(cfg) if name in ranks and name != AGENT]
-    models = [cfg.critic.model if name == CRITIC else known[name].model for name in names]
+    models = [cfg.critic.model if name == CRITIC else group_configs[name].model for name in names]
     resource = strongest(actor_resource(cfg), *(model_resource(cfg, model.model_path) for model in models))
     yield Check("the groups' models", lambda: check_groups(cfg, ranks), resource)

@@ -1,4 +1,4 @@
-"""Rules that a rank would find out after the start: sequences in micro-batches, and a model's sizes on its ranks."""
+"""Size checks before the start: sequences in micro-batches, and a model's sizes on its ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_models(cfg: TrainedLanguageConfig, accelerators: Mapping[str, int]) ->
 
     Args:
         cfg: The configuration.
-        accelerators: Of a process of each component.
+        accelerators: Accelerators of a process of each component.
 
     Raises:
         ConfigError: One does not fit.

@@ -81,7 +81,7 @@ _SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_h
 
 
 def _of_suites(cfg: GrpoConfig | SftConfig | RewardRunConfig, of_suite: Callable[[str], Sequence[str]]) -> list[str]:
-    """The metrics of the suites of `workflow.eval_suites`, under the names that they have in a row."""
+    """Returns the metrics of the suites of `workflow.eval_suites`, by their names in a row."""
     if cfg.runner.val_check_interval <= 0:
         return []
     return [
@@ -103,7 +103,7 @@ def _answer_metrics(cfg: GrpoConfig | SftConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class TrainedKind(Kind[Trained]):
-    """A kind of run that trains a language model, whatever for.
+    """Task type that trains a language model.
 
     Attributes:
         trained: Metric that says how training goes, and its title.
@@ -137,7 +137,7 @@ class TrainedKind(Kind[Trained]):
         raise NotImplementedError
 
     def suites(self, cfg: Trained) -> Sequence[Any]:
-        """Section `data.eval`."""
+        """Returns section `data.eval`."""
         raise NotImplementedError
 
     def check_model(self, cfg: Trained, ranks: Mapping[str, int]) -> Any:
@@ -156,7 +156,7 @@ class TrainedKind(Kind[Trained]):
         return self._checks(cfg, ranks, [])
 
     def _checks(self, cfg: Trained, ranks: Mapping[str, int], checked: list[Any]) -> Iterator[Check]:
-        """As `checks`; the model's tokenizer is put into `checked`."""
+        """Yields the checks of `checks`, and puts the model's tokenizer into `checked`."""
         from rlhpc.language.preflight import actor_resource, data_resource
 
         for section in self.suites(cfg):  # evaluated after training, at the latest
@@ -168,7 +168,7 @@ class TrainedKind(Kind[Trained]):
         yield Check("actor.model and data.train", lambda: checked.append(self.check_model(cfg, ranks)), resource)
 
     def prepare(self, cfg: Trained, *, resumes: bool) -> Trained:
-        """The configuration, with a built-in model's folder in place of its name.
+        """Returns the configuration with a built-in model's folder in place of its name.
 
         Raises:
             ConfigError: There is no such built-in model; or its training data cannot be read, which is looked at before a
@@ -193,7 +193,7 @@ class TrainedKind(Kind[Trained]):
         return changed(cfg, "actor.model.model_path", resolve(cfg.actor.model))
 
     def differences(self, cfg: Trained, checkpoint: Path) -> list[str]:
-        """Where the checkpoint differs: another backend, other adapters, or a model of other sizes."""
+        """Returns the differences from the checkpoint: another backend, other adapters, or a model of other sizes."""
         saved = saved_values(checkpoint / "backend.json")
         keys = ["actor.training_backend", "actor.lora.rank"]
         if cfg.actor.lora.rank:
@@ -201,17 +201,17 @@ class TrainedKind(Kind[Trained]):
             saved = {**saved_values(checkpoint / "backend.json", ("about.lora.alpha",)), **saved}
             saved.setdefault("actor.lora.alpha", saved.pop("about.lora.alpha", None))
         differ = differing(cfg, saved, keys)
-        there = saved_values(checkpoint / "model" / "config.json")
-        here = saved_values(Path(str(cfg.actor.model.model_path)) / "config.json")
+        saved_sizes = saved_values(checkpoint / "model" / "config.json")
+        model_sizes = saved_values(Path(str(cfg.actor.model.model_path)) / "config.json")
         sizes = [
-            f"{key} {there[key]} there and {here[key]} here"
+            f"{key} {saved_sizes[key]} there and {model_sizes[key]} here"
             for key in _SIZES
-            if key in there and key in here and there[key] != here[key]
+            if key in saved_sizes and key in model_sizes and saved_sizes[key] != model_sizes[key]
         ]
         return [*differ, *([f"actor.model.model_path names another model ({', '.join(sizes)})"] if sizes else [])]
 
     def preparation(self, cfg: Trained) -> Preparation:
-        """A run on demonstrations, and the evaluation of the model as it is."""
+        """Returns the run on demonstrations, and the evaluation of the initial model."""
         workflow = cfg.workflow
         sft = (workflow.sft, list(workflow.sft_overrides)) if workflow.sft else None
         return Preparation(sft=sft, evaluates_start=workflow.eval_start)
@@ -225,24 +225,24 @@ class TrainedKind(Kind[Trained]):
         return self._evaluated(cfg, checkpoint, suite, output)
 
     def evaluate_model(self, cfg: Trained, *, suite: str, output: Path | None) -> str:
-        """Evaluates the model as it is: a Hugging Face folder or name, or a built-in one."""
+        """Evaluates an untrained model: a Hugging Face folder or name, or a built-in one."""
         from rlhpc.language.models.builtin import resolve_model
 
         suite_named(self.suites(cfg), suite)  # before a built-in model is made
         return self._evaluated(cfg, resolve_model(cfg.actor.model), suite, output)
 
     def _evaluated(self, cfg: Trained, model: str | Path, suite: str, output: Path | None) -> str:
-        """The result of a suite, in a line."""
+        """Returns the result of a suite as a line of text."""
         raise NotImplementedError
 
     def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
-        """Every chart of a run as SVG, by file name."""
+        """Returns all charts of a run as SVG, by file name."""
         from rlhpc.language.reporting.report import all_curves
 
         return all_curves(paths, rows, self.curves)
 
     def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
-        """The parts of the report for language models."""
+        """Returns the parts of the report for language models."""
         from rlhpc.language.reporting.report import parts
 
         return parts(paths, rows, always=self.curves, trained=self.trained, rate=self.rate, linked=linked)
@@ -263,24 +263,24 @@ class TrainedKind(Kind[Trained]):
 
 @dataclass(frozen=True)
 class LanguageKind(TrainedKind[Cfg]):
-    """A kind of run whose model answers, at least in evaluation."""
+    """Task type whose model answers problems, at least in evaluation."""
 
     ranges: Mapping[str, Range] = field(default_factory=lambda: RANGES)
 
     def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
-        """Refuses wrong names, and what does not fit together."""
+        """Refuses wrong names, and keys that exclude each other."""
         checks.check_common(cfg, fail, training=training)
         if training:
             size_checks.check_rows(cfg, fail)
 
     def check_placement(self, cfg: Cfg, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Refuses prompts that cannot be shared out evenly, and processes with several accelerators."""
+        """Refuses prompts that cannot be distributed evenly, and processes with several accelerators."""
         checks.check_sizes(cfg, cfg.data.prompts_per_step, processes)
         checks.check_accelerators(cfg, accelerators)
         size_checks.check_models(cfg, accelerators)
 
     def checks(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Also yields those of agents and rewards, where the model answers while it learns (`Kind.checks`)."""
+        """Yields also the checks of agents and rewards, if the model answers during training (`Kind.checks`)."""
         from rlhpc.language.preflight import actor_resource, answer_checks
 
         checked: list[Any] = []
@@ -304,7 +304,7 @@ class LanguageKind(TrainedKind[Cfg]):
         return ""
 
     def suites(self, cfg: Cfg) -> Sequence[Any]:
-        """Section `data.eval`."""
+        """Returns section `data.eval`."""
         return cfg.data.eval
 
     def read_data(self, cfg: Cfg) -> None:
@@ -332,28 +332,28 @@ class LanguageKind(TrainedKind[Cfg]):
 
 @dataclass(frozen=True)
 class SftKind(LanguageKind[SftConfig]):
-    """The model learns from demonstrations."""
+    """Task type of supervised fine-tuning on demonstrations."""
 
     evaluation: tuple[str, ...] = ("data.eval", "data.holdout.")
     held_out_metrics: tuple[str, ...] = ("eval/loss",)
 
     def check(self, cfg: SftConfig, fail: Fail, *, training: bool) -> None:
-        """Also refuses a held-out loss without held-out rows."""
+        """Refuses also a held-out loss without held-out rows."""
         super().check(cfg, fail, training=training)
         if training:
             check_holdout(cfg.runner.val_check_interval, cfg.data.train, cfg.data.holdout, fail)
             checks.check_answering(cfg, _answer_metrics(cfg), fail)
 
     def roles_of(self, cfg: SftConfig) -> Mapping[str, str]:
-        """Also the engines that answer the suites, where they have a place."""
+        """Adds the engines that answer the suites, if they have a placement."""
         return {**self.roles, **({"rollout": _EVALUATION} if "rollout" in placed(cfg) else {})}
 
     def components(self, cfg: SftConfig) -> Sequence[str]:
-        """All names that a component may have."""
+        """Returns all names that a component may have."""
         return [*self.roles, "rollout"]
 
     def check_placement(self, cfg: SftConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Also refuses engines of several ranks."""
+        """Refuses also engines of several ranks."""
         super().check_placement(cfg, processes, accelerators)
         if accelerators.get("rollout", 0) > 1:
             raise PlacementError(
@@ -362,13 +362,13 @@ class SftKind(LanguageKind[SftConfig]):
             )
 
     def evaluation_metrics(self, cfg: SftConfig) -> Sequence[str]:
-        """The held-out loss, and those of the suites where engines answer them (`Kind.evaluation_metrics`)."""
+        """Returns the held-out loss, and the metrics of the suites that engines answer (`Kind.evaluation_metrics`)."""
         if cfg.runner.val_check_interval <= 0:
             return ()
         return (*self.held_out_metrics, *(_answer_metrics(cfg) if "rollout" in placed(cfg) else ()))
 
     def read_data(self, cfg: SftConfig) -> None:
-        """Also reads the held-out demonstrations (`TrainedKind.read_data`)."""
+        """Reads also the held-out demonstrations (`TrainedKind.read_data`)."""
         from rlhpc.language.data.registry import make_dataset
 
         super().read_data(cfg)
@@ -379,7 +379,7 @@ class SftKind(LanguageKind[SftConfig]):
 
 @dataclass(frozen=True)
 class DpoKind(SftKind):
-    """The model learns from preferences, held to the weights from before training."""
+    """Task type of DPO: the model learns from preferences, with the initial weights as reference."""
 
     held_out_metrics: tuple[str, ...] = ("eval/loss", "eval/pair_accuracy", "eval/margin")
 
@@ -403,16 +403,16 @@ class DpoKind(SftKind):
 
 @dataclass(frozen=True)
 class RewardModelKind(TrainedKind[RewardRunConfig]):
-    """The model learns to tell which of two responses is preferred, or what a response is worth."""
+    """Task type of reward models, trained on preferences or labels."""
 
     def check(self, cfg: RewardRunConfig, fail: Fail, *, training: bool) -> None:
-        """Refuses wrong names, and what does not fit together."""
+        """Refuses wrong names, and keys that exclude each other."""
         checks.check_reward_model(cfg, fail, training=training)
 
     def check_placement(
         self, cfg: RewardRunConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]
     ) -> None:
-        """Refuses rows that cannot be shared out evenly, and processes with several accelerators."""
+        """Refuses rows that cannot be distributed evenly, and processes with several accelerators."""
         checks.check_sizes(cfg, cfg.data.prompts_per_step, processes)
         checks.check_accelerators(cfg, accelerators)
 
@@ -424,11 +424,11 @@ class RewardModelKind(TrainedKind[RewardRunConfig]):
         check_reward_model(cfg)
 
     def suites(self, cfg: RewardRunConfig) -> Sequence[Any]:
-        """Section `data.eval`."""
+        """Returns section `data.eval`."""
         return cfg.data.eval
 
     def evaluation_metrics(self, cfg: RewardRunConfig) -> Sequence[str]:
-        """Returns those of the suites (`Kind.evaluation_metrics`)."""
+        """Returns the metrics of the suites (`Kind.evaluation_metrics`)."""
         from rlhpc.algorithms.preference_losses import find_reward_loss
 
         form = find_reward_loss(cfg.algorithm.loss_type, plain(cfg.algorithm.loss_kwargs))[1]
@@ -455,81 +455,86 @@ class RewardModelKind(TrainedKind[RewardRunConfig]):
 
 @dataclass(frozen=True)
 class GrpoKind(LanguageKind[GrpoConfig]):
-    """The model answers prompts, and learns from what its answers were worth."""
+    """Task type of RL: the model answers prompts and learns from the rewards."""
 
     def roles_of(self, cfg: GrpoConfig) -> Mapping[str, str]:
-        """Actor and rollout, and those groups of a configuration that have a place, or need one."""
+        """Returns actor, rollout, and the groups of a configuration that have a placement or need one."""
         return {**self.roles, **group_roles(cfg)}
 
     def components(self, cfg: GrpoConfig) -> Sequence[str]:
-        """All names that a component may have."""
+        """Returns all names that a component may have."""
         return [*self.roles, AGENT, CRITIC, *scoring_groups(cfg)]
 
     def expendable_of(self, cfg: GrpoConfig) -> frozenset[str]:
-        """The engines, and what scores."""
+        """Returns the engines and the scoring groups."""
         return self.expendable | (frozenset(group_roles(cfg)) - {CRITIC})
 
     def independent_of(self, cfg: GrpoConfig) -> frozenset[str]:
-        """What scores: its ranks keep nothing, and have nothing to do with one another."""
+        """Returns the scoring groups: their ranks are stateless and do not communicate with each other."""
         return frozenset(group_roles(cfg)) - learning_groups(cfg)
 
     def elastic_of(self, cfg: GrpoConfig) -> dict[str, int]:
-        """What runs agents; and the engines, where they are at work all the time: what one had under way, others take."""
+        """Returns the agents' group, and the engines unless they are offloaded in turn: other ranks take over the work of a
+        lost one."""
         engines = {} if cfg.actor.offload_in_rollout else self.together_of(cfg)
         return {**engines, **({AGENT: 1} if AGENT in placed(cfg) else {})}
 
     def patience_of(self, cfg: GrpoConfig) -> dict[str, float]:
-        """What runs agents: a step waits for their episodes, which others begin again at little cost."""
+        """Returns the agents' group: a step waits for their episodes, which other ranks restart at little cost."""
         del cfg
         return {AGENT: _AGENT_LOST_S}
 
     def together_of(self, cfg: GrpoConfig) -> dict[str, int]:
-        """The ranks of an engine."""
+        """Returns the ranks of an engine."""
         return {"rollout": cfg.rollout.parallel.tensor or 1}
 
     def placed(self, cfg: GrpoConfig, replicas: Mapping[str, int]) -> GrpoConfig:
-        """Also with how many ranks are an engine."""
+        """Returns the configuration with the number of ranks of an engine."""
         return changed(cfg, "rollout.parallel.tensor", replicas["rollout"])
 
     def most_useful(self, cfg: GrpoConfig, started: Mapping[str, int]) -> dict[str, int]:
-        """An engine takes a prompt at least, and a rank of agents an episode."""
+        """Returns maximum useful ranks: an engine leases at least one prompt, and an agents' rank one episode."""
         del started
         prompts = cfg.data.prompts_per_step
         agents = {AGENT: prompts * cfg.algorithm.group_size} if AGENT in placed(cfg) else {}
         return {"rollout": prompts * self.together_of(cfg)["rollout"], **agents}
 
     def evaluation_metrics(self, cfg: GrpoConfig) -> Sequence[str]:
-        """Returns those of the suites (`Kind.evaluation_metrics`)."""
+        """Returns the metrics of the suites (`Kind.evaluation_metrics`)."""
         return _answer_metrics(cfg)
 
     def differences(self, cfg: GrpoConfig, checkpoint: Path) -> list[str]:
-        """Also that the checkpoint has no critic, where this run wants one."""
+        """Returns also the lack of a critic in the checkpoint, if this run needs one."""
         wants = CRITIC in group_roles(cfg) and not (checkpoint / CRITIC).is_dir()
         return [*super().differences(cfg, checkpoint), *(["it has no critic"] if wants else [])]
 
     def with_models(self, cfg: GrpoConfig, resolve: Callable[[Any], str]) -> GrpoConfig:
-        """Also with the folders of the groups' built-in models."""
+        """Returns the configuration also with the folders of the groups' built-in models."""
         from rlhpc.language.models.builtin import PREFIX
 
-        own = {key: model for key, model in group_models(cfg).items() if str(model.model_path).startswith(PREFIX)}
-        same = [
-            key for key, model in own.items() if model.model_path == cfg.actor.model.model_path and not model.kwargs
+        built_in_models = {
+            key: model for key, model in group_models(cfg).items() if str(model.model_path).startswith(PREFIX)
+        }
+        shared_keys = [
+            key
+            for key, model in built_in_models.items()
+            if model.model_path == cfg.actor.model.model_path and not model.kwargs
         ]
         prepared = super().with_models(cfg, resolve)
-        for key, model in own.items():
-            path = prepared.actor.model.model_path if key in same else resolve(model)
+        for key, model in built_in_models.items():
+            path = prepared.actor.model.model_path if key in shared_keys else resolve(model)
             prepared = changed(prepared, f"{key}.model_path", path)
         return prepared
 
     def checks(self, cfg: GrpoConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Also yields those of the groups (`Kind.checks`)."""
+        """Yields also the checks of the groups (`Kind.checks`)."""
         from rlhpc.language.preflight import group_checks
 
         yield from super().checks(cfg, ranks)
         yield from group_checks(cfg, ranks)
 
     def check(self, cfg: GrpoConfig, fail: Fail, *, training: bool) -> None:
-        """Also refuses wrong estimators, rewards and batches."""
+        """Refuses also wrong estimators, rewards and batches."""
         check_estimators(cfg)
         super().check(cfg, fail, training=training)
         if training:

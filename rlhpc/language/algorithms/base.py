@@ -1,9 +1,8 @@
-"""What an algorithm for language models is, to the trainer and to the rollout ranks.
+"""Algorithm interface of language models: required columns, advantages and loss.
 
-The rollout ranks hand over samples with what they know about each token. The trainer has the columns made that the
-algorithm asks for, then asks it for advantages, and for the loss of each micro-batch. So an algorithm that needs
-something new for each token (a teacher's log-probs, the reward of a step, a critic's value) brings it along: it is one
-file.
+The rollout ranks send samples with their rollout columns. The trainer computes the columns that the algorithm declares, then
+calls it for advantages, and for the loss of each micro-batch. So an algorithm with a new value for each token (a teacher's
+log-probs, the reward of a step, a critic's value) declares a column for it, and is one file.
 """
 
 from __future__ import annotations
@@ -31,27 +30,28 @@ if TYPE_CHECKING:
 Reduce = Callable[[Tensor], Tensor]
 
 
-#: What the rollout ranks always hand over: the log-probs with which tokens were drawn, and the version of the weights that
-#: drew them (-1 for tokens that no model drew).
+#: Columns that the rollout ranks always send: the log-probs with which tokens were sampled, and the version of the weights
+#: that sampled them (-1 for tokens that no model sampled).
 ROLLOUT_LOGPROBS, VERSIONS = "rollout_logprobs", "versions"
-#: What `advantages` gives; and what it adds to the batch where there is a critic: what its values are to become.
+#: Column of the result of `advantages`; and the column that it adds for a critic: the targets of its values.
 ADVANTAGES, RETURNS = "advantages", "returns"
-#: `TokenBatch.sequence_tokens` of the whole minibatch: a micro-batch may have a part of a sequence's samples.
+#: Column of `TokenBatch.sequence_tokens` of the full minibatch: a micro-batch may have only some samples of a sequence.
 SEQUENCE_TOKENS = "sequence_tokens"
-#: What a critic says of each token's state.
+#: Column of a critic's value of each token's state.
 VALUES = "values"
-#: Makers of columns that are no groups of their own.
+#: Sources of columns that are no separate worker groups.
 ROLLOUT, ACTOR, VALUE_HEAD, REFERENCE = "rollout", "actor", "value_head", "reference"
 
 
 @dataclass(frozen=True)
 class Whole:
-    """The minibatch over all ranks, of which a micro-batch is a part: what losses and metrics are divided by.
+    """Counts of the minibatch over all ranks, by which the losses and metrics of its micro-batches are divided.
 
     Attributes:
-        tokens: Tokens that are trained on.
-        sequences: What a role says in an episode, with such a token: most often one sample.
-        length: Tokens that a sequence may have (`length_limit`), by which `seq-mean-token-sum-norm` divides.
+        tokens: Number of trained tokens.
+        sequences: Number of sequences with a trained token. A sequence is the text of one role in an episode, mostly one
+            sample.
+        length: Maximum number of tokens of a sequence (`length_limit`), by which `seq-mean-token-sum-norm` divides.
     """
 
     tokens: float
@@ -60,13 +60,13 @@ class Whole:
 
     @classmethod
     def of(cls, batch: TokenBatch, length: float = 1.0, all_reduce: Reduce | None = None) -> Whole:
-        """Counts a minibatch, and adds the column `sequence_tokens` to it. Called before samples change ranks and before they
-        are cut into micro-batches: a rank has all samples of its sequences.
+        """Counts a minibatch, and adds the column `sequence_tokens` to it. Called before samples change ranks and are split
+        into micro-batches, while a rank has all samples of its sequences.
 
         Args:
             batch: This rank's samples.
             length: See `Whole.length`.
-            all_reduce: Sums over the ranks; None where there is one.
+            all_reduce: Sums over the ranks; None for a single rank.
         """
         batch.columns[SEQUENCE_TOKENS] = batch.sequence_tokens()
         trained = torch.repeat_interleave(batch.sequence(), batch.lengths)[batch.mask]
@@ -75,22 +75,22 @@ class Whole:
         return cls(tokens, sequences, length)
 
     def weights(self, batch: TokenBatch, loss_agg: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`[T]`: a micro-batch's share of an aggregated loss is Σ weight · loss over its tokens (`token_weights`).
+        """Returns token weights `[T]`: a micro-batch's share of an aggregated loss is Σ weight · loss (`token_weights`).
 
         Args:
             batch: The micro-batch.
             loss_agg: `algorithm.loss_agg`.
-            dtype: Of the result.
+            dtype: Dtype of the result.
         """
-        known = batch.columns.get(SEQUENCE_TOKENS)
-        of_sequence = batch.sequence_tokens() if known is None else known
+        column = batch.columns.get(SEQUENCE_TOKENS)
+        of_sequence = batch.sequence_tokens() if column is None else column
         return token_weights(
             batch.mask, loss_agg, tokens=self.tokens, seqs=self.sequences, seq_tokens=of_sequence, length=self.length,
             dtype=dtype,
         )  # fmt: skip
 
     def loss(self, values: Tensor, batch: TokenBatch, loss_agg: str) -> Tensor:
-        """A micro-batch's share of an aggregated loss.
+        """Returns a micro-batch's share of an aggregated loss.
 
         Args:
             values: `[T]`, the loss of each token.
@@ -99,32 +99,33 @@ class Whole:
         return (values.masked_fill(~batch.mask, 0) * self.weights(batch, loss_agg, values.dtype)).sum()
 
     def mean(self, values: Tensor, batch: TokenBatch) -> Tensor:
-        """A micro-batch's share of a mean over all trained tokens, detached: a metric."""
+        """Returns a micro-batch's share of a mean over all trained tokens, detached, as a metric."""
         return self.loss(values.detach(), batch, "token-mean")
 
     def of_means(self, means: Mapping[str, Any], batch: TokenBatch) -> dict[str, Tensor]:
-        """A micro-batch's shares of means over all trained tokens, from its means over its own."""
+        """Converts means over a micro-batch's trained tokens to its shares of the means over all trained tokens."""
         count = batch.mask.sum()
         return {name: torch.as_tensor(mean) * count / max(self.tokens, 1.0) for name, mean in means.items()}
 
 
 def length_limit(cfg: GrpoConfig) -> int:
-    """Tokens that the model may write in an episode: the constant of `algorithm.loss_agg: seq-mean-token-sum-norm`."""
+    """Returns the maximum number of tokens that the model may write in an episode: the constant of `algorithm.loss_agg:
+    seq-mean-token-sum-norm`."""
     return cfg.rollout.max_new_tokens if cfg.agent.kind == "inline" else cfg.agent.max_tokens
 
 
 class LanguageAlgorithm(abc.ABC):
-    """What a run by RL optimizes. `algorithm.name` chooses it; `algorithm.kwargs` are further arguments of its constructor.
+    """Algorithm of a run by RL. `algorithm.name` chooses it; `algorithm.kwargs` are further arguments of its constructor.
 
     Args:
         cfg: The configuration.
 
     Attributes:
-        columns: What is needed for each token besides `rollout_logprobs` and `versions`.
-        entropy: Whether the loss wants the entropy of each token's distribution.
-        reader: What else the loss wants of the logits, if anything.
-        at_first: Metrics of the loss that describe the samples, not the training: only those of a step's first
-            minibatch count.
+        columns: Required columns of each token besides `rollout_logprobs` and `versions`.
+        entropy: Whether the loss uses the entropy of each token's distribution.
+        reader: Reader of further values of the logits for the loss, or None.
+        at_first: Names of loss metrics that describe the samples, not the training: the value of a step's first minibatch
+            counts.
     """
 
     columns: Sequence[Column] = ()
@@ -136,11 +137,11 @@ class LanguageAlgorithm(abc.ABC):
         self.cfg = cfg
 
     def rollout_columns(self, episode: Episode, scored: Scored) -> Mapping[str, Sequence[float]]:
-        """On a rollout rank: the columns that are made `by="rollout"`, for one episode.
+        """Returns the columns with `by="rollout"` of one episode; called on a rollout rank.
 
         Args:
-            episode: What was written.
-            scored: What the judges said of it.
+            episode: The episode.
+            scored: Its score.
 
         Returns:
             One value for each of `episode.token_ids`, by name. The prompt's tokens get 0.
@@ -149,11 +150,11 @@ class LanguageAlgorithm(abc.ABC):
 
     @abc.abstractmethod
     def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
-        """The advantage of each token.
+        """Returns the advantage of each token.
 
         Args:
-            batch: All samples of this rank in the step, each group whole, with all columns.
-            all_reduce: Sums over the ranks; None where there is one.
+            batch: All samples of this rank in the step, in complete groups, with all columns.
+            all_reduce: Sums over the ranks; None for a single rank.
 
         Returns:
             `[T]`, float32, finite where `batch.mask` is True.
@@ -161,14 +162,14 @@ class LanguageAlgorithm(abc.ABC):
 
     @abc.abstractmethod
     def loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch, as its share of the whole's: sums, divided by the counts of the whole minibatch. So any
-        split into micro-batches and ranks has the gradient of the whole.
+        """Returns the loss of a micro-batch as its share of the minibatch's loss: sums, divided by the counts of the
+        minibatch. So any split into micro-batches and ranks gives the gradient of the minibatch.
 
         Args:
-            scores: By the weights that are trained, with gradients.
+            scores: Scores by the trained weights, with gradients.
             batch: The micro-batch, with all columns, and `advantages`. It may have no tokens.
-            whole: What it is a part of.
+            whole: Counts of the minibatch.
 
         Returns:
-            A scalar; metrics, as shares too: their sums over micro-batches and ranks are logged as `train/NAME`.
+            A scalar; and metrics, which are also shares: their sums over micro-batches and ranks are logged as `train/NAME`.
         """

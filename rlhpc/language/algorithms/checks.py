@@ -1,4 +1,4 @@
-"""Rules of section `algorithm` of a reinforcement learning run. Nothing here imports torch, or writes."""
+"""Checks of section `algorithm` of a run by RL. The module does not import torch or write files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_algorithm(cfg: GrpoConfig, fail: Fail) -> None:
 
 
 def _check_groups(cfg: GrpoConfig, fail: Fail) -> None:
-    """Refuses groups of one where responses to a prompt are compared: every advantage would be 0."""
+    """Refuses groups of one answer for estimators that compare answers: every advantage would be 0."""
     algorithm = cfg.algorithm
     if algorithm.group_size >= 2:
         return
@@ -56,7 +56,7 @@ def _check_groups(cfg: GrpoConfig, fail: Fail) -> None:
 
 
 def _check_kl(cfg: GrpoConfig, fail: Fail) -> None:
-    """Refuses k1 as a loss: E[∇(log p − log q)] = E[∇ log p] = 0, whatever the reference q is."""
+    """Refuses k1 as a loss: E[∇(log p − log q)] = E[∇ log p] = 0 for any reference q."""
     algorithm = cfg.algorithm
     if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_type.lower() in ("k1", "kl"):
         raise fail(

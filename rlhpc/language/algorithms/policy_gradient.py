@@ -1,4 +1,4 @@
-"""Policy gradients: an estimator of advantages, a policy loss, and a penalty for leaving the reference policy."""
+"""Policy gradients: an advantage estimator, a policy loss, and a KL penalty to the reference policy."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.scoring.registry import Column
 
-#: Ways of `algorithm.credit`: all of a role's turns alike; compared by their number; by what they had just read, too.
+#: Values of `algorithm.credit`: one advantage for all turns of a role; turns compared by their number; or also by their
+#: state, the text that they had just read.
 EPISODE, TURN, STATE = "episode", "turn", "state"
 
 
 @dataclass(frozen=True)
 class Credit:
-    """What turns are credited with.
+    """Credit assignment of turns.
 
     Attributes:
         by: `algorithm.credit`.
-        estimator: `algorithm.adv_type`, which compares their returns.
+        estimator: `algorithm.adv_type`, which compares the turns' returns.
         gamma: Discount from turn to turn.
         coef: Weight of the comparison of states.
         normalizes: Whether advantages are whitened over the batch.
@@ -59,15 +60,15 @@ class Credit:
 
 
 def turn_advantages(batch: TokenBatch, rewards: Tensor, credit: Credit) -> Tensor:
-    """The advantage of each turn, over all its tokens.
+    """Returns the advantage of each turn at all its tokens.
 
     Args:
-        batch: Groups as a whole.
-        rewards: `[T]`, of each token: what the episode was worth at its last one, and what was paid on the way.
-        credit: By `TURN` or `STATE`: which turns of a group's role are compared.
+        batch: Complete groups.
+        rewards: `[T]`, reward of each token: process rewards, and the reward of the episode at its last token.
+        credit: With `by` of `TURN` or `STATE`, which defines the compared turns of a group's role.
 
     Returns:
-        `[T]`, 0 where nothing is trained.
+        `[T]`, 0 at tokens that are not trained.
     """
     owner = torch.repeat_interleave(batch.sequence(), batch.lengths)
     keys = torch.stack([owner, batch.turn], 1)[batch.mask]
@@ -89,43 +90,45 @@ def turn_advantages(batch: TokenBatch, rewards: Tensor, credit: Credit) -> Tenso
     return credits
 
 
-def credited(batch: TokenBatch, whole: Tensor, rewards: Tensor, credit: Credit, all_reduce: Reduce | None) -> Tensor:
-    """The advantages as `algorithm.credit` wants them.
+def credited(
+    batch: TokenBatch, episode_advantages: Tensor, rewards: Tensor, credit: Credit, all_reduce: Reduce | None
+) -> Tensor:
+    """Returns the advantages by `algorithm.credit`.
 
     Args:
         batch, rewards, credit: See `turn_advantages`.
-        whole: `[T]`, by episode.
+        episode_advantages: `[T]`, advantages of the episodes.
         all_reduce: Sums over the ranks.
     """
     if credit.by == EPISODE:
-        return whole
-    own = turn_advantages(batch, rewards, credit)
+        return episode_advantages
+    advantages = turn_advantages(batch, rewards, credit)
     if credit.by == STATE:  # as GiGPO (Feng et al. 2025): both, the second weighted
-        own = whole + credit.coef * own
+        advantages = episode_advantages + credit.coef * advantages
     if credit.normalizes:
-        own = masked_whiten(own[None], batch.mask[None], all_reduce=all_reduce)[0]
-    return own.masked_fill(~batch.mask, 0)
+        advantages = masked_whiten(advantages[None], batch.mask[None], all_reduce=all_reduce)[0]
+    return advantages.masked_fill(~batch.mask, 0)
 
 
-def to_go(paid: Tensor, sequence: Tensor, gamma: float) -> Tensor:
-    """What each turn and those after it were paid, discounted by turns.
+def to_go(rewards: Tensor, sequence: Tensor, gamma: float) -> Tensor:
+    """Returns the discounted sum of each turn's reward and those of the later turns of its sequence.
 
     Args:
-        paid: `[U]`, by sequence, then in the order of time.
-        sequence: `[U]`, of which sequence each turn is.
+        rewards: `[U]`, reward of each turn, by sequence, then in the order of time.
+        sequence: `[U]`, sequence of each turn.
         gamma: `algorithm.turn_gamma`.
     """
-    found, after, of = paid.tolist(), 0.0, sequence.tolist()
-    for at in range(len(found) - 1, -1, -1):
-        after = found[at] + (gamma * after if at + 1 < len(of) and of[at + 1] == of[at] else 0.0)
-        found[at] = after
-    return torch.tensor(found, dtype=paid.dtype)
+    returns, after, of = rewards.tolist(), 0.0, sequence.tolist()
+    for at in range(len(returns) - 1, -1, -1):
+        after = returns[at] + (gamma * after if at + 1 < len(of) and of[at + 1] == of[at] else 0.0)
+        returns[at] = after
+    return torch.tensor(returns, dtype=rewards.dtype)
 
 
 def _states(batch: TokenBatch) -> Tensor:
-    """`[trained tokens]`: equal where their turns had just read the same."""
-    known: dict[bytes, int] = {}
-    found = torch.zeros(batch.tokens, dtype=torch.long)
+    """Returns state numbers `[trained tokens]`, equal at tokens of turns that had just read the same text."""
+    state_numbers: dict[bytes, int] = {}
+    states = torch.zeros(batch.tokens, dtype=torch.long)
     ids, turn, mask, cuts = batch.ids.numpy(), batch.turn.numpy(), batch.mask.numpy(), batch.cu_seqlens.tolist()
     for begin, end in itertools.pairwise(cuts):
         at = begin
@@ -137,44 +140,44 @@ def _states(batch: TokenBatch) -> Tensor:
             while first < last and not mask[first]:
                 first += 1
             if first < last:
-                found[at:last] = known.setdefault(ids[at:first].tobytes(), len(known))
+                states[at:last] = state_numbers.setdefault(ids[at:first].tobytes(), len(state_numbers))
             at = last
-    return found[batch.mask]
+    return states[batch.mask]
 
 
 def value_part(
     values: Tensor, batch: TokenBatch, options: GrpoAlgorithmConfig, minibatch: Whole
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A micro-batch's share of the minibatch's loss.
+    """Returns a micro-batch's share of the minibatch's value loss.
 
     Args:
         values: `[T]`, with gradients.
         batch: The micro-batch, with the columns `values` and `returns`.
         options: `value_clip` and `loss_agg`.
-        minibatch: Its counts.
+        minibatch: Counts of the minibatch.
 
     Returns:
-        A scalar; metrics, as shares: `value`, the mean, and `value_clip_fraction`.
+        A scalar; and metrics, as shares: `value`, the mean, and `value_clip_fraction`.
     """
-    loss, found = value_loss(
+    loss, metrics = value_loss(
         values=batch.padded(values), returns=batch.padded(batch.columns[RETURNS]), loss_mask=batch.padded(batch.mask),
         old_values=batch.padded(batch.columns[VALUES]), value_clip=options.value_clip,
         weights=batch.padded(minibatch.weights(batch, options.loss_agg, values.dtype)),
     )  # fmt: skip
-    return loss, {"value": minibatch.mean(values, batch), **minibatch.of_means(found, batch)}
+    return loss, {"value": minibatch.mean(values, batch), **minibatch.of_means(metrics, batch)}
 
 
 OLD, REFERENCE = "old_logprobs", "ref_logprobs"
-#: What groups of `reward.process_terms` pay for each token; their names follow.
+#: Prefix of the columns with the rewards of `reward.process_terms` for each token.
 PROCESS = "process/"
-#: What turns were worth by themselves, in the weight that the reward gives to what the agent says.
+#: Column of the turns' rewards, with the weight of the agent's reward.
 TURN_REWARDS = "turn_rewards"
-#: The estimator that asks a critic.
+#: Estimator that needs a critic.
 GAE = "gae"
 
 
 class PolicyGradient(LanguageAlgorithm):
-    """GRPO and its relatives: `algorithm.adv_type`, `algorithm.loss_type`, `algorithm.kl_coef` and what belongs to them."""
+    """GRPO and related algorithms: `algorithm.adv_type`, `algorithm.loss_type`, `algorithm.kl_coef` and their options."""
 
     at_first = frozenset({"mismatch_kl", "mismatch_abs"})
 
@@ -189,8 +192,8 @@ class PolicyGradient(LanguageAlgorithm):
         self.process = {term.name: term.weight for term in cfg.reward.process_terms}
         normalizes = options.normalize_advantages == "batch" or (self.critic and options.normalize_advantages == "auto")
         self.credit = Credit(options.credit, options.adv_type, options.turn_gamma, options.turn_coef, normalizes)
-        self.turns = cfg.agent.kind != "inline"  # its agent may say what each turn was worth
-        self._paid = sum(term.weight for term in cfg.reward.terms if term.name.lower() == "agent")
+        self.turns = cfg.agent.kind != "inline"  # its agent may give rewards to turns
+        self._agent_weight = sum(term.weight for term in cfg.reward.terms if term.name.lower() == "agent")
         self.columns = [
             *old,
             *([Column(TURN_REWARDS, ROLLOUT)] if self.turns else []),
@@ -199,26 +202,26 @@ class PolicyGradient(LanguageAlgorithm):
             *([Column(VALUES, VALUE_HEAD if self.own_values else "critic")] if self.critic else []),
         ]
         self.at_first = self.at_first | {PROCESS + name for name in self.process}
-        # An estimator that has a parameter `kl` gets the penalties apart from the rewards, others get the difference; a loss
-        # that has `proximal_logprobs` tells the policy that drew the tokens from the one before the update.
+        # An estimator with a parameter `kl` gets penalties and rewards separately, other estimators get the difference. A loss
+        # with `proximal_logprobs` distinguishes the policy that sampled the tokens from the one before the update.
         self._kl_apart = "kl" in inspect.signature(ESTIMATORS.find(options.adv_type)).parameters
         self._proximal = "proximal_logprobs" in inspect.signature(POLICY_LOSSES.find(options.loss_type)).parameters
 
     def rollout_columns(self, episode: Episode, scored: Scored) -> Mapping[str, Sequence[float]]:
-        """See `LanguageAlgorithm.rollout_columns`: what turns were worth."""
+        """Returns the column of the turns' rewards (`LanguageAlgorithm.rollout_columns`)."""
         if not self.turns:
             return {}
-        said = episode.rewards or [0.0] * len(episode.token_ids)
-        return {TURN_REWARDS: [self._paid * reward for reward in said]}
+        turn_rewards = episode.rewards or [0.0] * len(episode.token_ids)
+        return {TURN_REWARDS: [self._agent_weight * reward for reward in turn_rewards]}
 
     # -- advantages -----------------------------------------------------------------------------------------------
 
     def rewards(self, batch: TokenBatch) -> Tensor:
-        """The reward of each token, `[E, W]`: what was paid for it on the way, a turn's at its end; and at the last one that
-        the model wrote, what its episode was worth besides.
+        """Returns the reward of each token, `[E, W]`: process rewards, a turn's reward at its end, and at the last token that
+        the model wrote the remaining reward of its episode.
 
         Args:
-            batch: By episodes.
+            batch: Samples joined by episode (`TokenBatch.by_episode`).
         """
         mask = batch.padded(batch.mask)
         rewards = torch.zeros(mask.shape, dtype=batch.reward.dtype)
@@ -233,32 +236,32 @@ class PolicyGradient(LanguageAlgorithm):
         return rewards
 
     def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
-        """See `LanguageAlgorithm.advantages`: by the estimator, over what each role wrote in each episode."""
-        cfg, whole = self.cfg.algorithm, batch.by_episode()
-        mask, rewards = whole.padded(whole.mask), self.rewards(whole)
+        """Returns the estimator's advantages, over the text of each role in each episode (`LanguageAlgorithm.advantages`)."""
+        cfg, episodes = self.cfg.algorithm, batch.by_episode()
+        mask, rewards = episodes.padded(episodes.mask), self.rewards(episodes)
         extra: dict[str, Any] = {}
         if self.kl_coef and cfg.kl_in == "reward":
             old = batch.columns[OLD if cfg.recompute_logprobs else ROLLOUT_LOGPROBS]
-            kl = whole.padded(kl_penalty(old, batch.columns[REFERENCE], cfg.kl_type))
+            kl = episodes.padded(kl_penalty(old, batch.columns[REFERENCE], cfg.kl_type))
             if self._kl_apart:
                 extra = {"kl": kl, "kl_coef": self.kl_coef}
             else:
                 rewards = rewards - self.kl_coef * kl * mask
-        roles = int(whole.role.max()) + 1 if len(whole) else 1
+        roles = int(episodes.role.max()) + 1 if len(episodes) else 1
         if self.critic:
-            extra |= {"values": whole.padded(batch.columns[VALUES]), "gae_lambda": cfg.gae_lambda}
+            extra |= {"values": episodes.padded(batch.columns[VALUES]), "gae_lambda": cfg.gae_lambda}
         advantages, returns = calculate_adv_and_returns(
-            cfg.adv_type, rewards=rewards, loss_mask=mask, group_ids=whole.group * roles + whole.role, gamma=cfg.gamma,
+            cfg.adv_type, rewards=rewards, loss_mask=mask, group_ids=episodes.group * roles + episodes.role, gamma=cfg.gamma,
             normalize=self.credit.normalizes and self.credit.by == EPISODE, all_reduce=all_reduce, **extra,
         )  # fmt: skip
         if self.critic:
-            batch.columns[RETURNS] = whole.flat(returns)
-        return credited(batch, whole.flat(advantages), whole.flat(rewards), self.credit, all_reduce)
+            batch.columns[RETURNS] = episodes.flat(returns)
+        return credited(batch, episodes.flat(advantages), episodes.flat(rewards), self.credit, all_reduce)
 
     # -- loss -----------------------------------------------------------------------------------------------------
 
     def loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `LanguageAlgorithm.loss`."""
+        """Returns policy loss, KL penalty, entropy bonus and value loss (`LanguageAlgorithm.loss`)."""
         cfg = self.cfg.algorithm
         loss, measured = self._policy_loss(scores.logprobs, batch, whole)
         parts: dict[str, Tensor] = {"policy_loss": loss.detach()}
@@ -280,21 +283,21 @@ class PolicyGradient(LanguageAlgorithm):
         if self.own_values:
             loss = loss + self._value_loss(scores, batch, whole, parts)
         for name in self.process:
-            paid = batch.columns[PROCESS + name][batch.mask].sum()
-            parts[PROCESS + name] = paid / max(whole.sequences, 1.0)
+            process_reward = batch.columns[PROCESS + name][batch.mask].sum()
+            parts[PROCESS + name] = process_reward / max(whole.sequences, 1.0)
         parts["loss"] = loss.detach()
         return loss, parts
 
-    def _value_loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole, parts: dict[str, Tensor]) -> Tensor:
-        """Of the model's own head; adds its metrics."""
+    def _value_loss(self, scores: TokenScores, batch: TokenBatch, minibatch: Whole, parts: dict[str, Tensor]) -> Tensor:
+        """Returns the loss of the model's value head, and adds its metrics to `parts`."""
         assert scores.values is not None
         cfg = self.cfg.algorithm
-        loss, measured = value_part(scores.values, batch, cfg, whole)
+        loss, measured = value_part(scores.values, batch, cfg, minibatch)
         parts |= {"value_loss": loss.detach(), **measured}
         return cfg.value_coef * loss
 
     def _policy_loss(self, logprobs: Tensor, batch: TokenBatch, minibatch: Whole) -> tuple[Tensor, dict[str, Any]]:
-        """Returns the share of the minibatch's loss that log-probs `[T]` have, and means over the micro-batch's own tokens."""
+        """Returns the share of the minibatch's loss from log-probs `[T]`, and means over the micro-batch's tokens."""
         cfg = self.cfg.algorithm
         behaviour = batch.padded(batch.columns[ROLLOUT_LOGPROBS])
         recomputed = batch.padded(batch.columns[OLD]) if cfg.recompute_logprobs else None

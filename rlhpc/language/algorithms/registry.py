@@ -1,4 +1,4 @@
-"""Algorithms by name: built in, registered, an entry point of group `rlhpc.language_algorithms`, or `module:Class`."""
+"""Registry of algorithms: built in, registered, an entry point of group `rlhpc.language_algorithms`, or `module:Class`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ register_algorithm = ALGORITHMS.register
 
 
 def make_algorithm(cfg: GrpoConfig) -> LanguageAlgorithm:
-    """The algorithm of `algorithm.name`.
+    """Builds the algorithm of `algorithm.name`.
 
     Raises:
-        ConfigError: Unknown, no algorithm, or it does not take `algorithm.kwargs`.
+        ConfigError: The name is unknown or no algorithm, or the class does not accept `algorithm.kwargs`.
     """
     from rlhpc.language.algorithms.base import ADVANTAGES, ROLLOUT_LOGPROBS, VERSIONS, LanguageAlgorithm
 
@@ -42,9 +42,9 @@ def make_algorithm(cfg: GrpoConfig) -> LanguageAlgorithm:
         raise ConfigError(f"algorithm.kwargs of {name!r}: {error}; it takes: {', '.join(takes) or 'none'}") from None
     algorithm = factory(cfg, **kwargs)
     names = [column.name for column in algorithm.columns]
-    taken = [n for n in names if n in (ADVANTAGES, ROLLOUT_LOGPROBS, VERSIONS) or names.count(n) > 1]
-    if taken:
+    reserved_names = [n for n in names if n in (ADVANTAGES, ROLLOUT_LOGPROBS, VERSIONS) or names.count(n) > 1]
+    if reserved_names:
         raise ConfigError(
-            f"algorithm.name is {name!r}, whose column {taken[0]!r} is there already: give it another name"
+            f"algorithm.name is {name!r}, whose column {reserved_names[0]!r} is there already: give it another name"
         )
     return algorithm

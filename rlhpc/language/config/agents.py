@@ -13,9 +13,9 @@ class ToolServerConfig:
     """A server of tools, in the Model Context Protocol, by a command or a URL; or a shell."""
 
     command: list[str] = field(default_factory=list)
-    """What starts it, for each episode anew; it speaks over its standard streams."""
+    """Command that starts the server for each episode; it speaks over its standard streams."""
     url: str | None = None
-    """Where it is, for all episodes; `{name}` in it is the address of a service."""
+    """Address of the server for all episodes; `{name}` in it is the address of a service."""
     shell: bool = False
     """A bash for each episode, in `agent.sandbox`: its folder and variables are those that the last command left."""
 
@@ -30,7 +30,7 @@ class ServiceConfig:
     command: list[str] = field(default_factory=list)
     """argv; `{port}` in it is the port where it is to listen, as is the environment variable `PORT`."""
     ready: str = "port"
-    """How it is known to be ready: `port`, it listens there; `/path`, it answers a GET there with a status below 400; `line:
+    """Sign that it is ready: `port`, it listens there; `/path`, it answers a GET there with a status below 400; `line:
     text`, it has printed that."""
     timeout_s: float = 120.0
     """Longest time until it is ready."""
@@ -38,7 +38,8 @@ class ServiceConfig:
 
 @dataclass
 class AgentConfig:
-    """Who answers a prompt: the model at once, or an agent that asks it, maybe often, and works with what it says."""
+    """Source of the answers to a prompt: the model directly, or an agent that calls the model, possibly often, and works
+    with its replies."""
 
     kind: str = "inline"
     """`inline`: the model, or what `rollout.agent` names, in the rollout rank. `python`: a function, `agent.target`.
@@ -59,42 +60,42 @@ class AgentConfig:
     `base_url`, and if wanted `action` (which key of an action is what the model writes; by default `message`), `observation`
     (which key of an observation the model reads; by default all of it) and `reset` (arguments)."""
     sandbox: str | None = None
-    """What `agent.command` and shells are confined by: `bubblewrap` (no network; of the files the system's programs, the
+    """Sandbox of `agent.command` and shells: `bubblewrap` (no network; of the files the system's programs, the
     interpreter and what `agent.command` names, read-only, and a folder of the episode), `unshare` (no network; the files are
     the user's, all of them), or `none`. A command finds the model at `127.0.0.1:8000`."""
     sandbox_read: list[str] = field(default_factory=list)
     """Further files and folders that bubblewrap shows, read-only; `~` is the home folder. What lies in them is readable for
     the model, too, except the run folder and the files of `data`: these are hidden, unless they are named here themselves."""
     memory_mb: int = 8192
-    """Most memory of all processes of an episode in a sandbox. It is measured about four times a second: in between an episode
+    """Maximum memory of all processes of an episode in a sandbox. Measured about four times a second: in between an episode
     may use more, and each process may map four times as much. Memory files (`memfd_create`) count where they are mapped."""
     disk_mb: int = 8192
-    """Most disk space of an episode in a sandbox, its `/tmp` included, and the largest file. Measured about four times a
+    """Maximum disk space of an episode in a sandbox, its `/tmp` included, and the largest file. Measured about four times a
     second, less often where there are many files; a file that is open and has been deleted counts alone."""
     services: list[ServiceConfig] = field(default_factory=list)
     """Programs that agents need: once on each node of the group `agent`, or else once for each engine."""
     python: str | None = None
-    """Interpreter of the agent, with packages of its own; null is rlhpc's."""
+    """Interpreter of the agent, with its packages; null is rlhpc's."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """For the agent, as `task.kwargs`; of kind `environment`, its constructor's arguments."""
     episodes_per_rank: int = 8
-    """Episodes that run at a time, each in a process of its own, on each rank that runs them."""
+    """Episodes that run at a time on each rank that runs them, each in a separate process."""
     timeout_s: float = 900.0
     """Longest time of an episode, from its start to its reward. One that takes longer is ended, with all that it has started,
     and is left out."""
     max_turns: int = 40
-    """Most calls of the model in an episode."""
+    """Maximum number of calls of the model in an episode."""
     max_tokens: int = 32768
-    """Most tokens that the model writes in an episode; `rollout.max_new_tokens` bounds each turn."""
+    """Maximum number of tokens that the model writes in an episode; `rollout.max_new_tokens` bounds each turn."""
     roles: list[str] = field(default_factory=list)
     """Where several speak in an episode: names by which the agent calls the model, one for each. Each is a context of its own,
     and is compared with its own kind. An environment brings its own."""
     untrained_roles: list[str] = field(default_factory=list)
     """Roles that speak by the policy as it is, and whose tokens are not trained on, such as an opponent or a judge."""
     tool_parser: str | None = "hermes"
-    """How calls of tools are found in what the model writes: `hermes`, any of vLLM's where that is installed, or null."""
+    """Parser of tool calls in the model's text: `hermes`, any of vLLM's where that is installed, or null."""
     reasoning_parser: str | None = "think"
-    """How reasoning is told from the answer: `think` (`<think>…</think>`), any of vLLM's, or null."""
+    """Parser that separates reasoning from the answer: `think` (`<think>…</think>`), any of vLLM's, or null."""
 
 
 @dataclass

@@ -19,8 +19,8 @@ class DistillationConfig:
     """On-policy distillation (`algorithm.name: distillation`): the model learns what section `teacher` says of its answers."""
 
     mode: str = "sampled"
-    """What the teacher says of each token: `sampled`, its log-prob alone, for a policy gradient; `topk`, those of its most
-    likely tokens, and of all others together; `full`, its whole distribution, for which it must be on the actor's ranks."""
+    """Values of the teacher for each token: `sampled`, its log-prob alone, for a policy gradient; `topk`, those of its most
+    likely tokens, and of all other ones in sum; `full`, its full distribution, for which it must be on the actor's ranks."""
     topk: int = 64
     """Tokens in mode topk."""
     beta: float = 1.0
@@ -47,7 +47,7 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     loss_type: str = "ppo"
     """Policy loss: ppo (alias actor, actor_critic), gspo, cispo, decoupled_ppo, a registered name, or `module:function`."""
     loss_agg: str = "token-mean"
-    """How losses of tokens are averaged: token-mean, token-sum, seq-mean-token-mean, seq-mean-token-sum or
+    """Average of the losses of tokens: token-mean, token-sum, seq-mean-token-mean, seq-mean-token-sum or
     seq-mean-token-sum-norm (Dr. GRPO: divided by the tokens that an episode may have, `rollout.max_new_tokens` or, with an
     agent outside, `agent.max_tokens`). A sequence is what one role says in an episode."""
     gamma: float = 1.0
@@ -87,7 +87,7 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     """Estimator of that KL: k1, k2, k3 or abs. In the loss, k2 has the gradient of the KL, k3 and abs one close to it, and k1,
     which has none, is refused."""
     kl_in: str = "loss"
-    """Where the KL goes: `loss`, or `reward` (per token)."""
+    """Place of the KL penalty: `loss`, or `reward` (per token)."""
     recompute_logprobs: bool = False
     """Old log-probs come from the trainer rather than from the rollout engine."""
     tis_cap: float | None = None
@@ -103,8 +103,7 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     """Responses cut off at the length limit are left out: not trained on, and in no mean or spread of their group. The others
     have the advantages that they would have if the cut ones had not been drawn."""
     max_staleness: int = 0
-    """Most versions by which the policy that wrote a token may lag behind the one that
-    is trained; 0 is sync."""
+    """Maximum number of versions by which the policy that wrote a token may lag behind the trained one; 0 is sync."""
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     """On-policy distillation (`algorithm.name: distillation`)."""
 

@@ -1,4 +1,4 @@
-"""The evaluation suites of a configuration, by name."""
+"""Data sections of language runs, and the evaluation suites by name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Section = TypeVar("Section", bound=Named)
 
 
 def suite_named(sections: Sequence[Section], name: str) -> Section:
-    """The section of `data.eval` with a suite's name; `default` is the first if none has that name.
+    """Returns the section of `data.eval` with a suite's name; `default` is the first one if none has that name.
 
     Raises:
-        ConfigError: There is none; names those that there are.
+        ConfigError: No suite has the name; the message names all suites.
     """
     suites = {section.name: section for section in sections}
     if not suites:
@@ -37,7 +37,7 @@ def suite_named(sections: Sequence[Section], name: str) -> Section:
 
 @dataclass
 class SourceConfig:
-    """Where conversations come from, and how they are put to the model."""
+    """Source of conversations, and their form as prompts."""
 
     source: str = "jsonl"
     """`jsonl`, `parquet`, `hdf5`, `hf` (a `datasets` folder on disk), `reasoning_gym`, `arithmetic`, `code`,
@@ -55,7 +55,7 @@ class SourceConfig:
     system_prompt: str | None = None
     """System prompt, put before every conversation."""
     prompt_template: str = "{prompt}"
-    """How the question is put to the model; `{prompt}` is the question."""
+    """Template of the question to the model; `{prompt}` is the question."""
     chat_template: bool = True
     """Formats the conversation with the tokenizer's template; false gives the model the bare text."""
     size: int | None = None
@@ -75,7 +75,7 @@ class DataSourceConfig(SourceConfig):
     """Problems of training, of one evaluation suite, or demonstrations."""
 
     answer_key: str | None = "answer"
-    """Column of the reference answer; null where there is none."""
+    """Column of the reference answer; null without one."""
     response_key: str = "response"
     """Column of the demonstration (sft)."""
     images_key: str | None = None
@@ -97,7 +97,7 @@ class EvalDataConfig(DataSourceConfig):
 
 @dataclass
 class DataConfig:
-    """What language models are trained and evaluated on."""
+    """Training and evaluation data of language models."""
 
     train: DataSourceConfig = field(default_factory=DataSourceConfig)
     """Prompts of training, or demonstrations (sft)."""
@@ -106,7 +106,7 @@ class DataConfig:
     max_prompt_tokens: int = 1024
     """Longest prompt, in tokens."""
     overlong_prompts: str = "drop"
-    """What happens to longer ones, which are found before the start: `drop`, or `error`, which names file and line."""
+    """Treatment of longer ones, which are found before the start: `drop`, or `error`, which names file and line."""
     prompts_per_step: int = 32
     """Prompts of a step; each gets `algorithm.group_size` responses (sft: demonstrations of a step)."""
 
@@ -145,7 +145,7 @@ class PreferenceSourceConfig(PairSourceConfig):
     """Pairs of responses to a prompt, one of which is preferred; or responses with a label each."""
 
     margin_key: str | None = None
-    """Column of the margin by which the preferred one should be ahead; null where there is none."""
+    """Column of the margin by which the preferred one should be ahead; null without one."""
     response_key: str = "response"
     """Column of the response that has a label."""
     label_key: str = "label"
@@ -162,7 +162,7 @@ class PreferenceSuiteConfig(PreferenceSourceConfig):
 
 @dataclass
 class PreferenceDataConfig:
-    """What reward models are trained and evaluated on."""
+    """Training and evaluation data of reward models."""
 
     train: PreferenceSourceConfig = field(default_factory=PreferenceSourceConfig)
     """Pairs, or responses with labels, of training."""
@@ -171,7 +171,7 @@ class PreferenceDataConfig:
     max_prompt_tokens: int = 1024
     """Longest prompt, in tokens."""
     overlong_prompts: str = "drop"
-    """What happens to longer ones, and to rows that do not fit into `actor.max_tokens_per_micro_batch`: `drop`, or `error`,
+    """Treatment of longer ones, and of rows that do not fit into `actor.max_tokens_per_micro_batch`: `drop`, or `error`,
     which names file and line."""
     prompts_per_step: int = 32
     """Pairs, or responses with labels, of a step."""

@@ -10,7 +10,7 @@ from rlhpc.config.sections import WeightSyncConfig
 
 @dataclass
 class ServingConfig:
-    """How an engine holds a language model."""
+    """Memory and precision of an engine for a language model."""
 
     max_batch_size: int | None = None
     """Sequences that a rank makes at a time; null takes vLLM's own number for an accelerator, and 64 otherwise."""
@@ -27,37 +27,37 @@ class ServingConfig:
 
 @dataclass
 class GenerationConfig(ServingConfig):
-    """What a language model writes with."""
+    """Engine and sampling of a language model."""
 
     rollout_backend: str = "hf"
     """Generation engine of language models: `hf`, `vllm`, or `module:Class`."""
     max_new_tokens: int = 256
-    """Most tokens of a response."""
+    """Maximum number of tokens of a response."""
 
 
 @dataclass
 class EngineConfig(GenerationConfig):
-    """How the model answers: in evaluation, and where it is trained on its answers."""
+    """Engine of a model that answers: in evaluation, and in training on its answers."""
 
     top_p: float = 1.0
     """Nucleus sampling (top-p); 1 is off."""
     top_k: int = -1
     """Number of most likely tokens kept in sampling; -1 is off."""
     max_turns: int = 1
-    """Most turns of a multi-turn episode (`rollout.agent`)."""
+    """Maximum number of turns of a multi-turn episode (`rollout.agent`)."""
     agent: str | None = None
     """Multi-turn episodes with tools: a registered name, or `module:Class`; null is one response a prompt."""
 
 
 @dataclass
 class EngineParallelConfig:
-    """How many ranks are one engine, and what they share (`rollout_backend: vllm`)."""
+    """Ranks of an engine, and the division of the model among them (`rollout_backend: vllm`)."""
 
     tensor: int | None = None
     """Ranks over which each layer of an engine is divided; null takes the accelerators that the placement gives a process
     (`rollout: 0-7:0-3` is four engines of two ranks)."""
     expert: bool = False
-    """Whether whole experts of a mixture are divided among an engine's ranks, rather than each expert (not on CPUs)."""
+    """Expert parallelism: divides the experts of a mixture among an engine's ranks, rather than each expert (not on CPUs)."""
 
 
 @dataclass

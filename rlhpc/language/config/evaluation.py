@@ -18,16 +18,16 @@ def answering_config(cfg: SftConfig) -> GrpoConfig:
     keys that only the former has are at their defaults."""
     defaults = untouched(GrpoConfig)
     content = {name: section for name, section in plain(cfg).items() if name in _SECTIONS}
-    return typed(GrpoConfig, OmegaConf.merge(defaults, _known(content, defaults)))
+    return typed(GrpoConfig, OmegaConf.merge(defaults, _select_known_keys(content, defaults)))
 
 
-def _known(content: dict[str, Any], schema: DictConfig) -> dict[str, Any]:
+def _select_known_keys(content: dict[str, Any], schema: DictConfig) -> dict[str, Any]:
     """Returns the keys that a schema has, section by section; a free mapping has any."""
-    known: dict[str, Any] = {}
+    selected: dict[str, Any] = {}
     for name, value in content.items():
         if name not in schema:
             continue
         section = schema._get_node(name)
         is_section = isinstance(value, dict) and OmegaConf.get_type(section) is not dict
-        known[name] = _known(value, section) if is_section and isinstance(section, DictConfig) else value
-    return known
+        selected[name] = _select_known_keys(value, section) if is_section and isinstance(section, DictConfig) else value
+    return selected

@@ -23,7 +23,7 @@ class RewardTermConfig:
 
 @dataclass
 class RewardConfig:
-    """How responses are judged: the weighted sum of the terms."""
+    """Rewards of responses: the weighted sum of the terms."""
 
     terms: list[RewardTermConfig] = field(default_factory=list)
     """Terms; the first one's value also says whether an answer is right in evaluation (1 is right)."""

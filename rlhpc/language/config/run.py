@@ -60,7 +60,7 @@ class GrpoRunnerConfig(RunnerConfig):
 
 @dataclass
 class LanguageWorkflowConfig(WorkflowConfig):
-    """What the Snakemake rules do with a run."""
+    """Actions of the Snakemake rules on a run."""
 
     sft: str | None = None
     """Configuration of an SFT run that comes first, relative to this file; this run's `actor.model.model_path` then names
@@ -73,7 +73,7 @@ class LanguageWorkflowConfig(WorkflowConfig):
 
 @dataclass
 class TrainedLanguageConfig(RunConfig):
-    """What every run that trains a language model has."""
+    """Sections of every run that trains a language model."""
 
     algorithm: LanguageAlgorithmConfig = field(default_factory=LanguageAlgorithmConfig)
     actor: LanguageActorConfig = field(default_factory=LanguageActorConfig)
@@ -91,7 +91,7 @@ class LanguageConfig(TrainedLanguageConfig):
 
 
 def answers(cfg: RunConfig) -> TypeGuard[LanguageConfig]:
-    """Whether the model of a run answers problems, so that it has the sections `rollout` and `reward`."""
+    """Returns whether the model of a run answers problems, so that it has the sections `rollout` and `reward`."""
     return {"rollout", "reward"} <= set(mapping(cfg))
 
 

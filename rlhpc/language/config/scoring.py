@@ -1,4 +1,4 @@
-"""Sections of the configuration about the groups beside actor and rollout: critic, reference, teacher, reward model,
+"""Sections of the configuration of the auxiliary groups: critic, reference, teacher, reward model,
 judge, and groups of one's own. The docstring under a field is its entry in the reference."""
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rlhpc.language.config.rewards import RewardConfig
 
 @dataclass
 class ScoringConfig:
-    """How a group computes that scores what the model writes."""
+    """Computation of a group that scores the model's tokens."""
 
     max_tokens_per_micro_batch: int = 16384
-    """Most tokens, including padding, in one forward pass on a rank."""
+    """Maximum number of tokens, including padding, in one forward pass on a rank."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class JudgeConfig(GenerationConfig):
     model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The model; if it has a chat template, it is asked in its form."""
     max_new_tokens: int = 128
-    """Most tokens of a reply; one that is cut off has no verdict."""
+    """Maximum number of tokens of a reply; a truncated one has no verdict."""
     mode: str = "grade"
     """`grade`: a number for each answer. `compare`: which of two answers to a problem is better, asked in both orders; an
     answer's value is its share of wins, a tie counting half."""
@@ -65,16 +65,16 @@ class JudgeConfig(GenerationConfig):
     """The question: a text with `{response}`, and `{prompt}` and `{answer}` (the reference) where they are wanted; the form of
     the verdict is added at its end. Null is a question about correctness."""
     reply_start: str = ""
-    """What each reply begins with, such as `Score:` or `Better:`: the model writes what follows. For small models, which miss
+    """Beginning of each reply, such as `Score:` or `Better:`, which the model continues. For small models, which miss
     the form of a verdict otherwise."""
     scale: list[float] = field(default_factory=lambda: [1.0, 10.0])
     """`grade`: lowest and highest grade; the value of an answer is 0 at the lowest and 1 at the highest."""
     temperature: float = 0.0
     """Temperature of the replies; 0 is greedy."""
     max_prompt_tokens: int = 2048
-    """Most tokens of a question. What does not fit is not asked: an answer that is too long is not rated."""
+    """Maximum number of tokens of a question. Longer ones are not asked: an answer that is too long is not rated."""
     max_requests: int = 64
-    """Most questions about the answers to one problem; a comparison is two. What goes beyond is not asked."""
+    """Maximum number of questions about the answers to one problem; a comparison is two. Further ones are not asked."""
     cache_size: int = 10000
     """Replies that a rank keeps, for a question that it has been asked before; 0 for none."""
 
@@ -141,7 +141,7 @@ class ProcessTermConfig:
 
 @dataclass
 class GrpoRewardConfig(RewardConfig):
-    """How responses are judged: the weighted sum of the terms."""
+    """Rewards of responses: the weighted sum of the terms."""
 
     process_terms: list[ProcessTermConfig] = field(default_factory=list)
     """Terms that are given on the way, at the end of each step of a response, by groups. The estimators `gae` and `raw` credit

@@ -40,18 +40,18 @@ class LanguageActorConfig:
     optim: LanguageOptimConfig = field(default_factory=LanguageOptimConfig)
     """The optimizer."""
     max_tokens_per_micro_batch: int = 16384
-    """Most tokens, padding included, in one forward and backward pass on a rank."""
+    """Maximum number of tokens, padding included, in one forward and backward pass on a rank."""
     use_remove_padding: bool = True
-    """Whether a model that can (with `sdpa`) reads samples as one row without padding, rather than those of similar length as
-    a rectangle."""
+    """Sequence packing: a model that supports it (with `sdpa`) reads samples as one row without padding, rather than those of
+    similar length as a rectangle."""
     enable_dp_load_balance: bool = True
-    """Whether samples change ranks before each optimizer step, so that all ranks have about equally much to compute."""
+    """Load balance: samples change ranks before each optimizer step, so that all ranks have about equal work."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     """Options of FSDP2."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """What `fsdp` divides over which ranks."""
+    """Division of the model over ranks by `fsdp`."""
     deepspeed: DeepspeedConfig = field(default_factory=DeepspeedConfig)
     """Options of DeepSpeed."""
 

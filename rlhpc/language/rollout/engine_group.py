@@ -1,8 +1,8 @@
-"""The ranks of a rollout group that are one engine: how they hear of each other, and who does what in a call.
+"""Engine groups: the ranks of a rollout group that form one engine, and the receiver of the actor's weights.
 
-Neighbouring ranks are an engine (`rollout.parallel`). The first takes prompts, has answers judged and decides; the others
-repeat what its engine does (`engines.lockstep`). A call to the group reaches all of them: the first carries it out, the others
-follow it until it is done.
+Neighbouring ranks form an engine (`rollout.parallel`). The leader takes prompts, has the answers scored and decides. The other
+ranks repeat the calls of its engine (`engines.multi_rank`). A call to the group reaches all ranks: the leader runs it, and the
+followers repeat its engine calls until it ends.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from rlhpc.weights import make_sync, sends_shards
 from rlhpc.weights.reshard import SendsShards
 from rlhpc.weights.verification import Proof
 
-Found = TypeVar("Found")
-#: What an engine's first rank tells the others (`p2p.post`).
-_TOLD = "engine"
-#: How long another rank may take to tell what it had begun when a call is given up.
+Result = TypeVar("Result")
+#: Topic of the leader's commands to the followers (`p2p.post`).
+_COMMAND_TOPIC = "engine"
+#: Seconds for which a follower of an aborted call still waits for the command that the leader had begun to send.
 _BEGUN_S = 5.0
-#: How long the driver may take to notice that a rank of the engine has ended, and to end the others.
+#: Seconds within which the driver notices that a rank of the engine has ended, and ends the other ranks.
 _NOTICED_S, _ENDED_S = 10.0, 60.0
 
 
 def ranks_of_engine(cfg: GrpoConfig) -> int:
-    """How many neighbouring ranks are one engine; what the placement says has been written down by now."""
+    """Returns the number of neighbouring ranks of an engine; the configuration already holds the placement's number."""
     return cfg.rollout.parallel.tensor or 1
 
 
 def first_of_engine(rank: int, cfg: GrpoConfig) -> int:
-    """The rank that decides for an engine of which a rank is one."""
+    """Returns the leader of a rank's engine."""
     return rank - rank % ranks_of_engine(cfg)
 
 
 class RunLink:
-    """The way between ranks of one engine, through their inboxes (`lockstep.Link`).
+    """Link between the ranks of one engine, through their inboxes (`multi_rank.EngineLink`).
 
     Args:
         worker: This rank.
@@ -69,9 +69,12 @@ class RunLink:
     """
 
     def __init__(self, worker: Worker, size: int) -> None:
-        self._worker, self._group, self.size = worker, worker.group_name, size
+        self._worker = worker
+        self._group = worker.group_name
+        self.size = size
         first = worker.rank - worker.rank % size
-        self.ranks, self.rank = range(first, first + size), worker.rank - first
+        self.ranks = range(first, first + size)
+        self.rank = worker.rank - first
         self._first = f"{self._group}-{first}"
         context = current()
         records = [context.member(self._group, rank) for rank in self.ranks]
@@ -79,57 +82,57 @@ class RunLink:
         self.call = 0
 
     def form(self) -> None:
-        """See `Link.form`."""
+        """Forms the process group of the engine's ranks (`EngineLink.form`)."""
         self._worker.init_process_group(self.ranks)
 
-    def tell(self, told: Commands) -> None:
-        """See `Link.tell`."""
+    def tell(self, command: Commands) -> None:
+        """Sends a command to the followers (`EngineLink.tell`)."""
         for rank in self.ranks[1:]:
-            if not p2p.post((self.call, told), _TOLD, self._group, rank):
+            if not p2p.post((self.call, command), _COMMAND_TOPIC, self._group, rank):
                 raise RlhpcError(f"{self._group}-{rank} has ended, and it is one engine with {self._first}")
 
     def hear(self) -> Commands:
-        """See `Link.hear`."""
+        """Returns the leader's next command (`EngineLink.hear`)."""
         aborted: float | None = None
         while True:
             try:
-                call, told = p2p.await_post(_TOLD, current().wait_deadline, self._first)
+                call, command = p2p.await_post(_COMMAND_TOPIC, current().wait_deadline, self._first)
             except CallAborted:
-                # The first rank may be computing already, and wait for this one where it hears of nothing.
+                # The leader may already compute, and wait for this rank where it receives no command.
                 aborted = aborted or time.monotonic()
                 if time.monotonic() - aborted > _BEGUN_S:
                     raise
                 time.sleep(0.01)
                 continue
-            if call == self.call:  # otherwise of one that was given up
-                found: Commands = told
-                return found
+            if call == self.call:  # else the command belongs to an aborted call
+                result: Commands = command
+                return result
 
     def mourn(self, error: BaseException) -> None:
-        """See `Link.mourn`."""
+        """Waits for the driver to end this process, if another rank of the engine has ended (`EngineLink.mourn`)."""
         if isinstance(error, CallAborted):
             return
         context, until = current(), time.monotonic() + _NOTICED_S
-        others = [rank for rank in self.ranks if rank != self._worker.rank]
+        peers = [rank for rank in self.ranks if rank != self._worker.rank]
         with contextlib.suppress(RlhpcError):
             while time.monotonic() < until:
-                if any(context.has_left(self._group, rank) for rank in others):
+                if any(context.has_left(self._group, rank) for rank in peers):
                     self._worker.log.info("a rank of this engine has ended, and so must this one")
                     time.sleep(_ENDED_S)  # the driver ends this process
                 time.sleep(0.05)
 
 
 class EngineRank:
-    """A rank's part in its engine.
+    """Part of a rank in its engine: leader or follower.
 
     Args:
-        engine: This rank's own.
-        link: To the others; None where there are none.
-        take_weights: Takes in the weights that come next; called where another rank decides when.
+        engine: This rank's engine.
+        link: Link to the other ranks; None for an engine of one rank.
+        take_weights: Receives the next weights; a follower calls it when the leader says so.
 
     Attributes:
-        engine: What generation calls.
-        follows: Whether another rank decides.
+        engine: The engine that generation calls.
+        follows: Whether this rank is a follower.
     """
 
     def __init__(self, engine: Any, link: RunLink | None, take_weights: Callable[[], object]) -> None:
@@ -140,13 +143,13 @@ class EngineRank:
         self.engine: RolloutBackend = self._leader or engine
 
     def begin_weights(self) -> None:
-        """Has the others take in weights, as this rank is about to do."""
+        """Tells the followers to receive the weights that this rank is about to receive."""
         if self._leader is not None:
             self._leader.begin_weights()
 
     def follow(self) -> None:
-        """Does what the first rank does, until its call is over. Who is told to leave meanwhile leaves behind that: the first
-        may have something to hand back."""
+        """Repeats the leader's engine calls until its call ends. A rank that is told to leave waits for that end,
+        because the leader may have prompts to return to the queue."""
         assert self._follower is not None
         Worker.before_leaving(lambda: None)
         self._follower.follow()
@@ -154,7 +157,7 @@ class EngineRank:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """A call that all ranks of the engine get."""
+        """Runs a call that all ranks of the engine get."""
         if self._link is not None:
             self._link.call += 1
         try:
@@ -172,8 +175,8 @@ class _HasPart(Protocol):
     part: EngineRank
 
 
-def led(method: Callable[..., Found]) -> Callable[..., Found]:
-    """A method that the first rank of an engine carries out, and the others follow: they return {}."""
+def leader_only(method: Callable[..., Result]) -> Callable[..., Result]:
+    """Makes a method one that the leader of an engine runs; the followers repeat its engine calls and return {}."""
 
     @functools.wraps(method)
     def call(self: _HasPart, *args: Any, **kwargs: Any) -> Any:
@@ -186,26 +189,29 @@ def led(method: Callable[..., Found]) -> Callable[..., Found]:
     return call
 
 
-#: Pause in seconds where another rank has heard of weights, and this one has not yet.
+#: Pause in seconds while the announcement of new weights has not reached this rank.
 _IDLE_S = 0.002
 
 
 class EngineWeights:
-    """Builds this rank's engine, and keeps it up to date.
+    """Engine of this rank, with the receiver that keeps its weights up to date.
 
     Args:
         worker: The rank.
         cfg: The run's configuration.
-        prompts: Names the groups.
+        prompts: Map with the names of the groups.
 
     Attributes:
-        part: This rank's part in the engine.
-        version: Of the weights; -1 before any have come.
+        part: Leader's or follower's part of this rank.
+        version: Version of the weights; -1 before the first ones.
     """
 
     def __init__(self, worker: Worker, cfg: GrpoConfig, prompts: PromptMap) -> None:
-        self._worker, self._cfg, self._sender = worker, cfg, f"{prompts.actor_name}-0"
-        size, self.version = ranks_of_engine(cfg), -1
+        self._worker = worker
+        self._cfg = cfg
+        self._sender = f"{prompts.actor_name}-0"
+        size = ranks_of_engine(cfg)
+        self.version = -1
         link = RunLink(worker, size) if size > 1 else None
         path, device = str(cfg.actor.model.model_path), own_device(worker)
         self._engine = make_engine(
@@ -225,7 +231,7 @@ class EngineWeights:
         self.part = EngineRank(self._engine, link, self._follow)
 
     def forget(self) -> None:
-        """The next weights are complete: the last ones may have been lost on their way."""
+        """Expects complete weights next: the last update may have been lost on its way."""
         self._sync.forget()
 
     def computes(self) -> dict[str, str]:
@@ -234,8 +240,8 @@ class EngineWeights:
         return {"dtype": engine_dtype(self._cfg, device), "device": device.type}
 
     def draw(self, vocabulary: int, phase: int) -> list[ProbeSequence]:
-        """Has the engine draw from short prompts, and from one that is longer than a layer's window and than a piece of a
-        prefill, if those of the run may be (`probe.draw`)."""
+        """Draws samples for short prompts, and for one that exceeds a layer's window and a chunk of the prefill, if
+        prompts of the run may be so long (`weight_sync.draw`)."""
         cfg, engine = self._cfg, self._engine
         prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens
         context = engine.context if isinstance(engine, HasContext) else 0
@@ -245,7 +251,7 @@ class EngineWeights:
         return draw(self.part.engine, vocabulary, prompt, response, length, phase, len(policies_of(cfg).names))
 
     def take(self) -> bool:
-        """Takes in a version, if one has been announced."""
+        """Receives a version of the weights if one has been announced; returns whether it did."""
         try:
             probe: Probe | None = self._worker.notice(VERSIONS)
         except queue.Empty:
@@ -255,14 +261,14 @@ class EngineWeights:
         return True
 
     def await_version(self, version: int, take: Callable[[], bool] | None = None) -> None:
-        """Takes in weights until they are of a version, or newer.
+        """Receives weights until they have a version, or a newer one.
 
         Args:
-            version: The actor's.
-            take: Takes in a version, if one has been announced; by default `take`.
+            version: Version of the actor's weights.
+            take: Receives a version if one has been announced; by default `take`.
 
         Raises:
-            DeadlineExceeded: They did not come within `runner.step_timeout_s`.
+            DeadlineExceeded: They did not arrive within `runner.step_timeout_s`.
         """
         deadline = time.monotonic() + self._cfg.runner.step_timeout_s
         while self.version < version:
@@ -273,7 +279,7 @@ class EngineWeights:
                 time.sleep(_IDLE_S)
 
     def _follow(self) -> None:
-        """Takes in the version that another rank of the engine takes in now."""
+        """Receives the version that the leader of the engine receives now."""
         deadline = time.monotonic() + self._cfg.runner.step_timeout_s
         while True:
             try:
@@ -281,9 +287,9 @@ class EngineWeights:
                 break
             except queue.Empty:
                 if time.monotonic() > deadline:
-                    who = f"{self._worker.group_name}-{self._worker.rank}"
+                    rank_name = f"{self._worker.group_name}-{self._worker.rank}"
                     first = first_of_engine(self._worker.rank, self._cfg)
-                    raise DeadlineExceeded(f"{who} was not told of weights that rank {first} takes in") from None
+                    raise DeadlineExceeded(f"{rank_name} was not told of weights that rank {first} takes in") from None
                 time.sleep(_IDLE_S)
         self._take(probe)
 

@@ -1,4 +1,4 @@
-"""What becomes of a prompt's answers once all have been judged: a group to train on, or none."""
+"""Group building: the scored answers of a prompt become a group to train on, or the prompt is replaced."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.rollout.pending_group import PendingGroup
 from rlhpc.language.rollout.sample_group import FINISHED, SampleGroup, columns_of, group_of
 
-#: The term of `reward.terms` that looks at the length alone.
+#: Term of `reward.terms` that depends on the length alone.
 LENGTH = "length"
 
 
-def facts_of(
+def group_metrics(
     step: int,
     episodes: Sequence[Episode],
     scores: Sequence[Scored],
@@ -32,22 +32,23 @@ def facts_of(
     refills: int,
     differ: bool,
 ) -> dict[str, float]:
-    """What a step's metrics are made of: sums over a group's episodes; what begins with `max_` is the largest.
+    """Returns the sums over a group's episodes from which the step's metrics are computed; names with `max_` are
+    maxima.
 
     Args:
-        step: Of the prompt.
-        episodes: All that answer it.
-        scores: What the judges said of each.
+        step: Step of the prompt.
+        episodes: Episodes of the group.
+        scores: Score of each episode.
         rewards: `[G]` float32.
-        refills: Prompts that were tried in its place before.
-        differ: Whether the task's rewards of those that are compared differ.
+        refills: Number of prompts that this one has replaced.
+        differ: Whether the task rewards of the compared episodes differ.
     """
     lengths = [tokens_of(episode) for episode in episodes]
     versions = [
         np.concatenate([np.asarray(s.versions)[np.asarray(s.loss_mask, bool)] for s in episode.samples])
         for episode in episodes
     ]
-    oldest = [int(drawn.min()) for drawn in versions if len(drawn)]
+    oldest = [int(token_versions.min()) for token_versions in versions if len(token_versions)]
     finished = sum(episode.finish_reason in FINISHED for episode in episodes)
     behind = [step - 1 - version for version in oldest]
     first = next(iter(scores[0].terms), "")
@@ -75,8 +76,8 @@ def facts_of(
 
 
 def not_finite(rewards: np.ndarray, episodes: Sequence[Episode], scores: Sequence[Scored]) -> str:
-    """What in a group is not finite; empty if everything is. Log-probabilities count where the model wrote the
-    token."""
+    """Returns a description of the first non-finite number of a group, or "". Log-probs count where the model wrote
+    the token."""
     for member, (reward, episode, score) in enumerate(zip(rewards.tolist(), episodes, scores, strict=True)):
         if not math.isfinite(reward):
             terms = ", ".join(f"{name} {value}" for name, value in score.terms.items())
@@ -88,11 +89,11 @@ def not_finite(rewards: np.ndarray, episodes: Sequence[Episode], scores: Sequenc
 
 
 def overlong(episodes: Sequence[Episode], limit: int, buffer: int) -> np.ndarray:
-    """What is added to the rewards of answers that come close to the most tokens.
+    """Returns the penalties `[E]` for answers whose length comes close to the limit.
 
     Args:
         episodes: The answers.
-        limit: Most tokens of one.
+        limit: Maximum number of tokens of an answer.
         buffer: `algorithm.overlong_buffer`.
     """
     if not buffer:
@@ -103,11 +104,12 @@ def overlong(episodes: Sequence[Episode], limit: int, buffer: int) -> np.ndarray
 
 
 def task_rewards(scores: Sequence[Scored], reward: RewardConfig) -> np.ndarray:
-    """Rewards by which groups are filtered: the sum of `reward.terms` without penalties on length, be it the term `length` or
-    `algorithm.overlong_buffer`. DAPO (Yu et al. 2025) filters by accuracy: wrong answers of different lengths are all wrong.
+    """Returns the rewards by which groups are filtered: the sum of `reward.terms` without the length penalties (the
+    term `length` and `algorithm.overlong_buffer`). DAPO (Yu et al. 2025) filters by accuracy: wrong answers of
+    different lengths are equally wrong.
 
     Args:
-        scores: Of the answers that are compared.
+        scores: Scores of the compared answers.
         reward: Section `reward`.
 
     Returns:
@@ -116,7 +118,7 @@ def task_rewards(scores: Sequence[Scored], reward: RewardConfig) -> np.ndarray:
     terms = [term for term in reward.terms if term.name.lower() != LENGTH]
     if not terms or len(terms) == len(reward.terms):
         return np.asarray([score.total for score in scores])
-    # Summed anew, as a difference of sums would be rounded.
+    # The sum is computed anew: a difference of sums would be rounded.
     weights = {term.name: term.weight for term in terms}
     return np.asarray(
         [
@@ -129,22 +131,22 @@ def task_rewards(scores: Sequence[Scored], reward: RewardConfig) -> np.ndarray:
 
 
 def varied(rewards: np.ndarray) -> bool:
-    """Whether a group's rewards differ: only then do they say anything about its responses."""
+    """Returns whether a group's rewards differ; equal rewards carry no information about its answers."""
     scores = torch.from_numpy(rewards)
     return len(rewards) > 0 and bool(varied_groups(scores, torch.zeros(len(rewards)))[0])
 
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A prompt's answers, all judged.
+    """Answers of a prompt with their scores and rewards.
 
     Attributes:
-        episodes: By member of the group, those that are compared.
-        scores: Of each.
-        rewards: `[E]` float32, of each.
-        trains: Which of them are trained on and compared. The others are in no statistic of the group, and in no loss.
-        varied: Whether the task's rewards of those differ.
-        why: Why none is trained on, as one of `REASONS`; "" if some are.
+        episodes: The compared episodes, by member of the group.
+        scores: Score of each episode.
+        rewards: `[E]` float32.
+        trains: Whether each episode is trained on. The other ones count in no statistic of the group and in no loss.
+        varied: Whether the task rewards of the trained episodes differ.
+        why: Reason why no episode is trained on, from `REASONS`; "" if some are.
     """
 
     episodes: dict[int, Episode]
@@ -155,37 +157,37 @@ class ScoredGroup:
     why: str
 
 
-class GroupMaker:
-    """Makes groups of judged answers.
+class GroupBuilder:
+    """Builder of groups from scored answers.
 
     Args:
         cfg: The configuration.
-        algorithm: What it wants of rollout ranks becomes a group's columns.
-        choices: Of routers, a token (`SaysExperts`); 0 without.
-        where: Who has drawn them, for messages.
+        algorithm: The algorithm, whose rollout columns become columns of a group.
+        choices: Router choices a token (`SaysExperts`); 0 without routing replay.
+        where: Name of the rollout rank, for messages.
     """
 
     def __init__(self, cfg: GrpoConfig, algorithm: LanguageAlgorithm, choices: int, where: str) -> None:
-        self._cfg, self._algorithm, self._choices, self._where = cfg, algorithm, choices, where
+        self._cfg = cfg
+        self._algorithm = algorithm
+        self._choices = choices
+        self._where = where
         self._size = cfg.algorithm.group_size
         self._agent_weight = sum(term.weight for term in cfg.reward.terms if term.name.lower() == "agent")
 
     def lacks(self, slot: PendingGroup) -> bool:
-        """Whether too few of a prompt's episodes say anything about the policy as it is, in the step that it is for."""
+        """Returns whether too few episodes of a prompt can be compared under the policy of its step."""
         return len(trained_members(slot, self._oldest(slot))) < min(2, self._size)
 
     def judged(self, slot: PendingGroup, *, may_refill: bool) -> ScoredGroup | None:
-        """What can be said of a prompt's answers.
+        """Returns the group's scores and rewards, or None if the prompt is to be replaced.
 
         Args:
-            slot: All are there, and judged.
-            may_refill: Whether another prompt may be asked in this one's place.
-
-        Returns:
-            None if another prompt is to be asked.
+            slot: Prompt whose answers are complete and scored.
+            may_refill: Whether another prompt may replace this one.
 
         Raises:
-            RlhpcError: A number is not finite, and the run is to end then.
+            RlhpcError: A number is not finite, and the configuration stops the run then.
         """
         indices, lacking = trained_members(slot, self._oldest(slot)), self.lacks(slot)
         if lacking:
@@ -197,19 +199,19 @@ class GroupMaker:
         rewards += overlong(episodes, self._cfg.rollout.max_new_tokens, self._cfg.algorithm.overlong_buffer)
         if fault := not_finite(rewards, episodes, scores):
             if not skips(self._cfg):
-                asked = f"prompt {slot.position} ({slot.prompt.question!r:.80})"
-                raise nonfinite(f"step {slot.step}, {asked}, {self._where}: {fault}")
+                prompt_text = f"prompt {slot.position} ({slot.prompt.question!r:.80})"
+                raise nonfinite(f"step {slot.step}, {prompt_text}, {self._where}: {fault}")
             rewards = np.zeros_like(rewards)
         why = "nonfinite" if fault else "alone" if lacking else ""
-        drops_cut = self._cfg.algorithm.overlong_filter
-        trains = [not why and not (drops_cut and is_cut(episode)) for episode in episodes]
+        drops_truncated = self._cfg.algorithm.overlong_filter
+        trains = [not why and not (drops_truncated and is_cut(episode)) for episode in episodes]
         differ = varied(task_rewards([s for s, used in zip(scores, trains, strict=True) if used], self._cfg.reward))
         if self._cfg.algorithm.filter_groups and not lacking and not differ and may_refill:
             return None
         return ScoredGroup(dict(zip(indices, episodes, strict=True)), scores, rewards, trains, differ, why)
 
     def group(self, slot: PendingGroup, judged: ScoredGroup) -> tuple[SampleGroup, dict[str, float]]:
-        """The group that goes to an actor, and its facts for the step's metrics."""
+        """Returns the group for the actor, and its sums for the step's metrics."""
         drop_tokens(slot, self._oldest(slot), cut=self._cfg.algorithm.overlong_filter, why=judged.why)
         episodes = list(judged.episodes.values())
         columns = [
@@ -217,43 +219,45 @@ class GroupMaker:
             for episode, score in zip(episodes, judged.scores, strict=True)
             for sample in episode.samples
         ]
-        made = group_of(
+        group = group_of(
             slot.step, slot.position, judged.episodes, judged.rewards, columns, trains=judged.trains, size=self._size,
             choices=self._choices, agent_weight=self._agent_weight,
         )  # fmt: skip
-        metrics = {"refills": float(slot.vain)}
+        metrics = {"refills": float(slot.num_refills)}
         if judged.why == "nonfinite":
             metrics["nonfinite"] = float(self._size)
         elif not judged.why:
-            metrics = facts_of(slot.step, episodes, judged.scores, judged.rewards, slot.vain, judged.varied)
-        return made, metrics | dropped_token_metrics(slot)
+            metrics = group_metrics(slot.step, episodes, judged.scores, judged.rewards, slot.num_refills, judged.varied)
+        return group, metrics | dropped_token_metrics(slot)
 
     def _oldest(self, slot: PendingGroup) -> int:
-        """The first version of the weights whose tokens may be trained on."""
+        """Returns the oldest version of the weights whose tokens may be trained on."""
         return slot.step - 1 - self._cfg.algorithm.max_staleness
 
 
-#: `lost`: for a client that had hung up. `failed`: in an episode whose agent failed. `role`: by one that is not trained
-#: (`agent.untrained_roles`). `cut`: in an answer that was cut off (`algorithm.overlong_filter`). `old`: by weights older than
-#: `algorithm.max_staleness` allows. `refilled`: in groups whose place another prompt took. `alone`: in a group of which no
-#: other episode was left. `nonfinite`: in one that was left out.
+#: Reasons why sampled tokens are not trained on. `lost`: the client had hung up. `failed`: the agent of the episode failed.
+#: `role`: a role that is not trained wrote them (`agent.untrained_roles`). `cut`: the answer was truncated
+#: (`algorithm.overlong_filter`). `old`: their weights are older than `algorithm.max_staleness` allows. `refilled`: another
+#: prompt replaced the group's. `alone`: the group has no other episode to compare with. `nonfinite`: the group has a
+#: non-finite number.
 REASONS = ("lost", "failed", "role", "cut", "old", "refilled", "alone", "nonfinite")
 PREFIX = "untrained/"
 
 
-def drawn(episodes: Iterable[Episode]) -> int:
-    """Tokens that the model has drawn in some episodes and that may be trained on."""
+def count_trainable_tokens(episodes: Iterable[Episode]) -> int:
+    """Returns the number of tokens of some episodes that the model sampled and that may be trained on."""
     return sum(sum(sample.loss_mask) for episode in episodes for sample in episode.samples)
 
 
 def trained_members(slot: PendingGroup, oldest: int) -> list[int]:
-    """Which of a group's episodes are compared. What failed for its agent's sake says nothing about the policy, and what was
-    drawn by weights before version `oldest` alone says nothing about these: neither is a reward of 0, or in any baseline."""
-    return [m for m, found in sorted(slot.episodes.items()) if not found.failed and not _too_old(found, oldest)]
+    """Returns the members of a group that are compared. An episode whose agent failed carries no information about
+    the policy, and one sampled only by weights before version `oldest` carries none about the current policy: neither
+    counts as a reward of 0 or in a baseline."""
+    return [m for m, episode in sorted(slot.episodes.items()) if not episode.failed and not _too_old(episode, oldest)]
 
 
 def _too_old(episode: Episode, oldest: int) -> bool:
-    versions = [v for s in episode.samples for v, own in zip(s.versions, s.loss_mask, strict=True) if own]
+    versions = [v for s in episode.samples for v, trained in zip(s.versions, s.loss_mask, strict=True) if trained]
     return bool(versions) and max(versions) < oldest
 
 
@@ -267,54 +271,54 @@ def failure_of(slot: PendingGroup) -> str:
 
 
 def is_cut(episode: Episode) -> bool:
-    """Tells whether an episode's answer was cut off at a length limit."""
+    """Tells whether an episode's answer was truncated at a length limit."""
     return episode.finish_reason not in FINISHED
 
 
-def refilled(slot: PendingGroup) -> Counter[str]:
-    """What was drawn in vain in a prompt's place, now that another one is asked there."""
-    return slot.untrained + Counter(refilled=drawn(slot.episodes.values()))
+def count_dropped_on_refill(slot: PendingGroup) -> Counter[str]:
+    """Returns the number of tokens sampled for a prompt that is being replaced, by reason (`REASONS`)."""
+    return slot.untrained + Counter(refilled=count_trainable_tokens(slot.episodes.values()))
 
 
 def drop_tokens(slot: PendingGroup, oldest: int, *, cut: bool, why: str) -> None:
-    """Counts what is not trained of a group that is handed over, and masks what is too old.
+    """Counts the tokens of a finished group that are not trained on, and masks those that are too old.
 
     Args:
-        slot: The group's.
-        oldest: The first version of the weights whose tokens may be trained on.
-        cut: Whether answers that were cut off are not.
-        why: Why none of it is, as one of `REASONS`; "" if it is.
+        slot: Prompt of the group.
+        oldest: Oldest version of the weights whose tokens may be trained on.
+        cut: Whether truncated answers are left out.
+        why: Reason why the whole group is left out, from `REASONS`; "" if it is trained on.
     """
-    found = slot.untrained
+    counts = slot.untrained
     for episode in slot.episodes.values():
-        found["lost"] += int(episode.outcome.metrics.get("not_received", 0)) if episode.outcome else 0
+        counts["lost"] += int(episode.outcome.metrics.get("not_received", 0)) if episode.outcome else 0
         if episode.failed or why:
-            found["failed" if episode.failed else why] += drawn([episode])
+            counts["failed" if episode.failed else why] += count_trainable_tokens([episode])
             continue
         if episode.outcome and OF_ROLES in episode.outcome.metrics:
-            found["role"] += int(episode.outcome.metrics[OF_ROLES])
-        found["old"] += _mask_old(episode, oldest)
-        if episode.branches:  # a role of which nothing is left would be compared as worth 0
+            counts["role"] += int(episode.outcome.metrics[OF_ROLES])
+        counts["old"] += _mask_old(episode, oldest)
+        if episode.branches:  # a role without samples would be compared as one with reward 0
             episode.branches = [s for s in episode.branches if any(s.loss_mask)] or episode.branches
         if cut and is_cut(episode):
-            found["cut"] += drawn([episode])
+            counts["cut"] += count_trainable_tokens([episode])
 
 
 def _mask_old(episode: Episode, oldest: int) -> int:
     count = 0
     for sample in episode.samples:
-        for at, (own, version) in enumerate(zip(sample.loss_mask, sample.versions, strict=True)):
-            if own and version < oldest:
+        for at, (trained, version) in enumerate(zip(sample.loss_mask, sample.versions, strict=True)):
+            if trained and version < oldest:
                 sample.loss_mask[at] = False
                 count += 1
     return count
 
 
 def dropped_token_metrics(slot: PendingGroup) -> dict[str, float]:
-    """What a group cost besides, for the step's metrics: episodes that failed, answers that another rank had begun, and tokens
-    that are not trained on. What is 0 is left out."""
+    """Returns a group's further metrics: failed episodes, answers that another rank had started, and tokens that are
+    not trained on. Zeros are left out."""
     failed = sum(episode.failed for episode in slot.episodes.values())
-    found = {"agent_failed": float(failed)} if failed else {}
+    metrics = {"agent_failed": float(failed)} if failed else {}
     if slot.drawn:
-        found |= {"continued": float(len(slot.drawn)), "continued_tokens": float(sum(slot.drawn.values()))}
-    return found | {PREFIX + name: float(count) for name, count in slot.untrained.items() if count}
+        metrics |= {"continued": float(len(slot.drawn)), "continued_tokens": float(sum(slot.drawn.values()))}
+    return metrics | {PREFIX + name: float(count) for name, count in slot.untrained.items() if count}

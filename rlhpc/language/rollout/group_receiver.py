@@ -1,4 +1,4 @@
-"""What has come to an actor of each prompt: the group of answers, and the columns that other groups make of it."""
+"""Group receiver of an actor: joins each prompt's group with the columns that other groups compute for it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _Place = tuple[int, int]
 
 
 class Arrivals:
-    """Groups and their columns, by step and position, in whatever order they come.
+    """Groups and their columns by step and position, in any order of arrival.
 
-    A rank that is lost while it hands a group over has sent it to some who wait for it and not to others. The prompt is drawn
-    again, and by engines whose tokens depend on company it then has other answers. So columns are kept with the answers that
-    they are of; those that are whole first are trained on, and what else comes of the prompt is dropped.
+    A rollout rank that is lost while it sends a group may have reached only some of the receivers. The prompt is sampled
+    again, and engines whose tokens depend on the batch then give other answers. So columns are stored with their answers.
+    The first complete set is trained on; later messages about the prompt are dropped.
 
     Args:
-        makers: The groups of processes that each send one column.
+        makers: Names of the worker groups that each send one column.
     """
 
     def __init__(self, makers: frozenset[str]) -> None:
@@ -34,19 +34,19 @@ class Arrivals:
         self._step = 0
         self._groups: dict[_Place, dict[bytes, SampleGroup]] = {}
         self._columns: dict[_Place, dict[bytes, dict[str, torch.Tensor]]] = {}
-        self._given: set[_Place] = set()
+        self._delivered: set[_Place] = set()
 
     def begin(self, step: int) -> None:
-        """From now on, what comes of earlier steps is dropped."""
+        """Starts a step: messages about earlier steps are dropped from now on."""
         self._step = step
-        self._groups = {place: found for place, found in self._groups.items() if place[0] >= step}
-        self._columns = {place: found for place, found in self._columns.items() if place[0] >= step}
-        self._given = {place for place in self._given if place[0] >= step}
+        self._groups = {place: draws for place, draws in self._groups.items() if place[0] >= step}
+        self._columns = {place: draws for place, draws in self._columns.items() if place[0] >= step}
+        self._delivered = {place for place in self._delivered if place[0] >= step}
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """Takes in a message; one about an earlier step, or a prompt whose answers were given away, is dropped."""
+        """Stores a message; drops one about an earlier step or about a prompt that was already delivered."""
         place = message["step"], message["position"]
-        if place[0] < self._step or place in self._given:
+        if place[0] < self._step or place in self._delivered:
             return
         if "maker" in message:
             values = torch.from_numpy(np.array(message["values"]))
@@ -56,79 +56,88 @@ class Arrivals:
             self._groups.setdefault(place, {}).setdefault(group.draw, group)
 
     def missing(self, step: int, positions: Sequence[int]) -> dict[str, list[int]]:
-        """Positions of which something has not come, by who makes it; the groups of answers are by ""."""
-        found: dict[str, list[int]] = {}
+        """Returns the positions with missing messages, by worker group; missing groups of answers stand under ""."""
+        positions_by_maker: dict[str, list[int]] = {}
         for position in positions:
             for maker in self._lacking((step, position)):
-                found.setdefault(maker, []).append(position)
-        return found
+                positions_by_maker.setdefault(maker, []).append(position)
+        return positions_by_maker
 
-    def whole(self, step: int, position: int) -> tuple[SampleGroup, Mapping[str, torch.Tensor]]:
-        """Gives away what has come of a position: the group, and its columns by maker."""
+    def pop_complete(self, step: int, position: int) -> tuple[SampleGroup, Mapping[str, torch.Tensor]]:
+        """Removes and returns a complete position: the group, and its columns by worker group."""
         place = step, position
         groups, columns = self._groups.pop(place), self._columns.pop(place, {})
-        self._given.add(place)
+        self._delivered.add(place)
         draw = next(draw for draw in groups if columns.get(draw, {}).keys() >= {*self._makers})
         return groups[draw], columns.get(draw, {})
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes everything."""
         self._step = 0
         self._groups.clear()
         self._columns.clear()
-        self._given.clear()
+        self._delivered.clear()
 
     def _lacking(self, place: _Place) -> list[str]:
-        """Who has not sent what they make of a place, for the answers of which most is there."""
+        """Returns the worker groups whose message is missing, for the answers that lack the fewest."""
         groups, columns = self._groups.get(place, {}), self._columns.get(place, {})
         if not groups:
-            return ["", *(maker for maker in self._makers if not any(maker in found for found in columns.values()))]
+            return [
+                "",
+                *(
+                    maker
+                    for maker in self._makers
+                    if not any(maker in columns_by_maker for columns_by_maker in columns.values())
+                ),
+            ]
         return min(
             ([maker for maker in self._makers if maker not in columns.get(draw, {})] for draw in groups), key=len
         )
 
 
-_MESSAGE, _EMPTY, _LATE = "message", "empty", "late"
+_MESSAGE, _EMPTY, _TIMEOUT = "message", "empty", "late"
 
 
 class BlockChannel:
-    """A channel whose messages to a block's key all its ranks get, in the same order, if all ask in the same order.
+    """Channel of a model-parallel block: all ranks of the block get each message under its key, in the same order, if
+    they call the methods in the same order.
 
     Args:
         channel: The channel.
         worker: The rank.
-        sizes: Of the worker's group.
+        sizes: Mesh sizes of the worker's group.
     """
 
     def __init__(self, channel: Channel, worker: Worker, sizes: MeshSizes) -> None:
-        self._channel, self._worker = channel, worker
+        self._channel = channel
+        self._worker = worker
         self._first = sizes.first_of(sizes.data_of(worker.rank))
-        self._others = [self._first + lane for lane in range(1, sizes.block)]
+        self._followers = [self._first + lane for lane in range(1, sizes.block)]
         self.key = str(sizes.data_of(worker.rank))
 
     def get(self, timeout: float) -> Any:
-        """The next message.
+        """Returns the next message.
 
         Raises:
-            DeadlineExceeded: None came in this time.
+            DeadlineExceeded: No message arrived within `timeout` seconds.
         """
         if self._worker.rank != self._first:
-            return self._heard()
+            return self._receive_forwarded()
         try:
             message = self._channel.get(key=self.key, timeout=timeout)
         except DeadlineExceeded as error:
-            self._tell(_LATE, str(error))
+            self._tell(_TIMEOUT, str(error))
             raise
         return self._tell(_MESSAGE, message)
 
     def get_nowait(self) -> Any:
-        """The next message.
+        """Returns the next message if one is there.
 
         Raises:
-            QueueEmpty: None is there.
+            QueueEmpty: The channel has no message for the block.
         """
         if self._worker.rank != self._first:
-            return self._heard()
+            return self._receive_forwarded()
         try:
             message = self._channel.get_nowait(key=self.key)
         except QueueEmpty:
@@ -136,15 +145,15 @@ class BlockChannel:
             raise
         return self._tell(_MESSAGE, message)
 
-    def _tell(self, what: str, message: Any) -> Any:
-        for rank in self._others:
-            self._worker.send((what, message), self._worker.group_name, rank)
+    def _tell(self, status: str, message: Any) -> Any:
+        for rank in self._followers:
+            self._worker.send((status, message), self._worker.group_name, rank)
         return message
 
-    def _heard(self) -> Any:
-        what, message = self._worker.recv(self._worker.group_name, self._first)
-        if what == _EMPTY:
+    def _receive_forwarded(self) -> Any:
+        status, message = self._worker.recv(self._worker.group_name, self._first)
+        if status == _EMPTY:
             raise QueueEmpty
-        if what == _LATE:
+        if status == _TIMEOUT:
             raise DeadlineExceeded(message)
         return message

@@ -1,4 +1,5 @@
-"""Groups whose rewards come later. Meanwhile others have their places in the step, and they take one when all has come."""
+"""Pending groups of a rollout rank, and delayed rewards: groups set aside until their rewards arrive, while other
+prompts use their positions."""
 
 from __future__ import annotations
 
@@ -14,33 +15,33 @@ from rlhpc.language.engines.base import Completion
 from rlhpc.language.rewards.pool import Scored
 
 
-class Late:
-    """The groups of a rollout rank of which an episode has ended and has no reward yet.
+class DelayedRewards:
+    """Groups of a rollout rank with an episode that has ended and has no reward yet.
 
     Args:
-        most: How many may be without a place (`agent.feedback_ahead`). With more, the step waits.
+        max_aside: Maximum number of groups without a position (`agent.feedback_ahead`). At the maximum, the step waits.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_aside: int) -> None:
+        self._max_aside = max_aside
         self._awaited: dict[int, tuple[PendingGroup, int, Episode]] = {}
         self._aside: list[PendingGroup] = []
         self._ready: collections.deque[PendingGroup] = collections.deque()
 
     def expects(self, slot: PendingGroup, member: int) -> None:
-        """The reward of one of a group's episodes comes later."""
+        """Adds an episode of a group whose reward comes later."""
         episode = slot.episodes[member]
         self._awaited[id(episode)] = slot, member, episode
 
-    def paid(self, before: Episode, episode: Episode) -> PendingGroup | None:
-        """An episode has its reward.
+    def on_reward(self, before: Episode, episode: Episode) -> PendingGroup | None:
+        """Replaces an episode by the one with its reward.
 
         Args:
-            before: The episode as it had ended.
-            episode: With the reward, or failed.
+            before: The episode without the reward.
+            episode: The episode with the reward, or failed.
 
         Returns:
-            Its group; None if nobody waits for it.
+            Its group; None if no group waits for the episode.
         """
         slot, member, _ = self._awaited.pop(id(before), (None, 0, None))
         if slot is not None:
@@ -48,22 +49,22 @@ class Late:
         return slot
 
     def waits(self, slot: PendingGroup) -> bool:
-        """Whether a group lacks nothing but rewards that come later."""
+        """Returns whether a group lacks only rewards that come later."""
         return any(other is slot for other, *_ in self._awaited.values())
 
     def waiting(self) -> int:
-        """Episodes whose rewards are yet to come."""
+        """Returns the number of episodes whose rewards are still to come."""
         return len(self._awaited)
 
     def steps_aside(self, slot: PendingGroup) -> bool:
-        """Whether a group that waits may give up its place."""
-        may = bool(self._ready) or len(self._aside) < self._most
-        if may:
+        """Sets a waiting group aside if the limit allows it; returns whether it did."""
+        allowed = bool(self._ready) or len(self._aside) < self._max_aside
+        if allowed:
             self._aside.append(slot)
-        return may
+        return allowed
 
-    def whole(self, slot: PendingGroup) -> bool:
-        """A group has all its rewards: whether it is without a place. It then takes the next one that there is."""
+    def on_complete(self, slot: PendingGroup) -> bool:
+        """Returns whether a group that has all its rewards was set aside; if so, it takes the next free position."""
         if not any(other is slot for other in self._aside):
             return False
         self._aside = [other for other in self._aside if other is not slot]
@@ -71,18 +72,18 @@ class Late:
         return True
 
     def next(self) -> PendingGroup | None:
-        """The first group of those that wait for a place."""
+        """Returns the first complete group that waits for a position."""
         return self._ready.popleft() if self._ready else None
 
 
 @dataclass(frozen=True)
 class PartialGroup:
-    """A prompt with what a rank had of the answers when it was told to leave.
+    """Prompt with the partial answers of a rank that was told to leave.
 
     Attributes:
-        position: Of the prompt, in its step.
-        attempt: How many prompts were tried in this place before.
-        answers: By member of the group; `finish_reason` is `abort` for those that are not finished.
+        position: Position of the prompt in its step.
+        attempt: Number of prompts that were tried at this position before.
+        answers: Answers by member of the group; `finish_reason` is `abort` for unfinished ones.
     """
 
     position: int
@@ -92,18 +93,18 @@ class PartialGroup:
 
 @dataclass
 class PendingGroup:
-    """A prompt under way.
+    """Group that is being generated.
 
     Attributes:
-        step, position: Of the prompt.
-        attempt: How many prompts were asked in this place before.
-        prompt, prompt_ids, seen: The prompt, and what it shows.
-        vain: How many of those gave nothing to train on.
-        first: Step, position and attempt, as it was begun.
-        episodes: Its answers that have ended, by member of the group.
-        scores: What judges have said of them.
-        drawn: Tokens of answers that another rank had drawn.
-        untrained: Tokens drawn here for prompts that were tried in this place before, by why they are not trained on.
+        step, position: Step and position of the prompt.
+        attempt: Number of prompts that were tried at this position before.
+        prompt, prompt_ids, images: The prompt, its tokens and its pictures.
+        num_refills: Number of those prompts that gave no group to train on.
+        first: Step, position and attempt at the start; they name the group.
+        episodes: Finished episodes, by member of the group.
+        scores: Their scores.
+        drawn: Number of tokens that another rank had sampled, by member.
+        untrained: Number of tokens sampled here for earlier prompts of the position, by reason why they are not trained on.
     """
 
     step: int
@@ -115,8 +116,8 @@ class PendingGroup:
     scores: dict[int, Scored] = field(default_factory=dict)
     drawn: dict[int, int] = field(default_factory=dict)
     untrained: Counter[str] = field(default_factory=Counter)
-    seen: PromptImages | None = None
-    vain: int = 0
+    images: PromptImages | None = None
+    num_refills: int = 0
     first: tuple[int, int, int] = (0, 0, 0)
 
     def __post_init__(self) -> None:
@@ -124,11 +125,12 @@ class PendingGroup:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Of the prompt: step and position."""
+        """Step and position of the prompt."""
         return self.step, self.position
 
-    def begun(self, episodes: Sequence[Episode]) -> PartialGroup:
-        """What another rank goes on with; `episodes` are all members', of one turn, ended or not."""
+    def to_partial(self, episodes: Sequence[Episode]) -> PartialGroup:
+        """Returns the group for another rank to resume; `episodes` are those of all members, of one turn each,
+        finished or not."""
         answers = [
             Completion(i, e.token_ids, e.logprobs, e.versions, e.finish_reason, e.experts)
             for i, e in enumerate(episodes)

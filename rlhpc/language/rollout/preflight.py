@@ -1,4 +1,5 @@
-"""What ranks of a language model's run read before they begin, and what is tried of it before any is started."""
+"""Preflight of a language run: tokenizer, datasets and vision inputs, checked on the driver and compared on each
+rank."""
 
 from __future__ import annotations
 
@@ -26,14 +27,15 @@ from rlhpc.training.deepspeed_config import deepspeed_config
 
 
 def open_prompts(cfg: LanguageConfig, *, checked: bool = False) -> tuple[Any, PromptTokenizer, FittingPrompts]:
-    """Tokenizer, what makes token ids of prompts, and the training prompts that are not too long.
+    """Opens the training prompts: returns the tokenizer, the encoder of prompts, and the prompts that are not too
+    long.
 
     Args:
         cfg: The configuration.
-        checked: The reward must be able to judge each problem (`check_problems`).
+        checked: Whether to check that the reward can score each problem (`check_problems`).
 
     Raises:
-        ConfigError: Model, dataset or template cannot be used; or a prompt is too long, or the template leaves something out.
+        ConfigError: Model, dataset or template cannot be used, a prompt is too long, or the template drops a part of one.
     """
     tokenizer = load_tokenizer(cfg.actor.model.model_path, cfg.actor.model.trust_remote_code)
     data = cfg.data
@@ -53,13 +55,13 @@ def open_prompts(cfg: LanguageConfig, *, checked: bool = False) -> tuple[Any, Pr
 def open_demonstrations(
     cfg: TrainedLanguageConfig, data: SftDataConfig, tokenizer: Any, *, holdout: bool = False
 ) -> tuple[PromptTokenizer, FittingPrompts]:
-    """Opens demonstrations: what makes token ids of them, and those that are not too long.
+    """Opens demonstrations: returns their encoder, and those that are not too long.
 
     Args:
-        cfg: Of a run on demonstrations.
+        cfg: Configuration of a run on demonstrations.
         data: Its section `data`.
-        tokenizer: Of the model.
-        holdout: Those of the held-out loss in place of those of training.
+        tokenizer: Tokenizer of the model.
+        holdout: Whether to open the held-out demonstrations instead of the training ones.
 
     Raises:
         ConfigError: See `open_prompts`.
@@ -69,20 +71,20 @@ def open_demonstrations(
         tokenizer, data.max_prompt_tokens, data.overlong_prompts, data.train.chat_template, key=key
     )
     dataset = make_dataset(section, "eval" if holdout else "train", demonstrations=True, key=key)
-    most = cfg.actor.max_tokens_per_micro_batch
-    return encoder, encoder.fitting(dataset, demonstrations=True, max_tokens=most)
+    max_tokens = cfg.actor.max_tokens_per_micro_batch
+    return encoder, encoder.fitting(dataset, demonstrations=True, max_tokens=max_tokens)
 
 
 def open_pairs(cfg: DpoConfig, tokenizer: Any, *, holdout: bool = False) -> tuple[PromptTokenizer, Preferences, int]:
-    """Opens preferences: what makes token ids of them, those that are not too long, and how many are.
+    """Opens preferences: returns their encoder, those that are not too long, and the number of dropped ones.
 
     Args:
-        cfg: Of a DPO run.
-        tokenizer: Of the model.
-        holdout: Those of the held-out loss in place of those of training.
+        cfg: Configuration of a DPO run.
+        tokenizer: Tokenizer of the model.
+        holdout: Whether to open the held-out pairs instead of the training ones.
 
     Raises:
-        ConfigError: They cannot be read, or one is too long and `data.overlong_prompts` is "error".
+        ConfigError: The pairs cannot be read, or one is too long and `data.overlong_prompts` is "error".
     """
     data = cfg.data
     section, key = holdout_section(data.train, data.holdout) if holdout else (data.train, "data.train")
@@ -92,7 +94,7 @@ def open_pairs(cfg: DpoConfig, tokenizer: Any, *, holdout: bool = False) -> tupl
 
 
 def check_dpo(cfg: DpoConfig) -> Any:
-    """Refuses a model whose tokenizer cannot be used, and pairs that do not fit it.
+    """Refuses a model whose tokenizer cannot be used, and pairs that do not fit the model.
 
     Returns:
         The tokenizer.
@@ -115,20 +117,18 @@ def check_dpo(cfg: DpoConfig) -> Any:
     return tokenizer
 
 
-def looks_of(cfg: LanguageConfig, tokenizer: Any, dataset: PromptDataset) -> str:
-    """A digest of what model, tokenizer and training prompts look like from here, by some of the prompts.
-
-    A rank elsewhere that sees other files under the same names has another.
-    """
+def inputs_digest(cfg: LanguageConfig, tokenizer: Any, dataset: PromptDataset) -> str:
+    """Returns a digest of the model's configuration, the tokenizer and some training prompts. A rank on another node
+    that reads other files under the same names gets another digest."""
     model = load_model_config(str(cfg.actor.model.model_path), cfg.actor.model.trust_remote_code).to_dict()
     count = len(dataset)
     some = [dataset[index] for index in sorted({0, count // 2, count - 1})]
     texts = [message["content"] for prompt in some for message in prompt.messages]
-    seen = [
+    digest_inputs = [
         count, [prompt.answer for prompt in some], [tokenizer.encode(text) for text in texts], tokenizer.chat_template,
         {key: value for key, value in model.items() if key != "_name_or_path"},
     ]  # fmt: skip
-    return hashlib.blake2b(json.dumps(seen, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
+    return hashlib.blake2b(json.dumps(digest_inputs, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
 def _is_mixture(cfg: LanguageConfig) -> bool:
@@ -137,7 +137,7 @@ def _is_mixture(cfg: LanguageConfig) -> bool:
 
 
 def _size(cfg: LanguageConfig) -> int:
-    """Ranks of an engine; in a run that has no rollout ranks, 1."""
+    """Returns the number of ranks of an engine; 1 in a run without rollout ranks."""
     return int(select(cfg, "rollout.parallel.tensor") or 1)
 
 
@@ -166,8 +166,8 @@ def _check_divided(cfg: LanguageConfig, config: Any) -> None:
 
 
 def check_model(cfg: LanguageConfig, ranks: Mapping[str, int]) -> Any:
-    """Refuses a model that the engine or the trainer cannot take, and training prompts that do not fit it: by its config.json,
-    its tokenizer and the data.
+    """Refuses a model that the engine or the trainer does not support, and training prompts that do not fit it. Reads
+    its config.json, its tokenizer and the data.
 
     Returns:
         The tokenizer.
@@ -209,21 +209,23 @@ def check_model(cfg: LanguageConfig, ranks: Mapping[str, int]) -> Any:
     return tokenizer
 
 
-def require_looks(cfg: LanguageConfig, tokenizer: Any, dataset: PromptDataset, looks: str, node: str) -> str:
-    """What model and data look like from here (`looks_of`).
+def check_inputs_digest(
+    cfg: LanguageConfig, tokenizer: Any, dataset: PromptDataset, expected_digest: str, node: str
+) -> str:
+    """Checks that this rank reads the same model and data as the driver; returns their digest (`inputs_digest`).
 
     Args:
-        cfg, tokenizer, dataset: As opened.
-        looks: What they look like where the run was started; "" if nobody has said so yet.
-        node: The name of this one.
+        cfg, tokenizer, dataset: Results of `open_prompts`.
+        expected_digest: Digest on the rank that read them first; "" on that rank.
+        node: Name of this node.
 
     Raises:
-        ConfigError: They look otherwise from here.
+        ConfigError: The digests differ.
     """
-    own = looks_of(cfg, tokenizer, dataset)
-    if looks and own != looks:
+    digest = inputs_digest(cfg, tokenizer, dataset)
+    if expected_digest and digest != expected_digest:
         raise ConfigError(
             f"on {node}, the model in {cfg.actor.model.model_path} (actor.model.model_path) or the problems of data.train are "
             "others than those that the run was started with; have the same files there"
         )
-    return own
+    return digest

@@ -1,4 +1,4 @@
-"""What travels from rollout ranks to actors: all samples that answer one prompt."""
+"""Sample group: all samples of one prompt, as rollout ranks send them to actors."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from rlhpc.runtime.errors import RlhpcError
 
 #: Reasons for the end of an episode other than the length limit.
 FINISHED = ("stop", "turns")
-#: Parts in which a step's groups are scored as they come: while the last ones are made, the first are done.
+#: Number of parts in which a step's groups are scored on arrival, so that scoring overlaps with generation.
 PARTS = 4
 
 
 @dataclass
 class SampleGroup:
-    """All episodes that answer one prompt.
+    """Group of all episodes of one prompt.
 
     Attributes:
-        step, position: Of the prompt.
-        batch: Their samples, with the columns `rollout_logprobs`, `versions` and what the algorithm wants of rollout ranks.
-        members: `[N]` bool: a sample is trained on, and its episode is compared with the others. The other samples are left
-            out: in no statistic, and in no loss.
+        step, position: Step and position of the prompt.
+        batch: Samples of the episodes, with the columns `rollout_logprobs`, `versions` and the algorithm's rollout columns.
+        members: `[N]` bool: True for a sample that is trained on, and whose episode is compared with the other ones. The
+            remaining samples count in no statistic and in no loss.
     """
 
     step: int
@@ -44,38 +44,38 @@ class SampleGroup:
 
     @cached_property
     def draw(self) -> bytes:
-        """Which answers these are: the same for the same tokens. Of a prompt that was drawn again, because who drew it first
-        was lost before all had its answers, there may be two: a column is of one of them."""
-        found = hashlib.blake2b(self.batch.cu_seqlens.numpy().tobytes(), digest_size=16)
-        found.update(self.batch.ids.numpy().tobytes())
-        return found.digest()
+        """Digest of the answers' tokens. A prompt that was sampled again, because its rank was lost before every
+        receiver had the group, may have two sets of answers; a column belongs to one of them."""
+        digest = hashlib.blake2b(self.batch.cu_seqlens.numpy().tobytes(), digest_size=16)
+        digest.update(self.batch.ids.numpy().tobytes())
+        return digest.digest()
 
     def pack(self) -> dict[str, Any]:
-        """What goes through the channel."""
+        """Returns the message of the group for a channel."""
         return {"step": self.step, "position": self.position, "members": self.members.numpy(), **self.batch.pack()}
 
     def bare(self) -> dict[str, Any]:
-        """What goes to a group that scores tokens: the tokens."""
+        """Returns the message for a group that scores tokens: without columns."""
         batch = replace(self.batch, columns={})
         return {"step": self.step, "position": self.position, "members": self.members.numpy(), **batch.pack()}
 
     @classmethod
     def unpack(cls, message: dict[str, Any]) -> SampleGroup:
-        """The group in a message that `pack` made."""
+        """Builds the group from a message of `pack`."""
         members = torch.from_numpy(np.array(message["members"]))
         return cls(message["step"], message["position"], TokenBatch.unpack(message), members)
 
     def trained(self) -> TokenBatch:
-        """The samples that are trained on and compared."""
+        """Returns the samples that are trained on and compared."""
         return self.batch if bool(self.members.all()) else self.batch.select(torch.nonzero(self.members).flatten())
 
 
 def column_message(group: SampleGroup, maker: str, values: Tensor) -> dict[str, Any]:
-    """What goes to an actor from a group that scores: a column of one prompt's group.
+    """Builds the message with a column of one prompt's group, from a group that scores to an actor.
 
     Args:
-        group: What was scored.
-        maker: The group that scored.
+        group: The scored group of samples.
+        maker: Name of the worker group that scored it.
         values: `[T]` or `[T, k]` float32.
     """
     about = {"step": group.step, "position": group.position, "draw": group.draw}
@@ -87,18 +87,18 @@ def group_of(
     columns: Sequence[Mapping[str, Sequence[float]]], trains: bool | Sequence[bool], size: int,
     agent_weight: float = 0.0, choices: int = 0,
 ) -> SampleGroup:  # fmt: skip
-    """The group of some episodes.
+    """Builds the sample group of some episodes.
 
     Args:
-        step, position: Of the prompt.
-        episodes: By member of the group, those that say something about it.
-        rewards: `[E]` float32, of each.
-        columns: What the algorithm wants of rollout ranks, of each of the episodes' samples: one value for each of its
-            `token_ids`, as the caller has checked.
-        trains: Which of them are trained on and compared; all, or none, if it is one word.
+        step, position: Step and position of the prompt.
+        episodes: The compared episodes, by member of the group.
+        rewards: `[E]` float32, the reward of each episode.
+        columns: The algorithm's rollout columns of each sample of the episodes: one value for each of its `token_ids`, as the
+            caller has checked.
+        trains: Whether each episode is trained on and compared; one value stands for all.
         size: G, members of a group.
-        choices: Of routers, a token (`SaysExperts`); 0 without.
-        agent_weight: Weight of what the agent says in the reward: a role's own counts as much.
+        choices: Router choices a token (`SaysExperts`); 0 without routing replay.
+        agent_weight: Weight of the agent's reward; the reward of a single role has the same weight.
     """
     samples = [(at, member, sample) for at, (member, e) in enumerate(episodes.items()) for sample in e.samples]
     members = np.broadcast_to(np.asarray(trains, bool), len(episodes))
@@ -130,21 +130,21 @@ def group_of(
 
 
 def columns_of(algorithm: LanguageAlgorithm, sample: Episode, score: Scored) -> dict[str, Sequence[float]]:
-    """What an algorithm wants to know of a sample from the rank that has drawn it.
+    """Returns the algorithm's rollout columns of a sample.
 
     Raises:
-        RlhpcError: The algorithm returned other columns than it asks for, or some of another length.
+        RlhpcError: The algorithm returned other columns than it declares, or columns of another length.
     """
-    made = dict(algorithm.rollout_columns(sample, score))
-    wanted = [column.name for column in algorithm.columns if column.by == ROLLOUT]
-    lengths = {len(values) for values in made.values()} - {len(sample.token_ids)}
-    if sorted(made) != sorted(wanted) or lengths:
+    columns = dict(algorithm.rollout_columns(sample, score))
+    required = [column.name for column in algorithm.columns if column.by == ROLLOUT]
+    lengths = {len(values) for values in columns.values()} - {len(sample.token_ids)}
+    if sorted(columns) != sorted(required) or lengths:
         raise RlhpcError(
-            f"algorithm.name={algorithm.cfg.algorithm.name}: rollout_columns gave {sorted(made) or 'nothing'}"
-            f"{f' of {lengths} values' if lengths else ''}; wanted: {sorted(wanted) or 'nothing'}, one value for each of "
+            f"algorithm.name={algorithm.cfg.algorithm.name}: rollout_columns gave {sorted(columns) or 'nothing'}"
+            f"{f' of {lengths} values' if lengths else ''}; wanted: {sorted(required) or 'nothing'}, one value for each of "
             f"the episode's {len(sample.token_ids)} tokens"
         )
-    return made
+    return columns
 
 
 def _after(prompt: int, values: np.ndarray, before: float) -> np.ndarray:
@@ -152,11 +152,11 @@ def _after(prompt: int, values: np.ndarray, before: float) -> np.ndarray:
 
 
 def _routed(episode: Episode, tokens: int, choices: int) -> np.ndarray:
-    """`[tokens, choices]`: what routers chose, and -1 where nobody knows."""
-    found = np.full((tokens, choices), -1, np.int16)
+    """Returns the routers' choices `[tokens, choices]`, with -1 where they are unknown."""
+    expert_ids = np.full((tokens, choices), -1, np.int16)
     if episode.experts is not None:
-        found[: len(episode.experts)] = episode.experts[:tokens]
-    return found
+        expert_ids[: len(episode.experts)] = episode.experts[:tokens]
+    return expert_ids
 
 
 def _joined(arrays: list[np.ndarray]) -> Tensor:

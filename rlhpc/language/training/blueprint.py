@@ -1,4 +1,4 @@
-"""A language model in the form that training backends are given."""
+"""Blueprints of language models for the training backends."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 
 
 def disable_dropout(model: nn.Module) -> bool:
-    """Sets all dropout of a model to 0: that of layers, and what attention reads from attributes.
+    """Sets all dropout of a model to 0: that of layers, and attributes that attention reads.
 
     Returns:
-        Whether there was any.
+        Whether the model had any dropout.
     """
-    found_any = False
+    had_dropout = False
     for module in model.modules():
         rates = [
             name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float) and value
@@ -53,25 +53,25 @@ def disable_dropout(model: nn.Module) -> bool:
             rates.append("p")
         for name in rates:
             setattr(module, name, 0.0)
-        found_any |= bool(rates)
-    return found_any
+        had_dropout |= bool(rates)
+    return had_dropout
 
 
 class LanguageBlueprint(Blueprint):
-    """The causal model of `actor.model`, with adapters where `actor.lora` asks for them.
+    """Causal model of `actor.model`, with the adapters of `actor.lora`.
 
     Args:
         cfg: The configuration.
-        device: Where it will compute.
-        reference: Whether the model from before training is wanted, too.
-        values: Whether the model gets a head for values, which only training knows: no engine and no export gets it.
+        device: Device of the computation.
+        reference: Whether to build the model from before training, too.
+        values: Whether the model gets a value head, which only training uses: no engine and no export gets it.
         policies: Names of several policies, each an adapter of this model.
         dropout: Whether it is trained with the dropout of its configuration, and of `actor.lora`. In reinforcement learning
             it is not: with dropout in the update alone, the importance ratio of an unchanged policy would not be 1.
 
     Attributes:
-        head: A layer that is trained beside adapters, if the model has one.
-        packed: Whether its models read rows of several samples: those that are built are made to, if they can.
+        head: Name of a layer that is trained in addition to adapters, if the model has one.
+        packed: Whether its models read rows of several samples; a built model is converted to that if possible.
     """
 
     head: str | None = None
@@ -95,22 +95,27 @@ class LanguageBlueprint(Blueprint):
         self.dropout = dropout
         self._reference = reference
         if values:
-            self.head, self._aside = VALUE_HEAD, f"{VALUE_HEAD}."
+            self.head = VALUE_HEAD
+            self._aside = f"{VALUE_HEAD}."
 
     def _describe(self, section: LanguageActorConfig, seed: int, device: str, key: str = "actor") -> None:
-        self.actor, self.seed, self.key = section, seed, key
+        self.actor = section
+        self.seed = seed
+        self.key = key
         self.dtype = compute_dtype(section.model, device, f"{key}.model")
-        self.lora_rank, self.packed = section.lora.rank, section.use_remove_padding
+        self.lora_rank = section.lora.rank
+        self.packed = section.use_remove_padding
         self._reference = False
         self._aside = ""
         self._files: dict[str, bytes] | None = None
 
     def load(self, model: Any, **options: Any) -> Any:
-        """A model of this kind: `load_causal_lm`."""
+        """Loads a model of this kind (`load_causal_lm`)."""
         return load_causal_lm(model, **options)
 
     def build(self, *, empty: bool = False) -> nn.Module:
-        """See `Blueprint.build`. Trainable weights are in float32; frozen ones in the dtype of the computation."""
+        """Builds the model (`Blueprint.build`). Trainable weights are in float32; frozen ones in the dtype of the
+        computation."""
         actor = self.actor
         model: nn.Module = self.load(
             actor.model,
@@ -134,8 +139,8 @@ class LanguageBlueprint(Blueprint):
         return model
 
     def divide(self, module: nn.Module, mesh: Mesh) -> None:
-        """See `Blueprint.divide`: by transformers' plans; rows are shared as `tokens.context` does. All ranks look at
-        pictures together."""
+        """Divides the model by the plans of transformers, and rows as in `models.context_parallel` (`Blueprint.divide`).
+        All ranks run the vision tower, also without pictures."""
         model = pretrained_in(module)
         if tower_of(model) is not None:
             always_run_vision(model)
@@ -149,33 +154,33 @@ class LanguageBlueprint(Blueprint):
             divide(model, mesh, f"{self.key}.parallel")
 
     def layers(self, module: nn.Module) -> list[nn.Module]:
-        """See `Blueprint.layers`: embeddings and head are units of their own, unless they are one."""
+        """Returns the layers (`Blueprint.layers`); embeddings and head are separate units, unless they are tied."""
         return [*super().layers(module), *_edges(module)]
 
     def last(self, module: nn.Module) -> nn.Module | None:
-        """See `Blueprint.last`: the head."""
+        """Returns the head (`Blueprint.last`)."""
         edges = _edges(module)
         return edges[-1] if edges else None
 
     def uncast(self, module: nn.Module) -> list[nn.Module]:
-        """See `Blueprint.uncast`: layers that look at pictures, which get the angles of their positions in float32."""
+        """Returns the vision layers, which get the angles of their positions in float32 (`Blueprint.uncast`)."""
         tower = tower_of(pretrained_in(module))
         return [] if tower is None else [*tower.blocks]
 
     def apart(self, module: nn.Module) -> list[nn.Module]:
-        """See `Blueprint.apart`."""
+        """Returns the expert modules (`Blueprint.apart`)."""
         return expert_modules(pretrained_in(module))
 
     def slices(self) -> Slices | None:
-        """See `Blueprint.slices`: the safetensors of `model_path`."""
+        """Returns the slices of the safetensors of `model_path` (`Blueprint.slices`)."""
         return Slices.of(partial(model_file, str(self.actor.model.model_path)))
 
     def exported(self, name: str) -> bool:
-        """See `Blueprint.exported`: not a second head."""
+        """Returns whether a weight is exported (`Blueprint.exported`): those of a second head are not."""
         return not (self._aside and name.startswith(self._aside))
 
     def created_tensors(self, module: nn.Module) -> Named:
-        """See `Blueprint.created_tensors`: adapters, and a new head."""
+        """Yields the initial adapters, and a new head (`Blueprint.created_tensors`)."""
         if self.lora_rank:
             yield from lora.initial_adapters(module, self.seed)
         if self._aside:
@@ -183,7 +188,8 @@ class LanguageBlueprint(Blueprint):
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a reference (`Blueprint.has_reference`); with adapters it is the model without them."""
+        """True if there is a reference model (`Blueprint.has_reference`); with adapters the reference is the model without
+        them."""
         return self._reference and not self.lora_rank
 
     def build_reference(self, *, empty: bool = False) -> nn.Module:
@@ -194,17 +200,17 @@ class LanguageBlueprint(Blueprint):
         return module.eval().requires_grad_(False)
 
     def identity(self) -> dict[str, Any]:
-        """What must agree for a checkpoint to fit (`Blueprint.identity`)."""
+        """Returns the facts that must agree for a checkpoint to fit (`Blueprint.identity`)."""
         facts: dict[str, Any] = {"actor.lora.rank": self.lora_rank, "actor.model.value_head": bool(self._aside)}
-        if self.lora_rank:  # what was learnt is multiplied by it
+        if self.lora_rank:  # the adapters' product is multiplied by it
             facts["actor.lora.alpha"] = self.actor.lora.alpha
         if self.policies:
             facts["agent.policies"] = list(self.policies)
         return facts
 
     def about(self, module: nn.Module) -> dict[str, Any]:
-        """Returns what conversion needs (`Blueprint.about`). `frozen` names the parameters that a checkpoint lacks because
-        nothing trains them; with adapters all others are, and none is named."""
+        """Returns the facts that conversion needs (`Blueprint.about`). `frozen` names the untrained parameters, which a
+        checkpoint lacks; with adapters all other parameters are frozen, and none is named."""
         model = self.actor.model
         return {
             "model_path": str(model.model_path),
@@ -215,7 +221,7 @@ class LanguageBlueprint(Blueprint):
         }
 
     def write_beside(self, folder: Path, module: nn.Module) -> None:
-        """See `Blueprint.write_beside`: config, tokenizer and code of the model."""
+        """Writes config, tokenizer and code of the model (`Blueprint.write_beside`)."""
         if self._files is None:
             self._files = model_files(module, self.actor.model)
         (folder / FOLDER).mkdir(exist_ok=True)
@@ -224,18 +230,19 @@ class LanguageBlueprint(Blueprint):
         fsync_folder(folder / FOLDER)
 
     def named_weights(self, module: nn.Module, full: Full, without: Container[str] = ()) -> Named:
-        """See `Blueprint.named_weights`: by their Hugging Face names, in the dtype of the computation, LoRA merged; tied ones
-        once, under the name that comes first."""
+        """Yields the weights by their Hugging Face names, in the dtype of the computation, LoRA merged; tied ones once,
+        under the first name (`Blueprint.named_weights`)."""
         for name, tensor in lora.full_weights(module, full, _Without(without, self._aside)):
             yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def frozen_names(self, module: nn.Module) -> frozenset[str]:
-        """Names of the weights that never change (`Blueprint.frozen_names`): not trained, and nothing merged into them."""
+        """Returns the names of the weights that never change (`Blueprint.frozen_names`): neither trained nor merged with
+        adapters."""
         return lora.frozen_names(module)
 
 
 def _edges(module: nn.Module) -> list[nn.Module]:
-    """Embeddings and head, in this order, where they are two large matrices."""
+    """Returns embeddings and head, in this order, if they are separate matrices; otherwise an empty list."""
     causal = pretrained_in(module)
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
     if embedding is None or head is None or embedding.weight is getattr(linear_base(head), "weight", None):
@@ -244,23 +251,24 @@ def _edges(module: nn.Module) -> list[nn.Module]:
 
 
 class _Without(Container[str]):
-    """Names to leave out: some, and all that begin with a prefix, if there is one."""
+    """Container of names to leave out: some names, and all with a prefix, if there is one."""
 
     def __init__(self, names: Container[str], prefix: str) -> None:
-        self._names, self._prefix = names, prefix
+        self._names = names
+        self._prefix = prefix
 
     def __contains__(self, name: object) -> bool:
         return name in self._names or bool(self._prefix and str(name).startswith(self._prefix))
 
 
 class ScalarBlueprint(LanguageBlueprint):
-    """A model that says one number about each token (`load_scalar_model`): a reward model, or a critic.
+    """Model with one number for each token (`load_scalar_model`): a reward model, or a critic.
 
     Args:
         section: Section `actor` of the configuration, or another of its form.
-        seed: Of a new head, and of adapters.
-        device: Where it will compute.
-        key: What messages call the section.
+        seed: Seed of a new head, and of adapters.
+        device: Device of the computation.
+        key: Name of the section in messages.
         dropout: See `LanguageBlueprint`.
     """
 
@@ -273,15 +281,15 @@ class ScalarBlueprint(LanguageBlueprint):
         self.dropout = dropout
 
     def load(self, model: Any, **options: Any) -> Any:
-        """A model of this kind: `load_scalar_model`."""
+        """Loads a model of this kind (`load_scalar_model`)."""
         return load_scalar_model(model, seed=self.seed, key=f"{self.key}.model.model_path", **options)
 
     def created_tensors(self, module: nn.Module) -> Named:
-        """See `Blueprint.created_tensors`: a causal model's trunk gets a new head."""
+        """Yields the initial adapters, and a new head for a causal model's trunk (`Blueprint.created_tensors`)."""
         yield from super().created_tensors(module)
         if not is_classifier(self.actor.model, f"{self.key}.model.model_path"):
             yield from new_head(module, HEAD, self.seed)
 
     def identity(self) -> dict[str, Any]:
-        """See `Blueprint.identity`: also that the model has a head for values."""
+        """Returns the facts that must agree (`Blueprint.identity`), also that the model has a value head."""
         return {**super().identity(), "head": self.head}

@@ -1,4 +1,4 @@
-"""Which rank has which prompt of a step."""
+"""Prompt map: the ranks that process each prompt of a step; names of channels and messages."""
 
 from __future__ import annotations
 
@@ -15,49 +15,50 @@ from rlhpc.runtime.errors import ConfigError
 if TYPE_CHECKING:
     from rlhpc.language.config.run import GrpoConfig
 
-#: Channels: finished groups, and what others say of them, kept by the actors; returns, kept by the critics.
+#: Channels: finished groups with their columns, held by the actors; returns, held by the critics.
 GROUPS, RETURNS = "groups", "returns"
-#: What rollout ranks are told of new weights (`Worker.notify`).
+#: Topic of the announcements of new weights to rollout ranks (`Worker.notify`).
 VERSIONS = "versions"
-#: Kept by the driver: prompts to be taken, and what it is told of those whose answers an actor has (`work.py`).
+#: Channels of the driver: the prompt queue, and the deliveries of groups to actors (`prompt_queue`).
 WORK, DELIVERED = "work", "delivered"
-#: Kept by the driver: episodes for ranks of the group `agent`. What these are told, and what they tell (`Worker.notify`).
-EPISODES, TICKETS, TOLD = "episodes", "tickets", "told by agents"
+#: Channel of the driver: episodes for ranks of the group `agent`. Topics of the messages to these, and from them
+#: (`Worker.notify`).
+EPISODES, TICKETS, AGENT_MESSAGES = "episodes", "tickets", "told by agents"
 
 
 def channel_to(group: str) -> str:
-    """The channel for what a group is to score."""
+    """Returns the name of the channel for a group that scores or rates."""
     return f"to-{group}"
 
 
 def ratings_of(group: str) -> str:
-    """What rollout ranks are told of by a group that rates answers (`Worker.notify`)."""
+    """Returns the topic of a rater's messages to rollout ranks (`Worker.notify`)."""
     return f"ratings of {group}"
 
 
 def training_phase(step: int) -> str:
-    """What rollout ranks and raters call the answers of a step."""
+    """Returns the name of a step's phase, by which rollout ranks and raters refer to its answers."""
     return f"step {step}"
 
 
 def evaluation_phase(step: int) -> str:
-    """What they call those of an evaluation."""
+    """Returns the name of the phase of an evaluation."""
     return f"evaluation at step {step}"
 
 
 @dataclass(frozen=True)
 class PromptMap:
-    """P prompts a step, G responses each, over rollout ranks and actors. Pure: the same on every rank.
+    """Map of P prompts a step with G responses each to rollout ranks and actors. A pure function, the same on every rank.
 
-    Prompts of a step have positions 0 to P − 1. Rollout ranks take them as they have room (`work.py`); an actor trains on a
-    run of neighbours.
+    Prompts of a step have positions 0 to P − 1. Rollout ranks lease them as they have capacity (`prompt_queue`); an actor
+    trains on consecutive positions.
 
     Attributes:
         prompts, group_size: P and G.
-        rollout_ranks, actor_ranks, rollout_name, actor_name: The two groups that every run has. Ranks of a trainer that see
-            the same samples count as one here, and have its key: `Sizes.data_of`.
-        scoring: Ranks of each group that scores tokens, the critic included.
-        rating: Ranks of each group that rates answers.
+        rollout_ranks, actor_ranks, rollout_name, actor_name: The two groups of every run. Ranks of a trainer with the same
+            samples count as one, and share its key: `MeshSizes.data_of`.
+        scoring: Number of ranks of each group that scores tokens, with the critic.
+        rating: Number of ranks of each group that rates answers.
     """
 
     prompts: int
@@ -71,10 +72,10 @@ class PromptMap:
 
     @classmethod
     def from_config(cls, cfg: GrpoConfig, *, rollout: int, actor: int, **more: Any) -> PromptMap:
-        """The map of a configuration.
+        """Builds the map of a configuration.
 
         Raises:
-            ConfigError: Prompts cannot be shared out evenly.
+            ConfigError: The prompts cannot be distributed evenly.
         """
         prompts, size = cfg.data.prompts_per_step, cfg.algorithm.group_size
         if prompts % actor:
@@ -82,32 +83,32 @@ class PromptMap:
         return cls(prompts, size, rollout, actor, **more)
 
     def of_actor(self, rank: int) -> range:
-        """Positions that an actor trains on."""
+        """Returns the positions that an actor trains on."""
         share = self.prompts // self.actor_ranks
         return range(rank * share, (rank + 1) * share)
 
     def actor_of(self, position: int) -> int:
-        """The actor that trains on a position."""
+        """Returns the actor that trains on a position."""
         return position * self.actor_ranks // self.prompts
 
     def share_of(self, group: str, rank: int) -> range:
-        """Positions that a rank of a group scores, of those in `scoring`."""
+        """Returns the positions that a rank of a scoring group scores."""
         return range(rank, self.prompts, self.scoring[group])
 
     def scorer_of(self, group: str, position: int) -> int:
-        """The rank of such a group that scores a position."""
+        """Returns the rank of a scoring group that scores a position."""
         return position % self.scoring[group]
 
     def channels(self) -> dict[str, str]:
-        """Channels and the group that keeps them."""
-        found = {GROUPS: self.actor_name}
-        found |= {channel_to(group): group for group in (*self.scoring, *self.rating)}
+        """Returns the channels with the groups that hold them."""
+        homes = {GROUPS: self.actor_name}
+        homes |= {channel_to(group): group for group in (*self.scoring, *self.rating)}
         if CRITIC in self.scoring:
-            found[RETURNS] = CRITIC
-        return found
+            homes[RETURNS] = CRITIC
+        return homes
 
 
 def seed_of(*parts: int) -> int:
-    """A seed of 63 bits that depends on all parts."""
+    """Returns a seed of 63 bits that depends on all parts."""
     digest = hashlib.blake2b(np.asarray(parts, np.int64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

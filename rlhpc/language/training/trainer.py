@@ -1,4 +1,4 @@
-"""Training of a language model: token batches and scores, on whatever backend holds the weights."""
+"""Trainers of language models: token batches and scores on any training backend."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ ValueLoss = Callable[[torch.Tensor, TokenBatch], tuple[torch.Tensor, Metrics]]
 
 
 class ModelTrainer:
-    """A backend of `rlhpc.training` that holds a language model. All ranks call the same methods in the same order.
+    """Training backend of `rlhpc.training` with a language model. All ranks call the same methods in the same order.
 
     Args:
-        blueprint: What is trained.
+        blueprint: Blueprint of the trained model.
         section: Section `actor` of the configuration, or another of its form.
         worker: The rank.
 
     Attributes:
-        backend: Holds the model.
+        backend: Training backend with the model.
         packed: Whether the model reads rows of several samples.
         hidden: The model's width.
-        share: Of rows, if several ranks share them.
+        share: This rank's share of rows with context parallelism; None without.
         replays: Whether routers choose the experts that a batch has.
     """
 
@@ -58,8 +58,10 @@ class ModelTrainer:
     def __init__(self, blueprint: LanguageBlueprint, section: LanguageActorConfig, worker: TrainingRanks) -> None:
         self.blueprint = blueprint
         self.backend = make_backend(blueprint, section, worker)
-        self.actor, self.worker = section, worker
-        self.routing, self._coef = routing_of(self.backend.module), section.model.router_aux_loss_coef
+        self.actor = section
+        self.worker = worker
+        self.routing = routing_of(self.backend.module)
+        self._coef = section.model.router_aux_loss_coef
         if self._coef and self.routing is None:
             raise ConfigError(
                 f"{blueprint.key}.model.router_aux_loss_coef is {self._coef}, but the model has no routers that transformers "
@@ -81,25 +83,25 @@ class ModelTrainer:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the computation."""
         return self.backend.device
 
     @property
     def parameters_trained(self) -> int:
-        """Trainable parameters, over all ranks."""
+        """Number of trained parameters over all ranks."""
         return self.backend.parameters_trained
 
     def optimizer_step(self, lr: float) -> float:
-        """Clips to `actor.optim.clip_grad`, updates; the global norm before clipping. Where that is not finite, nothing is
-        updated on any rank."""
+        """Clips to `actor.optim.clip_grad`, updates the weights, and returns the global norm before clipping. If the norm
+        is not finite, no rank updates."""
         return float(self.backend.optimizer_step(lr))
 
     # -- weights --------------------------------------------------------------------------------------------------
 
     def named_weights(self, without: Container[str] = ()) -> Named:
-        """All weights in full, by their Hugging Face names, LoRA merged: what a rollout engine takes in. Of several policies
-        what they have in common comes once, and the rest of each by `of_policy`. All ranks iterate; each tensor may be dropped
-        before the next is asked for. Those in `without` are left out."""
+        """Yields all weights in full for a rollout engine, by their Hugging Face names, LoRA merged. With several policies
+        the shared weights come once, and the other weights of each policy by `of_policy`. All ranks iterate; each tensor
+        may be dropped before the next is requested. Names in `without` are left out."""
         if not self.blueprint.policies:
             yield from self.backend.named_weights(without)
             return
@@ -111,39 +113,42 @@ class ModelTrainer:
             without = frozen
 
     def adapters(self) -> dict[str, torch.Tensor]:
-        """The adapters alone, by the names of peft's files, of several policies by `of_policy`; all ranks call it."""
+        """Returns the adapters alone, by the names of peft's files, and by `of_policy` with several policies; all ranks
+        call it."""
         sent = dict[str, torch.Tensor]()
         for policy in self.blueprint.policies or ("",):
             if policy:
                 lora.choose(self.backend.module, policy)
-            found = lora.adapter_weights(self.backend.module, self.backend.full)
-            own = {name: tensor for name, tensor in found.items() if ".lora_" in name}
-            sent |= {of_policy(policy, name): tensor for name, tensor in own.items()} if policy else own
+            adapter_weights = lora.adapter_weights(self.backend.module, self.backend.full)
+            lora_weights = {name: tensor for name, tensor in adapter_weights.items() if ".lora_" in name}
+            sent |= (
+                {of_policy(policy, name): tensor for name, tensor in lora_weights.items()} if policy else lora_weights
+            )
         return sent
 
     def shards(self, dtype: torch.dtype | None) -> list[Shard]:
-        """What this rank holds of the weights, adapters merged, as it is sent to engines part by part; all ranks call it, for
-        adapters are gathered.
+        """Returns this rank's shards of the weights, adapters merged, for engines that receive shards; all ranks call it,
+        because adapters are gathered.
 
         Args:
-            dtype: As they are sent; None is that of the computation.
+            dtype: Dtype of the sent weights; None is that of the computation.
         """
-        backend, sent, found = self.backend, dtype or self.blueprint.dtype, list[Shard]()
+        backend, sent, shards = self.backend, dtype or self.blueprint.dtype, list[Shard]()
         for one, values in pieces(backend.module, backend.mesh, backend.full, is_included=self.blueprint.exported):
-            kept = sent if one.dtype.is_floating_point else one.dtype
-            found.append(Shard(one.name, one.shape, kept, one.box, values, one.frozen))
-        return found
+            dtype_sent = sent if one.dtype.is_floating_point else one.dtype
+            shards.append(Shard(one.name, one.shape, dtype_sent, one.box, values, one.frozen))
+        return shards
 
     def frozen_names(self) -> frozenset[str]:
-        """Names of the weights that never change."""
+        """Returns the names of the weights that never change."""
         return self.backend.frozen_names()
 
     def held_tensors(self) -> Named:
-        """What this rank holds of the weights."""
+        """Yields this rank's tensors of the weights."""
         return self.backend.held_tensors()
 
     def awake(self) -> AbstractContextManager[None]:
-        """Reloads what was offloaded, for the duration of the block (`TrainingBackend.awake`)."""
+        """Reloads offloaded tensors for the duration of the block (`TrainingBackend.awake`)."""
         return self.backend.awake()
 
     def save(self, folder: Path) -> None:
@@ -151,7 +156,7 @@ class ModelTrainer:
         self.backend.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Restores, on this or another world size.
+        """Restores a checkpoint of this or another world size.
 
         Raises:
             CheckpointError: The checkpoint is of another model or backend.
@@ -179,7 +184,7 @@ class ModelTrainer:
                 named = ((name, tensor.cpu()) for name, tensor in self.named_weights())
                 export_model(folder, named, model, backend.dtype, self.blueprint.load)
             else:
-                for _ in self.named_weights():  # takes part in the gathering
+                for _ in self.named_weights():  # takes part in the gather
                     pass
         self.worker.barrier()
 
@@ -197,8 +202,10 @@ class ModelTrainer:
             for name, data in model_files(backend.module, self.actor.model, backend.dtype).items():
                 write_durably(folder / name, data)
         self.worker.barrier()
-        mine = ((region.name, region.box, value) for region, value in backend.pieces(rows=True) if region.copy == 0)
-        layout.write(folder, mine)
+        local_slices = (
+            (region.name, region.box, value) for region, value in backend.pieces(rows=True) if region.copy == 0
+        )
+        layout.write(folder, local_slices)
         self.worker.barrier()
         if self.worker.rank == 0:
             layout.finish(folder)
@@ -208,7 +215,8 @@ class ModelTrainer:
         micro_batches: Sequence[TokenBatch],
         run: Callable[[nn.Module, TokenBatch], tuple[torch.Tensor, Metrics]],
     ) -> list[Metrics]:
-        """The backend's, with what is wanted of routers: a mean over all micro-batches, of which each has its part."""
+        """Runs the backend's `forward_backward`, with the routers' load-balancing loss: a mean over all micro-batches, of
+        which each adds its share."""
         if self.routing is None:
             return self.backend.forward_backward(micro_batches, run)
         routing, total = self.routing, torch.tensor(float(sum(batch.tokens for batch in micro_batches)))
@@ -218,14 +226,14 @@ class ModelTrainer:
 
         def watched(called: nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
             self._replay(batch)
-            with routing.watching() as seen:
+            with routing.watching() as routings:
                 value, measured = run(called, batch)
-            even, most = (
-                one * (batch.tokens / tokens) for one in balance(seen, batch.read_by(self.packed), self.share)
+            balance_loss, max_load = (
+                one * (batch.tokens / tokens) for one in balance(routings, batch.read_by(self.packed), self.share)
             )
             if self._coef:
-                value = value + self._coef * even
-            return value, {**measured, "router_loss": even.detach(), "router_load_max": most}
+                value = value + self._coef * balance_loss
+            return value, {**measured, "router_loss": balance_loss.detach(), "router_load_max": max_load}
 
         try:
             return self.backend.forward_backward(micro_batches, watched)
@@ -233,29 +241,29 @@ class ModelTrainer:
             routing.replay(None)
 
     def _replay(self, batch: TokenBatch) -> None:
-        """Routers choose what the batch says, until they are told something else."""
+        """Replays the batch's routing in the routers, until they get another one."""
         if self.routing is not None and self.replays:
-            told = replayed_experts(batch.read_by(self.packed), self.share)
-            self.routing.replay(None if told is None else told.to(self.backend.device))
+            routing = replayed_experts(batch.read_by(self.packed), self.share)
+            self.routing.replay(None if routing is None else routing.to(self.backend.device))
 
     def offload(self) -> None:
-        """Moves everything to the host, to give the accelerator to another role."""
+        """Moves all tensors to the host, to free the accelerator for another group."""
         self.backend.offload()
 
     def reload(self) -> None:
-        """Takes back what `offload` moved away."""
+        """Restores the tensors that `offload` moved away."""
         self.backend.reload()
 
 
 class TokenTrainer(ModelTrainer):
-    """Trains the causal model of section `actor`, and is asked what it says of tokens.
+    """Trainer of the causal model of section `actor`, with token scores.
 
     Args:
         cfg: The configuration.
         worker: The rank.
-        reference: Whether `reference` will be asked.
-        values: Whether the model has a head for values, too.
-        policies: Which roles speak by which of several policies.
+        reference: Whether `reference` will be called.
+        values: Whether the model also has a value head.
+        policies: Policies by role.
         dropout: Whether the model is trained with dropout (`LanguageBlueprint`).
     """
 
@@ -277,7 +285,7 @@ class TokenTrainer(ModelTrainer):
         self.policies = policies
 
     def forward(self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
-        """Scores without gradients, in evaluation mode."""
+        """Returns scores without gradients, in evaluation mode."""
         try:
             self._replay(batch)
             return self.backend.evaluate(self._scores(temperature, entropy), batch.to(self.backend.device))
@@ -286,7 +294,7 @@ class TokenTrainer(ModelTrainer):
                 self.routing.replay(None)
 
     def reference(self, batch: TokenBatch, *, temperature: float = 1.0) -> TokenScores:
-        """Scores of the reference policy: the weights from before training; with LoRA the model without its
+        """Returns scores of the reference policy: the weights from before training; with LoRA the model without its
         adapters."""
         if self.blueprint.lora_rank:
             with lora.adapters_off(self.backend.module):
@@ -302,12 +310,12 @@ class TokenTrainer(ModelTrainer):
         entropy: bool = False,
         reading: LogitReading | None = None,
     ) -> list[Metrics]:
-        """Accumulates gradients over the rank's micro-batches; their metrics, detached. The ranks give equally many (pad with
-        batches whose mask is empty). See `TrainingBackend.forward_backward`."""
+        """Accumulates gradients over the rank's micro-batches; returns their metrics, detached. All ranks pass equally
+        many, padded with batches whose mask is empty. See `TrainingBackend.forward_backward`."""
         scores_of = self._scores(temperature, entropy, reading)
 
-        def run(called: nn.Module, given: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-            batch = given.to(self.backend.device)
+        def run(called: nn.Module, host_batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+            batch = host_batch.to(self.backend.device)
             scores = scores_of(called, batch)
             value, measured = loss(scores, batch)
             if not value.requires_grad:  # an empty batch: its backward pass still has to meet the other ranks'
@@ -317,7 +325,8 @@ class TokenTrainer(ModelTrainer):
         return self._forward_backward(micro_batches, run)
 
     def _choose(self, batch: TokenBatch) -> None:
-        """The policy of a batch's samples, which are of one, reads it; backward, too, until the next is chosen."""
+        """Selects the adapter of the policy of a batch, whose samples are of one policy; valid for the backward pass too,
+        until the next selection."""
         if self.policies.names:
             (policy,) = self.policies.of(batch.role).unique().tolist()
             lora.choose(self.backend.module, self.policies.names[policy])
@@ -333,14 +342,14 @@ class TokenTrainer(ModelTrainer):
 
 
 class ScalarTrainer(ModelTrainer):
-    """Trains a model that says one number about each token: a reward model, or a critic.
+    """Trainer of a model with one number for each token: a reward model or a critic.
 
     Args:
         section: Section `actor` of the configuration, or another of its form.
         worker: The rank.
-        seed: Of a new head, and of adapters.
-        key: What messages call the section.
-        before: Each token's value is the one before it was read (`token_values`), as a critic wants it.
+        seed: Seed of a new head, and of adapters.
+        key: Name of the section in messages.
+        before: Whether a token's value is the one of the state before it (`token_values`), as a critic needs.
     """
 
     def __init__(
@@ -363,19 +372,19 @@ class ScalarTrainer(ModelTrainer):
         return token_values(called, batch, before=self.before, share=self.share)
 
     def forward(self, batch: TokenBatch) -> torch.Tensor:
-        """`[T]` values without gradients, in evaluation mode."""
+        """Returns `[T]` values without gradients, in evaluation mode."""
         return self.backend.evaluate(self._values, batch.to(self.backend.device))
 
     def forward_backward(self, micro_batches: Sequence[TokenBatch], loss: ValueLoss) -> list[Metrics]:
-        """Accumulates gradients over the rank's micro-batches; their metrics, detached.
+        """Accumulates gradients over the rank's micro-batches; returns their metrics, detached.
 
         Args:
-            micro_batches: Equally many on all ranks; pad with `TokenBatch.nothing`.
-            loss: `[T]` values and the micro-batch → the rank's part of the loss, and metrics.
+            micro_batches: Micro-batches, equally many on all ranks, padded with `TokenBatch.nothing`.
+            loss: Maps `[T]` values and the micro-batch to the rank's share of the loss, and metrics.
         """
 
-        def run(called: nn.Module, given: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-            batch = given.to(self.backend.device)
+        def run(called: nn.Module, host_batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+            batch = host_batch.to(self.backend.device)
             values = self._values(called, batch)
             value, measured = loss(values, batch)
             # An empty batch's backward pass still has to meet the other ranks'.

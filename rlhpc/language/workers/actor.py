@@ -1,4 +1,4 @@
-"""LanguageActor: one data-parallel rank of a language model's trainer; what all kinds of run have in common."""
+"""Actor of a language model: one data-parallel rank of a trainer, with the parts that all task types share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhpc.language.training.trainer import ModelTrainer
 from rlhpc.runs.device import seed_process
 
 STATE = "{part}-{rank}.pt"
-#: Steps' worth of held-out rows that are looked at together.
+#: Number of training steps whose amount of held-out rows is evaluated at once.
 _HELD_OUT_STEPS = 8
 
 #: The configuration of a run that trains a language model.
@@ -32,10 +32,10 @@ Trainer = TypeVar("Trainer", bound=ModelTrainer)
 
 
 class LanguageActor(SavingWorker, Generic[Cfg]):
-    """Owns a training backend, and trains it on samples of tokens.
+    """Data-parallel rank of a trainer: owns a training backend, and trains it on samples of tokens.
 
     Attributes:
-        part: The section of the configuration that it trains by, and the name of its files.
+        part: Its section of the configuration, and the prefix of its files.
     """
 
     part: str = "actor"
@@ -47,23 +47,25 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
 
     @property
     def section(self) -> LanguageActorConfig:
-        """How it trains."""
+        """Training section of the configuration."""
         return self.cfg.actor
 
     def _load_model(self, total_steps: int, make: Callable[[], Trainer]) -> Trainer:
         """Loads tokenizer, model and optimizer.
 
         Args:
-            total_steps: Steps of the whole run, for the learning rate.
-            make: Makes what holds the model.
+            total_steps: Number of steps of the run, for the learning rate.
+            make: Builds the trainer that holds the model.
 
         Returns:
-            What `make` made.
+            The trainer.
         """
         cfg, section = self.cfg, self.section
-        self.total, self.seed, self.version = total_steps, cfg.runner.seed, 0
+        self.total = total_steps
+        self.seed = cfg.runner.seed
+        self.version = 0
         self.sizes = MeshSizes.of(section.parallel, self.world_size, f"{self.part}.parallel")
-        # Ranks that share a layer's matrices drop the same of what all of them have.
+        # Tensor-parallel ranks drop the same elements of their shared activations.
         seed_process(self.seed, self.part, self.rank // self.sizes.tensor)
         self.tokenizer = load_tokenizer(section.model.model_path, section.model.trust_remote_code)
         pad = self.tokenizer.pad_token_id
@@ -77,38 +79,42 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         return trainer
 
     def trained_version(self) -> int:
-        """The step whose update its weights are of."""
+        """Returns the step whose update produced the weights."""
         return self.version
 
     # -- training -------------------------------------------------------------------------------------------------
 
     def _micro_batches(self, batch: TokenBatch, *, packed: bool | None = None) -> Parts:
-        """Which samples each micro-batch has, and the micro-batches, as many on each rank: some train nothing.
+        """Returns the micro-batches with the indices of their samples; each rank has equally many, and some may be
+        empty.
 
         Args:
-            batch: What is cut.
-            packed: Whether they are rows of several samples; by default where the trained model reads such.
+            batch: Samples of this rank.
+            packed: Whether to pack several samples into a row; by default if the trained model supports it.
         """
         packed = self.backend.packed if packed is None else packed
-        return split_micro_batches(batch, self.max_tokens, packed=packed, hidden=self.backend.hidden, agreed=self._most)
+        return split_micro_batches(
+            batch, self.max_tokens, packed=packed, hidden=self.backend.hidden, agreed=self._max_count
+        )
 
-    def _most(self, count: int) -> int:
-        """The largest of the ranks' counts."""
+    def _max_count(self, count: int) -> int:
+        """Returns the maximum of the ranks' counts."""
         if self.world_size == 1:
             return count
         return int(self.all_reduce(torch.tensor(float(count)), "max").item())
 
     def _evenly(self, batches: Parts, batch: TokenBatch) -> Parts:
-        """Micro-batches of a batch, with as many more on each rank that train nothing as the rank with the most has."""
+        """Returns the micro-batches of a batch, padded by empty ones up to the maximum number of any rank."""
         none = torch.zeros(0, dtype=torch.long)
-        return batches + [(none, batch.nothing()) for _ in range(self._most(len(batches)) - len(batches))]
+        return batches + [(none, batch.nothing()) for _ in range(self._max_count(len(batches)) - len(batches))]
 
     def _shared(self, batch: TokenBatch, each: int = 1) -> TokenBatch:
-        """This rank's part of all ranks' samples, so that each has about equally much to compute.
+        """Balances the samples over the data-parallel ranks, so that each has about equal work; returns those of this
+        rank.
 
         Args:
-            batch: What this rank has now.
-            each: So many neighbours stay together.
+            batch: Samples of this rank now.
+            each: Number of neighbouring samples that stay on one rank.
         """
         if not self.section.enable_dp_load_balance or self.sizes.data == 1:
             return batch
@@ -116,30 +122,31 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
 
     @property
     def data(self) -> int:
-        """Which of the shares of samples this rank trains on."""
+        """Data-parallel index of this rank."""
         return self.sizes.data_of(self.rank)
 
     @property
     def leads(self) -> bool:
-        """Whether it speaks for the ranks that train on the same samples."""
+        """True on the first rank of a model-parallel block, whose ranks train on the same samples."""
         return self.sizes.lane_of(self.rank) == 0
 
     def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all samples' ranks, in place: of those with the same samples one counts."""
+        """Sums a tensor in place over the data-parallel ranks; of a model-parallel block one rank counts."""
         if self.world_size == 1:
             return tensor
         return self.all_reduce(tensor if self.leads else tensor.zero_())
 
     def _count(self, batch: TokenBatch, length: float = 1.0) -> Whole:
-        """Counts a minibatch over all ranks; called before samples change ranks (`Whole.of`)."""
+        """Counts the tokens and samples of a minibatch over all ranks; called before samples change ranks
+        (`Whole.of`)."""
         return Whole.of(batch, length, self._summed)
 
     def _held_out_places(self, rows: int, of_step: int) -> Iterator[range]:
-        """Yields this rank's places among held-out rows, some steps' worth at a time.
+        """Yields this rank's indices of held-out rows, for some steps' amount at a time.
 
         Args:
-            rows: How many there are.
-            of_step: Rows of a step of training.
+            rows: Number of held-out rows.
+            of_step: Number of rows of a training step.
         """
         some = of_step * _HELD_OUT_STEPS
         for first in range(0, rows, some):
@@ -152,17 +159,17 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         take_step: Callable[[TokenBatch, Whole, str], dict[str, float]],
         at_first: Container[str] = (),
     ) -> tuple[dict[str, float], int]:
-        """Takes an optimizer step on each minibatch that has a trained token on any rank. The others take none: without a
-        gradient, Adam would move the weights by its momentum and by weight decay.
+        """Runs an optimizer step on each minibatch that has a trained token on any rank. The other minibatches get
+        none: without a gradient, Adam would move the weights by its momentum and by weight decay.
 
         Args:
-            minibatches: What a message calls each, and this rank's samples of it.
+            minibatches: Name of each minibatch for messages, and this rank's samples of it.
             length: See `Whole.length`.
-            take_step: Trains on a minibatch; its metrics, of which `grad_norm` is not finite if the step was left out.
-            at_first: Metrics of which the first step's value counts.
+            take_step: Trains on a minibatch and returns its metrics; `grad_norm` is not finite if the step was skipped.
+            at_first: Names of metrics that report the first step's value.
 
         Returns:
-            Means over the steps that were taken, with `empty_minibatches` if there were any; and the number of steps.
+            Means over the optimizer steps, with `empty_minibatches` if there were any; and the number of steps.
         """
         sums, first, updates, empty = dict[str, float](), dict[str, float](), 0, 0
         for where, batch in minibatches:
@@ -183,53 +190,60 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
     def _step(
         self, rate: float, metrics: dict[str, float], tokens: float, where: str, batch: TokenBatch
     ) -> dict[str, float]:
-        """The optimizer's step and its metrics.
+        """Runs the optimizer step; returns the metrics with those of the step.
 
         Raises:
-            NonFinite: The gradient is not finite. All ranks say so: the norm is over them all.
+            NonFinite: The gradient is not finite. All ranks raise it, because the norm is over all of them.
         """
         norm = self.backend.optimizer_step(rate)
         if math.isfinite(norm):
             self.skips.took()
         else:
             bad = [name for name, value in metrics.items() if not math.isfinite(value)]
-            told = f"the gradient's norm is {norm}" + (f", and so are {listed(bad)}" if bad else "")
-            self.skips.left_out(lambda: f"{where}: {told}{_prompts(batch)} ({self.part}-{self.rank})")
+            message = f"the gradient's norm is {norm}" + (f", and so are {listed(bad)}" if bad else "")
+            self.skips.left_out(lambda: f"{where}: {message}{_prompts(batch)} ({self.part}-{self.rank})")
         return {**metrics, "grad_norm": norm, "tokens": tokens}
 
     def _only_step(
         self, step: int, parts: list[dict[str, torch.Tensor]], tokens: float, batch: TokenBatch
     ) -> dict[str, float]:
-        """The one step of the optimizer in a global step, from its micro-batches' metrics; and all metrics."""
+        """Runs the single optimizer step of a global step from the metrics of its micro-batches; returns all metrics."""
         rate = self._learning_rate(step)
-        found = self._step(rate, self._reduced(parts), tokens, f"step {step}", batch)
+        metrics = self._step(rate, self._reduced(parts), tokens, f"step {step}", batch)
         self.version = step
-        return {**found, "lr": rate, **self.skips.counted()}
+        return {**metrics, "lr": rate, **self.skips.counted()}
 
     def _reduced(self, parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-        """Sums over micro-batches and ranks."""
+        """Returns the sums of the metrics over micro-batches and ranks."""
         names = sorted(parts[0])
         sums = torch.stack([sum((part[name].float().cpu() for part in parts), torch.zeros(())) for name in names])
         sums = self._summed(sums)
         return dict(zip(names, sums.tolist(), strict=True))
 
     def _fit(self, batch: TokenBatch) -> dict[str, float]:
-        """How much of the returns' variance the values explained, before this step's training."""
+        """Returns the mean return, and the fraction of the returns' variance that the values explained before this
+        step's training."""
         returns, values = batch.columns[RETURNS][batch.mask].double(), batch.columns[VALUES][batch.mask].double()
-        rest = returns - values
+        residuals = returns - values
         sums = torch.stack(
-            [torch.tensor(float(len(rest))).double(), returns.sum(), (returns**2).sum(), rest.sum(), (rest**2).sum()]
+            [
+                torch.tensor(float(len(residuals))).double(),
+                returns.sum(),
+                (returns**2).sum(),
+                residuals.sum(),
+                (residuals**2).sum(),
+            ]
         )
         sums = self._summed(sums)
-        n, total, squares, rests, rest_squares = sums.tolist()
+        n, total, squares, residual_sum, residual_squares = sums.tolist()
         if not n:
             return {}
         variance = squares / n - (total / n) ** 2
-        left = rest_squares / n - (rests / n) ** 2
-        found = {"return": total / n}
+        residual_variance = residual_squares / n - (residual_sum / n) ** 2
+        metrics = {"return": total / n}
         if variance > 1e-12:
-            found["explained_variance"] = 1.0 - left / variance
-        return found
+            metrics["explained_variance"] = 1.0 - residual_variance / variance
+        return metrics
 
     def _learning_rate(self, step: int) -> float:
         optim = self.section.optim
@@ -256,30 +270,30 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         save_state(path / STATE.format(part=self.part, rank=self.rank), {"rng": rng_state(), "version": self.version})
 
     def load(self, folder: str) -> None:
-        """Restores a checkpoint, of this or another world size."""
+        """Restores a checkpoint of this or another world size."""
         path = Path(folder)
         self.backend.load(path)
-        own = path / STATE.format(part=self.part, rank=self.rank)
-        state = load_state(own if own.is_file() else path / STATE.format(part=self.part, rank=0))
+        state_file = path / STATE.format(part=self.part, rank=self.rank)
+        state = load_state(state_file if state_file.is_file() else path / STATE.format(part=self.part, rank=0))
         set_rng_state(state["rng"])
         self.version = int(state["version"])
 
     def offload(self) -> None:
-        """Moves everything to the host."""
+        """Moves all tensors to the host."""
         self.backend.offload()
 
     def reload(self) -> None:
-        """Takes back what `offload` moved away."""
+        """Restores the tensors that `offload` moved away."""
         self.backend.reload()
 
 
 def _prompts(batch: TokenBatch) -> str:
-    """Which of a rank's prompts brought something that is not finite, for a message."""
-    found = set()
+    """Returns the names of columns and prompts with non-finite values, for a message."""
+    names = set()
     for name, values in batch.columns.items():
         bad = (
             batch.mask & ~values.isfinite() if values.dim() == 1 else batch.mask & ~values.flatten(1).isfinite().all(1)
         )
         lines = torch.repeat_interleave(batch.group, batch.lengths)[bad]
-        found |= {f"{name} of prompt {group}" for group in lines.unique().tolist()}
-    return f"; not finite: {listed(sorted(found))}" if found else ""
+        names |= {f"{name} of prompt {group}" for group in lines.unique().tolist()}
+    return f"; not finite: {listed(sorted(names))}" if names else ""

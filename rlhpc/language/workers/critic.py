@@ -1,4 +1,4 @@
-"""CriticWorker: one data-parallel rank of the critic, which says what each token's state is worth, and learns it."""
+"""Critic worker: one data-parallel rank of the critic, which estimates the value of each token's state and learns it."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 
 
 class CriticWorker(LanguageActor[GrpoConfig]):
-    """Values the groups of a step as they come; then the actors say what the values should have been."""
+    """Rank of the critic: computes the values of a step's groups on arrival, and trains on the returns that the
+    actors send."""
 
     part = CRITIC
     backend: ScalarTrainer
 
     @property
     def section(self) -> LanguageActorConfig:
-        """How it trains."""
+        """Training section of the configuration."""
         return self.cfg.critic
 
     def init_worker(self, total_steps: int, prompts: PromptMap) -> dict[str, Any]:
         """Loads model and optimizer.
 
         Args:
-            total_steps: Steps of the whole run, for the learning rate.
-            prompts: Which rank has which prompt.
+            total_steps: Number of steps of the run, for the learning rate.
+            prompts: Map of prompts to ranks.
 
         Returns:
-            Facts: trainable parameters.
+            `critic_parameters`, the number of trained parameters.
         """
         self.prompts = prompts
         self._valued: dict[int, dict[bytes, TokenBatch]] = {}
@@ -57,8 +58,8 @@ class CriticWorker(LanguageActor[GrpoConfig]):
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        own = BlockChannel(self.connect_channel(channel_to(CRITIC)), self, self.sizes)
-        self._inbox = GroupInbox(own, f"{CRITIC}-{self.rank}", self.prompts.rollout_name)
+        channel = BlockChannel(self.connect_channel(channel_to(CRITIC)), self, self.sizes)
+        self._inbox = GroupInbox(channel, f"{CRITIC}-{self.rank}", self.prompts.rollout_name)
         self._actors = self.connect_channel(GROUPS)
         self._returns = BlockChannel(self.connect_channel(RETURNS), self, self.sizes)
         self._valued.clear()
@@ -66,27 +67,27 @@ class CriticWorker(LanguageActor[GrpoConfig]):
     # -- values ---------------------------------------------------------------------------------------------------
 
     def serve(self, step: int) -> dict[str, float]:
-        """Values its share of a step's groups, as they come, and keeps them for `update`.
+        """Computes the values of its share of a step's groups on arrival, and stores these for `update`.
 
         Returns:
-            Seconds spent on it, and tokens.
+            Seconds of computation, and number of tokens.
         """
-        kept, busy, tokens = dict[int, dict[bytes, TokenBatch]](), 0.0, 0
+        valued, busy, tokens = dict[int, dict[bytes, TokenBatch]](), 0.0, 0
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
         share = self.prompts.share_of(CRITIC, self.data)
-        # Ranks of a sharded model compute together: they wait for all.
-        for groups in self._inbox.parts(step, share, deadline, together=self.world_size > 1):
+        # Ranks of a sharded model compute in step: they wait for the complete share.
+        for groups in self._inbox.parts(step, share, deadline, in_one_part=self.world_size > 1):
             start = time.perf_counter()
-            tokens += self._value(groups, kept)
+            tokens += self._value(groups, valued)
             busy += time.perf_counter() - start
-        self._valued = dict(sorted(kept.items()))
+        self._valued = dict(sorted(valued.items()))
         return {"busy_s": busy, "tokens": float(tokens)}
 
-    def _value(self, groups: list[SampleGroup], kept: dict[int, dict[bytes, TokenBatch]]) -> int:
-        """Sends the actors the values of some groups, and keeps these.
+    def _value(self, groups: list[SampleGroup], valued: dict[int, dict[bytes, TokenBatch]]) -> int:
+        """Sends the actors the values of some groups, and stores these.
 
         Returns:
-            Their tokens.
+            Number of tokens.
         """
         for group in groups:
             group.batch.pad_id = self.pad
@@ -94,7 +95,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         values = values_of(self.backend.forward, self._micro_batches(batch), batch, CRITIC)
         batch.columns[VALUES] = values
         for group, part in zip(groups, batch.split([len(group.batch) for group in groups]), strict=True):
-            kept.setdefault(group.position, {})[group.draw] = part
+            valued.setdefault(group.position, {})[group.draw] = part
         if self.leads:
             send_column(self._actors, self.prompts, groups, CRITIC, values)
         return batch.tokens
@@ -112,44 +113,46 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         """
         batches = self._take_returns(step)
         cfg, start = self.cfg, time.perf_counter()
-        whole = TokenBatch.joined(batches)
+        step_batch = TokenBatch.joined(batches)
         total, size = responses_per_step(cfg), minibatch_size(cfg, cfg.critic)
         rate = self._learning_rate(step)
-        parts = minibatches(whole, total, size, cfg.critic.update_epochs, (self.seed, step))
+        parts = minibatches(step_batch, total, size, cfg.critic.update_epochs, (self.seed, step))
         metrics, _ = self._optimize(
             ((f"step {step}, {where}", part) for where, part in parts),
             length_limit(cfg),
             partial(self._minibatch, rate),
         )
         self.version = step
-        return {**metrics, **self._fit(whole), "lr": rate, "update_s": time.perf_counter() - start}
+        return {**metrics, **self._fit(step_batch), "lr": rate, "update_s": time.perf_counter() - start}
 
     def _take_returns(self, step: int) -> list[TokenBatch]:
-        """What the actors trained on, with the returns that they send, in the order of the prompts."""
-        valued, self._valued = self._valued, {}
-        found_of = dict[int, TokenBatch]()
+        """Returns the batches that the actors trained on, with the returns that they send, in the order of the
+        prompts."""
+        valued = self._valued
+        self._valued = {}
+        batches = dict[int, TokenBatch]()
         deadline, missing = time.monotonic() + self.cfg.runner.step_timeout_s, set(valued)
         if not missing:
             raise RlhpcError(f"step {step}: the critic has valued no groups that it could be trained on")
         while missing:
             try:
-                found = self._returns.get(max(0.0, deadline - time.monotonic()))
+                message = self._returns.get(max(0.0, deadline - time.monotonic()))
             except DeadlineExceeded:
                 raise DeadlineExceeded(
                     f"step {step}: no returns came from {self.prompts.actor_name} for prompts {sorted(missing)[:8]} within "
                     "runner.step_timeout_s"
                 ) from None
-            if found["step"] != step:
+            if message["step"] != step:
                 continue
-            batch = valued[found["position"]][found["draw"]]
-            batch = batch.select(torch.nonzero(torch.from_numpy(found["members"].copy())).flatten())
-            batch.columns[RETURN_OF] = torch.from_numpy(found["values"].copy())
-            found_of[found["position"]] = batch
-            missing.discard(found["position"])
-        return [found_of[position] for position in valued]
+            batch = valued[message["position"]][message["draw"]]
+            batch = batch.select(torch.nonzero(torch.from_numpy(message["members"].copy())).flatten())
+            batch.columns[RETURN_OF] = torch.from_numpy(message["values"].copy())
+            batches[message["position"]] = batch
+            missing.discard(message["position"])
+        return [batches[position] for position in valued]
 
     def _minibatch(self, rate: float, batch: TokenBatch, counts: Whole, where: str) -> dict[str, float]:
-        """One optimizer step over all ranks' samples."""
+        """Runs one optimizer step over the samples of all ranks."""
         batch = self._shared(batch)
 
         def loss(values: torch.Tensor, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -162,11 +165,11 @@ class CriticWorker(LanguageActor[GrpoConfig]):
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
-        """Writes model and optimizer below `critic`."""
+        """Writes model and optimizer below the folder `critic`."""
         path = Path(folder) / CRITIC
         path.mkdir(exist_ok=True)
         super().save(str(path))
 
     def load(self, folder: str) -> None:
-        """Restores a checkpoint, of this or another world size."""
+        """Restores a checkpoint of this or another world size."""
         super().load(str(Path(folder) / CRITIC))

@@ -1,7 +1,7 @@
-"""Evaluation suites of a run on demonstrations or preferences: engines that answer them with the actor's weights.
+"""Evaluation suites of a run on demonstrations or preferences: engines answer them with the actor's weights.
 
-The group `rollout` of such a run trains nothing: it takes in weights every `runner.val_check_interval` steps, and answers its
-share of the problems as in reinforcement learning (`Validation`).
+The group `rollout` of such a run gives no training samples. Every `runner.val_check_interval` steps it receives weights and
+answers its share of the problems, as in reinforcement learning (`Validation`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlhpc.runtime.worker import Worker
 
 
 class EvaluatedActor(LanguageActor[Cfg]):
-    """A trainer that sends its weights to engines that answer the suites."""
+    """Trainer that sends its weights to the engines that answer the suites."""
 
     backend: TokenTrainer
 
@@ -53,7 +53,7 @@ class _ClosableEngine(Protocol):
 
 
 class EvaluationWorker(Worker):
-    """One engine that answers the suites of a supervised run, and judges the answers. No checkpoint keeps any of it."""
+    """Engine that answers the suites of a supervised run and scores the answers. It has no state in checkpoints."""
 
     def __init__(self, cfg: SftConfig) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class EvaluationWorker(Worker):
         return forkable(cfg.rollout.rollout_backend)
 
     def close(self) -> None:
-        """Ends the engine, with all that it has started, and the judges."""
+        """Ends the engine with all processes that it has started, and the judges."""
         for resource in self._ended_with_it:
             resource.close()
 
@@ -86,11 +86,11 @@ class EvaluationWorker(Worker):
         self.log.info("answers suites by %s on %s", cfg.rollout.rollout_backend, own_device(self))
 
     def evaluate(self, version: int, ranks: Sequence[int]) -> dict[str, list[Row]]:
-        """Answers this rank's share of the suites with the weights of `version`, which are on their way.
+        """Answers this rank's share of the suites with the weights of `version`, which are being sent.
 
         Args:
-            version: The actor's step.
-            ranks: The ranks that take part.
+            version: Step of the actor.
+            ranks: Ranks that take part.
 
         Returns:
             See `Validation.rows`.

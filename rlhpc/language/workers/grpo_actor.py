@@ -1,4 +1,4 @@
-"""GrpoActor: one data-parallel rank of the trainer of a run by RL."""
+"""GRPO actor: one data-parallel rank of the trainer of a run by RL."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from rlhpc.language.scoring.groups import CRITIC
 from rlhpc.language.scoring.registry import Column, LogitReader, Scorer
 from rlhpc.language.training.prompt_dispatch import GROUPS, RETURNS, PromptMap
 from rlhpc.language.training.trainer import TokenTrainer
-from rlhpc.language.training.weight_sync import ActorWeights, Probe, Prober, due, probe_text
+from rlhpc.language.training.weight_sync import ActorWeights, Probe, Prober, is_probed, probe_text
 from rlhpc.language.workers.actor import LanguageActor
 from rlhpc.runs.device import own_device
 from rlhpc.runtime.channel import Channel
@@ -44,53 +44,55 @@ from rlhpc.runtime.devices import device_name, empty_cache
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.weights.verification import COST
 
-#: How metrics of one policy begin.
+#: Prefix of the metrics of one policy.
 POLICY = "policy/"
-#: Of these, what is not a mean over its tokens.
+#: Metrics of a policy that are no mean over its tokens.
 _COUNTS = ("tokens", "grad_norm")
 
 
 def by_policy(policies: Policies, batch: TokenBatch, cut: Callable[[TokenBatch], Parts]) -> Parts:
-    """Cuts each policy's samples by themselves. All ranks have equally many of each: some train nothing."""
-    of, found = policies.of(batch.role), Parts()
+    """Splits a batch into micro-batches of one policy each. All ranks have equally many of each policy: some may be
+    empty."""
+    of, micro_batches = policies.of(batch.role), Parts()
     for policy in range(len(policies.names)):
-        mine = torch.nonzero(of == policy).flatten()
-        found += [(mine[samples], part) for samples, part in cut(batch.select(mine))]
-    return found
+        indices = torch.nonzero(of == policy).flatten()
+        micro_batches += [(indices[samples], part) for samples, part in cut(batch.select(indices))]
+    return micro_batches
 
 
-def told_apart(
+def split_by_policy(
     policies: Policies, batches: Sequence[TokenBatch], parts: Sequence[Mapping[str, torch.Tensor]]
 ) -> list[dict[str, torch.Tensor]]:
-    """What was measured of micro-batches, each of one policy, for all and again for its own; and its tokens."""
-    found = []
+    """Returns the metrics of micro-batches of one policy each, for all policies and again for each; adds each
+    policy's number of tokens."""
+    metrics = []
     for batch, part in zip(batches, parts, strict=True):
-        own = policies.names[int(policies.of(batch.role)[0])]
+        policy_name = policies.names[int(policies.of(batch.role)[0])]
         measured = {**part, "tokens": batch.mask.sum()}
         each = {
-            f"{POLICY}{name}/{metric}": value if name == own else torch.zeros(())
+            f"{POLICY}{name}/{metric}": value if name == policy_name else torch.zeros(())
             for name in policies.names
             for metric, value in measured.items()
         }
-        found.append({**part, **each})
-    return found
+        metrics.append({**part, **each})
+    return metrics
 
 
 def per_token(policies: Policies, metrics: dict[str, float]) -> dict[str, float]:
-    """Makes means over all tokens that are trained on means over a policy's own."""
+    """Converts a policy's metrics from means over all trained tokens to means over the policy's tokens."""
     for name in policies.names:
-        own = f"{POLICY}{name}/"
-        scale = metrics["tokens"] / max(metrics[f"{own}tokens"], 1.0)
+        prefix = f"{POLICY}{name}/"
+        scale = metrics["tokens"] / max(metrics[f"{prefix}tokens"], 1.0)
         metrics |= {
             key: value * scale
             for key, value in metrics.items()
-            if key.startswith(own) and key.removeprefix(own) not in _COUNTS
+            if key.startswith(prefix) and key.removeprefix(prefix) not in _COUNTS
         }
     return metrics
 
 
 class GrpoActor(LanguageActor[GrpoConfig]):
-    """Scores and trains on what the rollout ranks hand over, and sends them the weights."""
+    """Rank of a GRPO trainer: scores and trains on the groups of the rollout ranks, and sends them the weights."""
 
     backend: TokenTrainer
 
@@ -103,11 +105,11 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """Loads model and optimizer.
 
         Args:
-            total_steps: Steps of the whole run, for the learning rate.
-            prompts: Which rank has which prompt.
+            total_steps: Number of steps of the run, for the learning rate.
+            prompts: Map of prompts to ranks.
 
         Returns:
-            Facts: trainable parameters.
+            `parameters`, the number of trained parameters, and the name of the `device`.
         """
         cfg, self.prompts = self.cfg, prompts
         self.algorithm = make_algorithm(cfg)
@@ -145,35 +147,35 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         self._arrivals.clear()
 
     def load(self, folder: str) -> None:
-        """Restores a checkpoint, of this or another world size; frozen weights are sent anew."""
+        """Restores a checkpoint of this or another world size; frozen weights are sent again."""
         super().load(folder)
         self.forget_sent()
 
     # -- weights --------------------------------------------------------------------------------------------------
 
     def sync_weights(self, version: int, ranks: Sequence[int], *, trial: bool = False, perturbed: bool = False) -> None:
-        """Sends the weights, as `version`, to these rollout ranks; those that are not trained only once.
+        """Sends the weights, as `version`, to these rollout ranks; sends frozen weights only once.
 
         Args:
-            version: The actor's.
-            ranks: Of the rollout group.
-            trial: Sends no probe with them: engines draw, and the trainer scores (`score_draws`).
-            perturbed: Sends each trained number changed (`TrainingBackend.perturbed`).
+            version: Version of the actor's weights.
+            ranks: Ranks of the rollout group.
+            trial: Whether to send them without a probe, as engines then sample and the trainer scores (`score_draws`).
+            perturbed: Whether to send each trained number changed (`TrainingBackend.perturbed`).
         """
         if version != self.version:  # the previous update failed
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
-        with self._as_probed(perturbed):  # what is sent last is written when all has been gathered
+        with self._as_probed(perturbed):  # the last bucket is written when all weights have been gathered
             self.weights.send(version, ranks, None if trial else self._probe(version))
 
     def score_draws(self, texts: Sequence[tuple[Sequence[int], int | None]], perturbed: bool = False) -> dict[str, Any]:
-        """Scores what engines drew; all ranks call it.
+        """Scores the samples of the engines; all ranks call it.
 
         Args:
-            texts: Each with its policy; None if there is one.
-            perturbed: Scores with each trained number changed.
+            texts: Token ids of each sample with the index of its policy; None in a run with one policy.
+            perturbed: Whether to score with each trained number changed.
 
         Returns:
-            `dtype`: what the trainer computes in; `scores`: of each text what `Prober.score` says.
+            `dtype`: dtype of the trainer's computation; `scores`: result of `Prober.score` for each sample.
         """
         _, by_role = self.policies
         with self._as_probed(perturbed):
@@ -188,7 +190,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return self.backend.backend.perturbed() if perturbed else self.backend.awake()
 
     def welcome(self, version: int, ranks: Sequence[int]) -> None:
-        """Sends the present weights, all of them, to rollout ranks that have just come."""
+        """Sends the present weights in full to rollout ranks that have just joined."""
         if version != self.version:
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
         with self.backend.awake():
@@ -196,13 +198,13 @@ class GrpoActor(LanguageActor[GrpoConfig]):
 
     @property
     def weights(self) -> ActorWeights:
-        """What sends the weights."""
+        """Sender of the weights."""
         assert self._weights is not None
         return self._weights
 
     def _probe(self, version: int) -> Probe | None:
-        """What the weights say of a fixed text, where this version is looked at; all ranks call it, awake."""
-        if not due(version, self.cfg.rollout.probe_interval):
+        """Returns the log-probs of a fixed text if this version is to be probed; all ranks call it, awake."""
+        if not is_probed(version, self.cfg.rollout.probe_interval):
             return None
         prober = self._prober_of_run()
         names, by_role = self.policies
@@ -219,29 +221,32 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return self._prober
 
     def refresh_reference(self, version: int) -> None:
-        """Sends all weights to the reference's ranks, which score with them from then on."""
+        """Sends all weights to the ranks of the reference, which score with them from then on."""
         with self.backend.awake():
             self.weights.refresh_reference(version)
 
     def forget_sent(self) -> None:
-        """Frozen weights go out again with the next version; all ranks call it."""
+        """Sends frozen weights again with the next version; all ranks call it."""
         if self._weights is not None:
             self._weights.forget()
 
-    # -- what comes in --------------------------------------------------------------------------------------------
+    # -- received groups ------------------------------------------------------------------------------------------
 
     def receive(self, step: int) -> dict[str, float]:
-        """Takes in its groups of a step, and scores them as they come where scores are wanted.
+        """Receives its groups of a step, and scores them on arrival if columns are computed here.
 
         Returns:
             Seconds spent scoring, and seconds spent waiting.
         """
-        mine = self.prompts.of_actor(self.data)
-        self._parts, self._received, scored, waited = [], -1, 0.0, 0.0
+        positions = self.prompts.of_actor(self.data)
+        self._parts = []
+        self._received = -1
+        scored = 0.0
+        waited = 0.0
         self._arrivals.begin(step)
         self._members.clear()
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
-        parts = np.array_split(np.asarray(mine), min(PARTS, len(mine)))
+        parts = np.array_split(np.asarray(positions), min(PARTS, len(positions)))
         for part in parts:
             while missing := self._arrivals.missing(step, part.tolist()):
                 start = time.perf_counter()
@@ -253,7 +258,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                         f"({self.cfg.runner.step_timeout_s:g} s)"
                     ) from None
                 waited += time.perf_counter() - start
-            batch = TokenBatch.joined([self._taken(*self._arrivals.whole(step, p)) for p in part.tolist()])
+            batch = TokenBatch.joined(
+                [self._unpack_group(*self._arrivals.pop_complete(step, p)) for p in part.tolist()]
+            )
             if not self.cfg.actor.offload_in_rollout:
                 scored += self._score(batch)
             self._parts.append(batch)
@@ -261,17 +268,17 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return {"score_s": scored, "wait_s": waited}
 
     def _names(self, missing: Mapping[str, Sequence[int]]) -> str:
-        """What did not come, and from whom."""
-        told = []
+        """Describes the missing messages and their senders."""
+        descriptions = []
         for maker, positions in missing.items():
             ranks = {self.prompts.scorer_of(maker, p) for p in positions} if maker else set[int]()
-            who = ", ".join(f"{maker}-{rank}" for rank in sorted(ranks)) or self.prompts.rollout_name
-            what = "the column of prompts" if maker else "prompts"
-            told.append(f"{what} {positions[:8]} did not come from {who}")
-        return ", and ".join(told)
+            senders = ", ".join(f"{maker}-{rank}" for rank in sorted(ranks)) or self.prompts.rollout_name
+            contents = "the column of prompts" if maker else "prompts"
+            descriptions.append(f"{contents} {positions[:8]} did not come from {senders}")
+        return ", and ".join(descriptions)
 
-    def _taken(self, group: SampleGroup, columns: Mapping[str, torch.Tensor]) -> TokenBatch:
-        """Its samples with their columns, without those that are left out."""
+    def _unpack_group(self, group: SampleGroup, columns: Mapping[str, torch.Tensor]) -> TokenBatch:
+        """Returns a group's trained samples with their columns."""
         batch, cfg = group.batch, self.cfg.algorithm
         self._members[group.position] = group.draw, group.members
         batch.columns |= {name: values for maker, values in columns.items() for name in self._sent_here[maker]}
@@ -286,64 +293,66 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return batch
 
     def _score(self, batch: TokenBatch) -> float:
-        """Adds the columns that are made here; all ranks call it equally often.
+        """Adds the columns that are computed here; all ranks call it equally often.
 
         Returns:
-            Seconds.
+            Seconds that it took.
         """
         if not self._made_here:
             return 0.0
         start = time.perf_counter()
-        cuts, made, own = dict[bool, Parts](), dict[str, torch.Tensor](), dict[int, TokenScores]()
+        cuts, columns, model_scores = dict[bool, Parts](), dict[str, torch.Tensor](), dict[int, TokenScores]()
         for column in self._made_here:
             rows = self.backend.packed if isinstance(column.by, str) else self._scorers[column.name].packed
             if rows not in cuts:
                 cuts[rows] = self._micro_batches(batch, packed=rows)
-            who = f"algorithm.name={self.cfg.algorithm.name}: the scorer of column {column.name}"
-            made[column.name] = values_of(partial(self._column, column, own), cuts[rows], batch, who)
-        batch.columns |= made
+            scorer_name = f"algorithm.name={self.cfg.algorithm.name}: the scorer of column {column.name}"
+            columns[column.name] = values_of(
+                partial(self._column, column, model_scores), cuts[rows], batch, scorer_name
+            )
+        batch.columns |= columns
         return time.perf_counter() - start
 
-    def _column(self, column: Column, own: dict[int, TokenScores], batch: TokenBatch) -> torch.Tensor:
-        """What a micro-batch's column says; `own` keeps what one pass of the model itself said of each."""
+    def _column(self, column: Column, model_scores: dict[int, TokenScores], batch: TokenBatch) -> torch.Tensor:
+        """Returns a column of a micro-batch; `model_scores` caches the scores of the model's forward pass by micro-batch."""
         if column.by in (ACTOR, VALUE_HEAD):
-            if id(batch) not in own:
-                own[id(batch)] = self.backend.forward(batch, temperature=self.temperature)
-            found = own[id(batch)].logprobs if column.by == ACTOR else own[id(batch)].values
-            assert found is not None
-            return found
+            if id(batch) not in model_scores:
+                model_scores[id(batch)] = self.backend.forward(batch, temperature=self.temperature)
+            values = model_scores[id(batch)].logprobs if column.by == ACTOR else model_scores[id(batch)].values
+            assert values is not None
+            return values
         if column.by == REFERENCE:
             return self.backend.reference(batch, temperature=self.temperature).logprobs
         return self._scorers[column.name].score(batch.to(self.backend.device))
 
     def offload(self) -> None:
-        """Moves everything to the host."""
+        """Moves all tensors to the host."""
         super().offload()
-        for scorer in self._beside():
+        for scorer in self._offloadable_scorers():
             scorer.offload()
         empty_cache()
 
     def reload(self) -> None:
-        """Takes back what `offload` moved away."""
+        """Restores the tensors that `offload` moved away."""
         super().reload()
-        for scorer in self._beside():
+        for scorer in self._offloadable_scorers():
             scorer.reload()
 
-    def _beside(self) -> list[Scorer | LogitReader]:  # what may hold models
+    def _offloadable_scorers(self) -> list[Scorer | LogitReader]:
         return [*self._scorers.values(), *([self._reader] if self._reader else [])]
 
     # -- training -------------------------------------------------------------------------------------------------
 
     def _micro_batches(self, batch: TokenBatch, *, packed: bool | None = None) -> Parts:
-        """See `LanguageActor._micro_batches`; each is of one policy."""
+        """Returns the micro-batches, each of one policy (see `LanguageActor._micro_batches`)."""
         cut = partial(super()._micro_batches, packed=packed)
         return by_policy(self.policies, batch, cut) if self.policies.names else cut(batch)
 
     def update(self, step: int) -> dict[str, float]:
-        """Trains on the groups that `receive` took in.
+        """Trains on the groups of `receive`.
 
         Returns:
-            Metrics, the same on all ranks but for what each took of the processor.
+            Metrics, the same on all ranks except for processor times.
 
         Raises:
             NonFinite: A gradient is not finite.
@@ -351,7 +360,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         if self._received != step:
             raise RlhpcError(f"step {step} cannot be trained: its groups did not come")
         start = time.perf_counter()
-        batch, self._parts = TokenBatch.joined(self._parts), []
+        batch = TokenBatch.joined(self._parts)
+        self._parts = []
         scored = self._score(batch) if self.cfg.actor.offload_in_rollout else 0.0
         reduce = self._summed if self.world_size > 1 else None
         batch.columns[ADVANTAGES] = self.algorithm.advantages(batch, reduce)
@@ -373,13 +383,13 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return {**metrics, "lr": rate, "updates": float(updates), **seconds, **COST.pop()}
 
     def _epochs(self, step: int) -> int:
-        """Passes over a step's samples: none while the critic alone is trained."""
+        """Returns the passes over a step's samples: 0 while only the critic is trained."""
         if self._returns is not None and step <= self.cfg.critic.warmup_steps:
             return 0
         return self.cfg.algorithm.update_epochs
 
     def _send_returns(self, step: int, batch: TokenBatch, channel: Channel) -> None:
-        """Tells the critics what their values should have been, and of which tokens."""
+        """Sends the critics the returns, with the samples that they belong to."""
         if RETURNS_OF not in batch.columns:
             raise RlhpcError(
                 f"algorithm.name={self.cfg.algorithm.name} asks the critic for {VALUES}, but its advantages left no "
@@ -399,8 +409,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                 channel.put(message, key=str(self.prompts.scorer_of(CRITIC, position)))
 
     def _minibatch(self, rate: float, batch: TokenBatch, counts: Whole, where: str) -> dict[str, float]:
-        """One optimizer step over all ranks' samples; if the returned `grad_norm` is not finite, the step was left
-        out."""
+        """Runs one optimizer step over the samples of all ranks; if the returned `grad_norm` is not finite, the step
+        was skipped."""
         batch = self._shared(batch)
 
         def loss(scores: TokenScores, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -414,7 +424,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         if not self.policies.names:
             return self._step(rate, self._reduced(parts), counts.tokens, where, batch)
         metrics = self._step(
-            rate, self._reduced(told_apart(self.policies, batches, parts)), counts.tokens, where, batch
+            rate, self._reduced(split_by_policy(self.policies, batches, parts)), counts.tokens, where, batch
         )
         norms = {f"{POLICY}{name}/grad_norm": norm for name, norm in self.backend.backend.norms.items()}
         return per_token(self.policies, {**metrics, **norms})

@@ -1,6 +1,6 @@
-"""Ranks of the groups that score: some make a column of values for the actor's tokens, some rate answers for the reward.
+"""Scoring workers: ranks that compute a column of values for the actor's tokens, or rate answers for the reward.
 
-They work on groups and answers as these come, and keep nothing: one that is lost is started again alone.
+They process groups and answers on arrival and have no state; a lost rank restarts alone.
 """
 
 from __future__ import annotations
@@ -40,90 +40,93 @@ from rlhpc.weights.verification import Proof
 
 
 class GroupInbox:
-    """The groups of answers that a rank is sent, those of a step at a time, until the driver says that there are no more.
+    """Inbox of a rank for the groups of a step, until the driver ends the step.
 
-    Of a prompt that was drawn again, because who drew it first was lost while handing it over, there may be two
-    (`SampleGroup.draw`). Which one the actor has, nobody here knows: both are scored.
+    A prompt may have two groups, if it was sampled again because its rank was lost while sending the first one
+    (`SampleGroup.draw`). The actor may have either of them, so both are scored.
 
     Args:
-        channel: Where they come in.
-        who: The rank's name, for messages.
-        makers: The group that sends them.
+        channel: Channel of the groups.
+        rank_name: Name of the rank, for messages.
+        makers: Name of the worker group that sends them.
     """
 
-    def __init__(self, channel: BlockChannel, who: str, makers: str) -> None:
-        self._channel, self._who, self._makers = channel, who, makers
+    def __init__(self, channel: BlockChannel, rank_name: str, makers: str) -> None:
+        self._channel = channel
+        self._rank_name = rank_name
+        self._makers = makers
         self._later: list[SampleGroup] = []
-        self._ended = -1
+        self._ended_step = -1
 
     def parts(
-        self, step: int, share: Sequence[int], deadline: float, *, together: bool = False
+        self, step: int, share: Sequence[int], deadline: float, *, in_one_part: bool = False
     ) -> Iterator[list[SampleGroup]]:
-        """A step's groups in a few parts, each as soon as it is whole. Which groups a part has depends on `share` alone: what
-        is computed together, and so its last digits, does not change with what came first. What was drawn twice comes last.
+        """Yields a step's groups in a few parts, each when complete. The groups of a part depend on `share` alone, so
+        the order of arrival does not change the last digits of a joint computation. Second groups of a prompt come
+        last.
 
         Args:
-            step: Of the run.
-            share: The rank's groups, by position.
-            deadline: On the clock of `time.monotonic`.
-            together: In one part, when all are there.
+            step: Step of the run.
+            share: Positions of the rank's groups.
+            deadline: Time on the clock of `time.monotonic`.
+            in_one_part: Whether to yield one part, when all groups have arrived.
 
         Raises:
-            DeadlineExceeded: One did not come in time.
+            DeadlineExceeded: A group did not arrive in time.
         """
-        count = 1 if together else min(PARTS, len(share) or 1)
+        count = 1 if in_one_part else min(PARTS, len(share) or 1)
         lacking = [part.tolist() for part in np.array_split(np.asarray(share), count) if len(part)]
-        found, again, draws = dict[int, SampleGroup](), list[SampleGroup](), dict[int, set[bytes]]()
-        while lacking or self._ended < step:
+        groups_by_position, again, draws = dict[int, SampleGroup](), list[SampleGroup](), dict[int, set[bytes]]()
+        while lacking or self._ended_step < step:
             for group in self.some(step, deadline):
-                known = draws.setdefault(group.position, set())
-                if not known:
-                    found[group.position] = group
-                elif group.draw not in known:
+                known_draws = draws.setdefault(group.position, set())
+                if not known_draws:
+                    groups_by_position[group.position] = group
+                elif group.draw not in known_draws:
                     again.append(group)
-                known.add(group.draw)
-            if together and self._ended < step:
+                known_draws.add(group.draw)
+            if in_one_part and self._ended_step < step:
                 continue
-            for part in [part for part in lacking if found.keys() >= {*part}]:
+            for part in [part for part in lacking if groups_by_position.keys() >= {*part}]:
                 lacking.remove(part)
-                extra, again = (again, []) if together else ([], again)
-                yield [*(found.pop(position) for position in part), *extra]
+                extra, again = (again, []) if in_one_part else ([], again)
+                yield [*(groups_by_position.pop(position) for position in part), *extra]
         if again:
             yield again
 
     def some(self, step: int, deadline: float) -> list[SampleGroup]:
-        """All groups of a step that are there; waits for one, or for word that there are no more.
+        """Returns all groups of a step that have arrived; waits for one, or for the end of the step.
 
         Raises:
-            DeadlineExceeded: None came until the deadline, on the clock of `time.monotonic`.
+            DeadlineExceeded: No group arrived until the deadline, on the clock of `time.monotonic`.
         """
-        found, ended = [group for group in self._later if group.step == step], False
+        groups, step_ended = [group for group in self._later if group.step == step], False
         self._later = [group for group in self._later if group.step > step]
         while True:
             try:
                 message = self._channel.get_nowait()
             except QueueEmpty:
-                if found or ended:
-                    return found
+                if groups or step_ended:
+                    return groups
                 message = self._wait(step, deadline)
             if "end" in message:
-                self._ended = max(self._ended, message["end"])
-                ended = True
+                self._ended_step = max(self._ended_step, message["end"])
+                step_ended = True
             elif message["step"] >= step:
                 group = SampleGroup.unpack(message)
-                (found if group.step == step else self._later).append(group)
+                (groups if group.step == step else self._later).append(group)
 
     def _wait(self, step: int, deadline: float) -> Any:
         try:
             return self._channel.get(max(0.0, deadline - time.monotonic()))
         except DeadlineExceeded:
             raise DeadlineExceeded(
-                f"step {step}: no groups came from {self._makers} to {self._who} within runner.step_timeout_s"
+                f"step {step}: no groups came from {self._makers} to {self._rank_name} within runner.step_timeout_s"
             ) from None
 
 
 class _Scoring(Worker):
-    """What both kinds have in common."""
+    """Common base of the scoring and rating workers."""
 
     def __init__(self, cfg: GrpoConfig) -> None:
         super().__init__()
@@ -131,12 +134,12 @@ class _Scoring(Worker):
         self.scorer: Any = None
 
     def close(self) -> None:
-        """Ends what the scorer has started."""
+        """Ends the processes that the scorer has started."""
         if self.scorer is not None:
             self.scorer.close()
 
     def init_worker(self, prompts: PromptMap) -> None:
-        """Loads what it scores with."""
+        """Loads the scorer."""
         self.prompts = prompts
         seed_process(self.cfg.runner.seed, self.group_name, self.rank)
         self.group = scoring_groups(self.cfg)[self.group_name]
@@ -149,19 +152,21 @@ class _Scoring(Worker):
 
 
 class ScoringWorker(_Scoring):
-    """One rank of a group with a `Scorer`: its column goes to the actors."""
+    """Rank of a group with a `Scorer`, whose column goes to the actors."""
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        own = BlockChannel(self.connect_channel(channel_to(self.group_name)), self, MeshSizes(shard=self.world_size))
-        self._inbox = GroupInbox(own, f"{self.group_name}-{self.rank}", self.prompts.rollout_name)
+        channel = BlockChannel(
+            self.connect_channel(channel_to(self.group_name)), self, MeshSizes(shard=self.world_size)
+        )
+        self._inbox = GroupInbox(channel, f"{self.group_name}-{self.rank}", self.prompts.rollout_name)
         self._actors = self.connect_channel(GROUPS)
 
     def serve(self, step: int) -> dict[str, float]:
-        """Scores its share of a step's groups, as they come.
+        """Scores its share of a step's groups on arrival.
 
         Returns:
-            Seconds spent scoring, and tokens.
+            Seconds of scoring, and number of tokens.
         """
         busy, tokens = 0.0, 0
         share = self.prompts.share_of(self.group_name, self.rank)
@@ -184,25 +189,25 @@ class ScoringWorker(_Scoring):
         return values
 
     def offload(self) -> None:
-        """Gives the accelerator to another role."""
+        """Frees the accelerator for another group."""
         self.scorer.offload()
         empty_cache()
 
     def reload(self) -> None:
-        """Takes back what `offload` moved away."""
+        """Restores the state that `offload` moved away."""
         self.scorer.reload()
 
 
 def send_column(
     actors: Channel, prompts: PromptMap, groups: Sequence[SampleGroup], maker: str, values: torch.Tensor
 ) -> None:
-    """Sends the actors a column of some groups' tokens.
+    """Sends the actors a column of the tokens of some groups.
 
     Args:
-        actors: Their channel.
-        prompts: Which actor has which group.
+        actors: Channel of the actors.
+        prompts: Map of prompts to ranks.
         groups: The groups, in the order of `values`.
-        maker: The group that made it.
+        maker: Name of the worker group that computed it.
         values: `[T]` or `[T, k]`.
     """
     for group, part in zip(groups, values.split([group.batch.tokens for group in groups]), strict=True):
@@ -211,76 +216,77 @@ def send_column(
 
 
 class RatingWorker(_Scoring):
-    """One rank of a group with a `Rater`: a term of the reward."""
+    """Rank of a group with a `Rater`, which gives a term of the reward."""
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        self._asked = self.connect_channel(channel_to(self.group_name))
+        self._requests = self.connect_channel(channel_to(self.group_name))
         self._ends = set[str]()
 
     def serve(self, phase: str) -> dict[str, float]:
-        """Rates answers as they come, until the driver says that nobody asks any more in this phase.
+        """Rates answers on arrival, until the driver ends the phase.
 
         Args:
-            phase: Of the run, as the rollout ranks name it.
+            phase: Name of the phase, as the rollout ranks send it.
 
         Returns:
-            Seconds spent rating, answers, and the rater's counts as `count/<name>`.
+            Seconds of rating, number of answers, and the rater's counts as `count/<name>`.
         """
         busy, count, deadline = 0.0, 0, self._deadline()
-        self.scorer.counts()  # of a phase that broke off
+        self.scorer.counts()  # drops the counts of a phase that failed
         while phase not in self._ends:
-            asked = self._some(phase, deadline)
-            if not asked:
+            requests = self._some(phase, deadline)
+            if not requests:
                 continue
             start = time.perf_counter()
-            for one in asked:
-                self._answer(one)
-                count += len(one["ids"])
+            for request in requests:
+                self._answer(request)
+                count += len(request["ids"])
             busy += time.perf_counter() - start
         self._ends.discard(phase)
         counted = {f"count/{name}": value for name, value in self.scorer.counts().items()}
         return {"busy_s": busy, "answers": float(count), **counted}
 
     def _some(self, phase: str, deadline: float) -> list[dict[str, Any]]:
-        """All that has been asked; waits for the first."""
-        key, found = str(self.rank), list[dict[str, Any]]()
+        """Returns all requests that have arrived; waits for the first."""
+        key, requests = str(self.rank), list[dict[str, Any]]()
         try:
-            message = self._asked.get(key=key, timeout=max(0.0, deadline - time.monotonic()))
+            message = self._requests.get(key=key, timeout=max(0.0, deadline - time.monotonic()))
             while True:
                 if "end" in message:
                     self._ends.add(message["end"])
                 else:
-                    found.append(message)
-                message = self._asked.get_nowait(key=key)
+                    requests.append(message)
+                message = self._requests.get_nowait(key=key)
         except QueueEmpty:
-            return found
+            return requests
         except DeadlineExceeded:
             raise DeadlineExceeded(
                 f"{phase}: {self.prompts.rollout_name} asked {self.group_name}-{self.rank} nothing, and was not done, within "
                 "runner.step_timeout_s"
             ) from None
 
-    def _answer(self, asked: dict[str, Any]) -> None:
-        found = list(self.scorer.rate(asked["samples"]))
-        if len(found) != len(asked["ids"]):
-            raise RlhpcError(f"{self.group.scorer}: rate gave {len(found)} numbers for {len(asked['ids'])} answers")
-        values = [None if value is None else float(value) for value in found]
-        message = {"round": asked["round"], "ids": asked["ids"], "values": values}
-        self.notify(message, self.prompts.rollout_name, asked["rollout"], ratings_of(self.group_name))
+    def _answer(self, request: dict[str, Any]) -> None:
+        ratings = list(self.scorer.rate(request["samples"]))
+        if len(ratings) != len(request["ids"]):
+            raise RlhpcError(f"{self.group.scorer}: rate gave {len(ratings)} numbers for {len(request['ids'])} answers")
+        values = [None if value is None else float(value) for value in ratings]
+        message = {"round": request["round"], "ids": request["ids"], "values": values}
+        self.notify(message, self.prompts.rollout_name, request["rollout"], ratings_of(self.group_name))
 
 
 class JudgeWorker(RatingWorker):
-    """A rank of a group with a language model as judge."""
+    """Rank of a group with a language model as judge."""
 
     @classmethod
     def forks(cls, cfg: GrpoConfig) -> bool:
-        """Whether the ranks of all judges may be forked: where one's engine does not allow it, none is."""
+        """Returns whether the ranks of the judges may be forked: only if the engines of all judges allow it."""
         return all(forkable(section_of(cfg, group).rollout_backend) for group in judges(cfg).values())
 
 
 class ReferenceWorker(ScoringWorker, SavingWorker):
-    """Scores like any other rank; and takes in the actor's weights when it is told to, which it then keeps in checkpoints."""
+    """Rank of the reference policy: scores tokens, receives the actor's weights on a refresh, and stores them in
+    checkpoints."""
 
     scorer: LogProbs
 
@@ -291,19 +297,19 @@ class ReferenceWorker(ScoringWorker, SavingWorker):
         self._sync = make_sync(reference_sync_of(self.cfg), self, (prompts.actor_name, 0), receivers, "off", whole=True)
 
     def take_weights(self) -> None:
-        """Becomes the policy that the actor sends."""
+        """Replaces its weights by those that the actor sends."""
         update = self._sync.receive()
-        there = self.scorer.model.state_dict()
+        parameters = self.scorer.model.state_dict()
         with torch.no_grad():
             proof = Proof(update, f"{self.prompts.actor_name}-0")
             for name, tensor in proof.tensors():
-                if isinstance(tensor, Elements) or name not in there:
+                if isinstance(tensor, Elements) or name not in parameters:
                     raise RlhpcError(f"the actor's weight {name} does not fit the reference's model")
-                there[name].copy_(tensor)
+                parameters[name].copy_(tensor)
             proof.check()
 
     def save(self, folder: str) -> None:
-        """Rank 0 writes the weights: they are neither the actor's nor those from before training."""
+        """Writes the weights on rank 0: they are neither the actor's nor those from before training."""
         if self.rank == 0:
             path = Path(folder) / REFERENCE
             path.mkdir(exist_ok=True)
@@ -311,9 +317,9 @@ class ReferenceWorker(ScoringWorker, SavingWorker):
             save_tensors(path / MODEL, weights)
 
     def load(self, folder: str) -> None:
-        """Restores a checkpoint, of this or another world size."""
+        """Restores a checkpoint of this or another world size."""
         self._sync.forget()
-        there = dict(self.scorer.model.named_parameters())
+        parameters = dict(self.scorer.model.named_parameters())
         with torch.no_grad():
             for name, tensor in load_tensors(Path(folder) / REFERENCE / MODEL).items():
-                there[name].copy_(tensor)
+                parameters[name].copy_(tensor)

@@ -1,4 +1,4 @@
-"""SftActor: one data-parallel rank of the trainer of a run on demonstrations."""
+"""Actors of supervised runs: trainers on demonstrations (SFT), preference pairs (DPO) and reward-model data."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from rlhpc.language.workers.evaluation import EvaluatedActor
 
 
 class SftActor(EvaluatedActor[SftConfig]):
-    """Trains on the demonstrations of a dataset."""
+    """Rank of an SFT trainer on the demonstrations of a dataset."""
 
     def init_worker(self, total_steps: int) -> dict[str, Any]:
         """Loads model, optimizer and dataset.
 
         Args:
-            total_steps: Steps of the whole run, for the learning rate.
+            total_steps: Number of steps of the run, for the learning rate.
 
         Returns:
             Facts: trainable parameters.
@@ -55,7 +55,8 @@ class SftActor(EvaluatedActor[SftConfig]):
         return {"parameters": self.backend.parameters_trained, "dropped": self.dataset.dropped}
 
     def imitate(self, step: int) -> dict[str, float]:
-        """One optimizer step of SFT on this step's demonstrations: the mean of −log p over their tokens.
+        """Runs one optimizer step of SFT on this step's demonstrations; the loss is the mean of −log p over their
+        tokens.
 
         Returns:
             Metrics, the same on all ranks.
@@ -73,8 +74,8 @@ class SftActor(EvaluatedActor[SftConfig]):
         return self._only_step(step, self.backend.forward_backward(batches, loss), counts.tokens, shared)
 
     def validate(self) -> dict[str, float]:
-        """The held-out loss with the present weights: the mean of −log p over all trained tokens of the held-out
-        demonstrations, whatever ranks and micro-batches they are on.
+        """Computes the held-out loss with the present weights: the mean of −log p over all trained tokens of the
+        held-out demonstrations, for any number of ranks and micro-batches.
 
         Returns:
             loss, tokens and rows, the same on all ranks.
@@ -107,13 +108,14 @@ _PAIR = EACH["pairs"]
 
 
 class DpoActor(EvaluatedActor[DpoConfig]):
-    """Trains on the preferences of a dataset; the reference is the model from before training, or the one without adapters."""
+    """Rank of a DPO trainer on the preferences of a dataset; the reference is the model from before training, or the
+    one without adapters."""
 
     def init_worker(self, total_steps: int) -> dict[str, Any]:
         """Loads model, optimizer, reference and datasets.
 
         Args:
-            total_steps: Steps of the whole run, for the learning rate.
+            total_steps: Number of steps of the run, for the learning rate.
 
         Returns:
             Facts: trainable parameters, and pairs that are too long.
@@ -128,7 +130,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         return {"parameters": self.backend.parameters_trained, "dropped": dropped}
 
     def prefer(self, step: int) -> dict[str, float]:
-        """Takes one optimizer step on this step's pairs: the mean of their losses.
+        """Runs one optimizer step on this step's pairs; the loss is the mean over the pairs.
 
         Returns:
             Metrics, the same on all ranks.
@@ -147,11 +149,10 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         return self._only_step(step, parts, tokens, shared)
 
     def validate(self) -> dict[str, float]:
-        """Measures the held-out pairs with the present weights.
+        """Computes the metrics of the held-out pairs with the present weights.
 
         Returns:
-            Means over all pairs, whatever ranks and micro-batches they are on, and their number (`rows`); the same on all
-            ranks.
+            Means over all pairs, and their number (`rows`); the same on all ranks, for any number of ranks and micro-batches.
         """
         encoder, dataset, _ = self.held_out
         sums = dict[str, Tensor]()
@@ -164,18 +165,18 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         return {"pair_accuracy": metrics.pop("accuracy"), **metrics, "rows": float(len(dataset))}
 
     def _batch_of(self, pairs: Sequence[PreferenceRow], encoder: PromptTokenizer) -> TokenBatch:
-        """The completions of pairs with their prompts, those of a pair next to each other."""
-        most = most_tokens(self.max_tokens, "pairs")
+        """Returns the completions of pairs with their prompts; those of a pair are neighbours."""
+        max_tokens = most_tokens(self.max_tokens, "pairs")
         samples, masks = list[list[int]](), list[list[bool]]()
         for pair in pairs:
-            encoded = encode_demonstrations(pair, encoder, most)
+            encoded = encode_demonstrations(pair, encoder, max_tokens)
             assert encoded is not None, "those that do not fit are dropped at the start"
             samples += [ids for ids, _ in encoded]
             masks += [mask for _, mask in encoded]
         return TokenBatch.of(samples, masks, pad_id=self.pad)
 
     def _with_reference(self, batch: TokenBatch) -> Iterator[TokenBatch]:
-        """Micro-batches of whole pairs, as many on each rank, with the reference's log-probs."""
+        """Yields micro-batches of complete pairs with the reference's log-probs, equally many on each rank."""
         for _, part in self._evenly(cut(batch, _PAIR, self.max_tokens), batch):
             part.columns[REF_LOGPROBS] = self.backend.reference(part).logprobs.cpu()
             yield part
@@ -185,20 +186,21 @@ class PairMeasure:
     """Loss and metrics of each pair.
 
     Args:
-        cfg: The configuration.
+        cfg: The run's configuration.
     """
 
     def __init__(self, cfg: DpoConfig) -> None:
         algorithm = cfg.algorithm
-        self._loss_type, self._beta = algorithm.loss_type.lower(), algorithm.beta
+        self._loss_type = algorithm.loss_type.lower()
+        self._beta = algorithm.beta
         self._label_smoothing = algorithm.label_smoothing
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
-        """Measures the pairs of a micro-batch.
+        """Computes loss and metrics of the pairs of a micro-batch.
 
         Args:
-            logprobs: `[T]`, the policy's.
-            batch: Whole pairs, with the column `ref_logprobs`; maybe without tokens.
+            logprobs: `[T]`, log-probs of the policy.
+            batch: Complete pairs, with the column `ref_logprobs`; may have no tokens.
 
         Returns:
             `[P]` each: `loss`; `accuracy`, whether the chosen completion has the higher reward; `margin`, the difference of
@@ -228,14 +230,15 @@ class PairMeasure:
 
 
 def _of_completions(values: Tensor, batch: TokenBatch) -> Tensor:
-    """`[N]`: sums of `[T]` values over the trained tokens of each sample; nothing of a batch without tokens."""
+    """Returns the sums `[N]` of values `[T]` over the trained tokens of each sample; `[0]` for a batch without
+    tokens."""
     if not batch.tokens:
         return values[:0]
     return batch.padded(values.masked_fill(~batch.mask, 0)).sum(1)
 
 
 class RewardModelActor(LanguageActor[RewardRunConfig]):
-    """Trains a reward model on the preferences, or labels, of a dataset."""
+    """Rank of a trainer of a reward model on the preferences or labels of a dataset."""
 
     backend: ScalarTrainer
 
@@ -243,7 +246,7 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
         """Loads model, optimizer and datasets.
 
         Args:
-            total_steps: Steps of the whole run, for the learning rate.
+            total_steps: Number of steps of the run, for the learning rate.
 
         Returns:
             Facts: trainable parameters.
@@ -251,10 +254,10 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
         cfg = self.cfg
         self.backend = self._load_model(total_steps, lambda: ScalarTrainer(cfg.actor, self, seed=cfg.runner.seed))
         self.loss, self.form = find_reward_loss(cfg.algorithm.loss_type, plain(cfg.algorithm.loss_kwargs))
-        self.most = most_tokens(self.max_tokens, self.form)
+        self.max_tokens_per_row = most_tokens(self.max_tokens, self.form)
         self.encoder: PromptTokenizer = encoder_of(cfg, cfg.data.train, self.tokenizer, "data.train")
         self.dataset = training_rows(cfg)
-        dropped = self.dataset.fit(self.encoder, self.most)
+        dropped = self.dataset.fit(self.encoder, self.max_tokens_per_row)
         self.sampler = PromptSampler(len(self.dataset), cfg.data.prompts_per_step, self.seed)
         self.suites: dict[str, Suite] = {}
         if cfg.runner.val_check_interval > 0:
@@ -262,7 +265,7 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
         return {"parameters": self.backend.parameters_trained, "dropped": dropped}
 
     def prefer(self, step: int) -> dict[str, float]:
-        """One optimizer step on this step's rows: the mean of their losses.
+        """Runs one optimizer step on this step's rows; the loss is the mean over the rows.
 
         Returns:
             Metrics, the same on all ranks.
@@ -270,7 +273,7 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
         count = self.cfg.data.prompts_per_step
         rows = [self.dataset[place] for place in self.sampler.of_step(step, self.data, self.sizes.data)]
         each = EACH[self.form]
-        responses = batch_of(rows, self.encoder, self.most, self.pad)
+        responses = batch_of(rows, self.encoder, self.max_tokens_per_row, self.pad)
         tokens = self._count(responses).tokens
         shared = self._shared(responses, each)
 
@@ -298,28 +301,34 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
         return self._only_step(step, self.backend.forward_backward(batches, loss), tokens, shared)
 
     def validate(self) -> dict[str, list[dict[str, Any]]]:
-        """The rewards of this rank's share of the suites' rows, with the present weights.
+        """Computes the rewards of this rank's share of the suites' rows with the present weights.
 
         Returns:
-            Suite → rows, each with its `place` among all rows of the suite.
+            Suite → rows, each with its index `place` among all rows of the suite.
         """
-        found: dict[str, list[dict[str, Any]]] = {}
+        rows_by_suite: dict[str, list[dict[str, Any]]] = {}
         for name, suite in self.suites.items():
             places = list(range(self.data, len(suite.rows), self.sizes.data))
             rows = [suite.rows[place] for place in places]
             rewards = rewards_of(
-                rows, suite.encoder, self.most, self.pad, self.max_tokens, self.backend.forward, self._evenly
+                rows,
+                suite.encoder,
+                self.max_tokens_per_row,
+                self.pad,
+                self.max_tokens,
+                self.backend.forward,
+                self._evenly,
             )
-            if not self.leads:  # another says the same
+            if not self.leads:  # the block's first rank returns the same rows
                 continue
-            found[name] = [
+            rows_by_suite[name] = [
                 {
                     "place": place,
-                    "rewards": own,
+                    "rewards": reward,
                     "target": row.target,
                     "level": row.prompt.level,
                     "prompt": row.prompt.question,
                 }
-                for place, row, own in zip(places, rows, rewards, strict=True)
+                for place, row, reward in zip(places, rows, rewards, strict=True)
             ]
-        return found
+        return rows_by_suite

@@ -17,7 +17,7 @@ from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.rewards.pool import Scored
-from rlhpc.language.rollout.group_builder import GroupMaker
+from rlhpc.language.rollout.group_builder import GroupBuilder
 from rlhpc.language.rollout.pending_group import PendingGroup
 from rlhpc.language.rollout.sample_group import SampleGroup
 
@@ -50,7 +50,7 @@ def answer(tokens: int, *, left_out: str = "", version: int = 4) -> Episode:
 def group(
     cfg: GrpoConfig, position: int, answers: list[Episode], rewards: list[float]
 ) -> tuple[SampleGroup, dict[str, float]]:
-    maker = GroupMaker(cfg, make_algorithm(cfg), 0, "rollout-0")
+    maker = GroupBuilder(cfg, make_algorithm(cfg), 0, "rollout-0")
     slot = PendingGroup(5, position, 0, Prompt(0, ()), (1, 2), dict(enumerate(answers)))
     slot.scores = {member: Scored(reward, {"math": reward}) for member, reward in enumerate(rewards)}
     judged = maker.judged(slot, may_refill=False)
@@ -123,7 +123,7 @@ REFILLED: dict[str, tuple[dict[str, Any], list[Episode], list[dict[str, float]],
 def test_groups_are_filtered_by_the_tasks_reward_of_those_that_are_compared(name: str) -> None:
     changes, answers, terms, refilled = REFILLED[name]
     cfg = configuration(2, **{"algorithm.filter_groups": True, **changes})
-    maker = GroupMaker(cfg, make_algorithm(cfg), 0, "rollout-0")
+    maker = GroupBuilder(cfg, make_algorithm(cfg), 0, "rollout-0")
     slot = PendingGroup(5, 0, 0, Prompt(0, ()), (1, 2), dict(enumerate(answers)))
     weights = {term.name: term.weight for term in cfg.reward.terms}
     slot.scores = {

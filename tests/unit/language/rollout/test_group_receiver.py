@@ -39,7 +39,7 @@ def test_columns_stay_with_the_answers_that_they_are_of() -> None:
     assert arrivals.missing(1, [0]) == {"reference": [0]}
     arrivals.take(column(again, "critic", 3.0))
     assert arrivals.missing(1, [0]) == {}
-    found, columns = arrivals.whole(1, 0)
+    found, columns = arrivals.pop_complete(1, 0)
     assert found.draw == again.draw and {name: values.tolist() for name, values in columns.items()} == {
         "critic": [3.0] * 5,
         "reference": [2.0] * 5,
@@ -52,7 +52,7 @@ def test_what_was_given_away_does_not_come_again() -> None:
     first, second, later = group(1, 0, 5), group(1, 0, 6), group(2, 0, 7)
     for one in (first, second, later):
         arrivals.take(one.pack())
-    assert arrivals.whole(1, 0)[0].draw == first.draw
+    assert arrivals.pop_complete(1, 0)[0].draw == first.draw
     arrivals.take(second.pack())
     assert arrivals.missing(1, [0]) == {"": [0]}
     arrivals.begin(2)
@@ -92,7 +92,7 @@ def test_both_are_scored_whenever_the_second_comes() -> None:
         found = parts(Sent(*messages, end), 1, range(2))
         assert [[order[0].draw], [b.draw]] == found[:2] or [[b.draw], [order[0].draw]] == found[:2]
         assert found[2:] == [[next(one.draw for one in order[1:] if one is not b)]]
-        (whole,) = parts(Sent(*messages, end), 1, range(2), together=True)
+        (whole,) = parts(Sent(*messages, end), 1, range(2), in_one_part=True)
         assert whole == [order[0].draw, b.draw, found[2][0]]
 
 

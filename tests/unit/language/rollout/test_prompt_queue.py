@@ -103,7 +103,7 @@ def test_what_was_begun_is_handed_on(queues: dict[str, Queue], monkeypatch: pyte
     whole = Episode(8, (5, 6), prompt, [9, 1], [-0.1, -0.2], [3, 4], finish_reason="stop")
     part = Episode(9, (5, 6), prompt, [9], [-0.1], [3], finish_reason="abort")
     slot = PendingGroup(1, 0, 2, prompt, (5, 6))
-    one.hand_back(1, slot.begun([whole, part, Episode(10, (5, 6), prompt, finish_reason="abort")]))
+    one.hand_back(1, slot.to_partial([whole, part, Episode(10, (5, 6), prompt, finish_reason="abort")]))
     assert given.done_with == [0] and one.held(1) == 0, "it does not come back a second time when this rank ends"
     two.deliver(1, 1, {})
     begun = two.take(1)
@@ -129,16 +129,16 @@ def test_a_step_is_whole_when_each_prompt_was_delivered_once(queues: dict[str, Q
     ledger, _given, told = opened(queues, 3, 1)
     for position, reward, rank in ((2, 0.3, 0), (0, 0.1, 1), (2, 0.3, 1)):
         told.put(Delivery(1, position, rank, {"reward": reward, "max_length": float(position)}))
-    assert not ledger.whole(1, 0.0) and ledger.missing(1) == [1] and ledger.returned(1)
+    assert not ledger.wait_complete(1, 0.0) and ledger.missing(1) == [1] and ledger.returned(1)
     told.put(Delivery(1, 1, 0, {"reward": 0.2, "max_length": 7.0}))
-    assert ledger.whole(1, 0.0)
+    assert ledger.wait_complete(1, 0.0)
     assert ledger.close(1) == {"reward": 0.1 + 0.2 + 0.3, "max_length": 7.0}, "in the order of the prompts, none twice"
 
 
 def test_beginning_anew_forgets_what_was_given_out(queues: dict[str, Queue]) -> None:
     ledger, _given, told = opened(queues, 2, 3)
     told.put(Delivery(1, 0, 0, {}))
-    assert not ledger.whole(1, 0.0)
+    assert not ledger.wait_complete(1, 0.0)
     queues.clear()
     ledger.open(1)
     ledger.give(2)

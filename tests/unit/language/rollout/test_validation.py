@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.language.rollout.validation import asked_of_all
+from rlhpc.language.rollout.validation import ask_until_complete
 from rlhpc.runtime.errors import DeadlineExceeded
 
 Rows = Mapping[str, Sequence[dict[str, Any]]]
@@ -19,9 +19,9 @@ def test_all_are_asked_again_when_one_was_lost_with_its_share() -> None:
         (0, 1): [{"default": []}, {}],
         (0, 2): [{"default": []}, {"default": []}],
     }
-    assert asked_of_all(lambda: next(alive), lambda ranks: said[tuple(ranks)], 60.0) == said[0, 2]
+    assert ask_until_complete(lambda: next(alive), lambda ranks: said[tuple(ranks)], 60.0) == said[0, 2]
 
 
 def test_a_share_that_is_always_missing_ends_at_the_deadline_and_says_so() -> None:
     with pytest.raises(DeadlineExceeded, match=r"1 of the 2 rollout ranks \(0, 1\) answered their share within"):
-        asked_of_all(lambda: [0, 1], lambda ranks: [{"default": []}, {}], 0.05)
+        ask_until_complete(lambda: [0, 1], lambda ranks: [{"default": []}, {}], 0.05)
