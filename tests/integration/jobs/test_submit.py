@@ -457,7 +457,7 @@ def test_status_is_of_the_newest_attempt(run: Run) -> None:
     other = {"state": "failed", "stop_reason": "env[0] was killed", "pid": claim.driver.pid + 1, "step": 7}
     status = {**json.loads(run.paths.driver_state.read_text()), **other}
     found = Facts(run.paths, status, run.files, JobRecord.read(run.files), claim).state()
-    assert (found.state, found.own) == ("starting", False) and found.why == f"local job {claim.job_id}"
+    assert (found.state, found.is_current) == ("starting", False) and found.why == f"local job {claim.job_id}"
     cancel(run.paths)
     ended = {**status, "elapsed_s": 3700.0}
     run.paths.driver_state.write_text(json.dumps(ended))

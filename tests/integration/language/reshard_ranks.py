@@ -91,7 +91,7 @@ class Begun(ChunkWindow):
 
 def small_parts(part: int = PART) -> None:
     reshard.PART_BYTES = reshard._LEAST_PART = part
-    transport.Window = Begun  # type: ignore[misc]
+    transport.ChunkWindow = Begun  # type: ignore[misc]
 
 
 class ByGroup(ShardSync):
