@@ -121,7 +121,7 @@ class HostBuffers:
     """Host memory for copies of tensors, kept from one save to the next."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
 
     def of(self, name: str, value: Value) -> Value | None:
         """Returns a copy of a value, or None if there is not enough memory, or the value is too small to be worth it.
@@ -130,31 +130,31 @@ class HostBuffers:
             name: Name of the target file; the copies for a name are valid until the next ones are made.
             value: Tensors in dicts, lists and tuples. Other values in there are not copied.
         """
-        found = list(_tensors(value, name))
-        if sum(tensor.nbytes for _, tensor in found) < _SMALL:
+        tensors = list(_tensors(value, name))
+        if sum(tensor.nbytes for _, tensor in tensors) < _SMALL:
             return None
-        new = sum(tensor.nbytes for key, tensor in found if not self._fits(key, tensor))
+        new = sum(tensor.nbytes for key, tensor in tensors if not self._fits(key, tensor))
         if new and new * _SPARE > free_memory():
             return None
-        for key, tensor in found:
+        for key, tensor in tensors:
             if not self._fits(key, tensor):
                 pinned = tensor.device.type != "cpu"  # then the copy does not wait for the accelerator
-                self._kept[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            self._kept[key].copy_(tensor, non_blocking=True)
+                self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._buffers[key].copy_(tensor, non_blocking=True)
         return self._in_place(value, name)
 
     def ready(self) -> None:
         """Waits until the copies are made."""
-        if any(tensor.is_pinned() for tensor in self._kept.values()):
+        if any(tensor.is_pinned() for tensor in self._buffers.values()):
             torch.accelerator.synchronize()
 
     def _fits(self, key: str, tensor: torch.Tensor) -> bool:
-        kept = self._kept.get(key)
-        return kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype
+        buffer = self._buffers.get(key)
+        return buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
 
     def _in_place(self, value: Any, key: str) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._kept[key]
+            return self._buffers[key]
         if isinstance(value, dict):
             other = copy.copy(value)  # state dicts have attributes besides
             other.update((name, self._in_place(one, f"{key}/{name}")) for name, one in value.items())
@@ -304,5 +304,5 @@ class SavingWorker(Worker):
             raise CheckpointError(
                 f"{self.group_name}[{self.rank}] was restarted before it had written its part of a checkpoint"
             )
-        found: Checksums | None = self._save.wait() if wait or self._save.done() else None
-        return found
+        checksums: Checksums | None = self._save.wait() if wait or self._save.done() else None
+        return checksums

@@ -91,15 +91,15 @@ def results_beside(checkpoint: Path, step: int, number: str = "return_mean") -> 
     run = RunPaths.around(checkpoint)
     if run is None:
         return []
-    found = []
+    evaluations = []
     for path in sorted(run.eval_result(step, "*").parent.glob("*.json")):
         try:
             content = json.loads(path.read_text())
         except (OSError, ValueError):
             continue
         if isinstance(content, dict) and isinstance(content.get(number), int | float):
-            found.append(content)
-    return found
+            evaluations.append(content)
+    return evaluations
 
 
 def head(

@@ -102,12 +102,15 @@ def _verify(checkpoint: Path, checksums: bool) -> list[str]:
     if (named := step_of(checkpoint.name)) is not None and named != manifest["global_step"]:
         faults.append(f"{MANIFEST}: is of step {manifest['global_step']}, the folder is {checkpoint.name}")
     files = {checkpoint / name: (name, entry) for name, entry in sorted(manifest["files"].items())}
-    found = of_each(
+    file_faults = of_each(
         lambda path: _verify_file(path, files[path][1], checksums),
         list(files),
         sum(entry["size"] for _, entry in files.values()) if checksums else 0,
     )
-    return [*faults, *(f"{name}: {fault}" for (name, _), fault in zip(files.values(), found, strict=True) if fault)]
+    return [
+        *faults,
+        *(f"{name}: {fault}" for (name, _), fault in zip(files.values(), file_faults, strict=True) if fault),
+    ]
 
 
 def _verify_file(path: Path, entry: dict[str, Any], checksums: bool) -> str:

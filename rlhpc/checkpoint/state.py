@@ -139,16 +139,16 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the tensors on the CPU, each with separate memory: tied tensors and views of others are copied."""
-    found: dict[str, torch.Tensor] = {}
-    taken: set[int] = set()
+    separate: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
     for name, tensor in sorted(tensors.items()):
         tensor = tensor.detach().to("cpu").contiguous()
         storage = tensor.untyped_storage()
-        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in taken:
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
             tensor = tensor.clone()
-        taken.add(tensor.untyped_storage().data_ptr())
-        found[name] = tensor
-    return found
+        storages.add(tensor.untyped_storage().data_ptr())
+        separate[name] = tensor
+    return separate
 
 
 def rng_state() -> dict[str, Any]:

@@ -144,7 +144,7 @@ class CheckpointWriter:
         return self.final
 
     def _seal(self, meta: dict[str, Any], reported: Mapping[str, tuple[int, str] | None]) -> None:
-        written = {name: known for name, known in reported.items() if known is not None}
+        written = {name: entry for name, entry in reported.items() if entry is not None}
         files: dict[str, dict[str, Any]] = {}
         new: dict[Path, str] = {}
         folders = {self.staging}
@@ -159,16 +159,16 @@ class CheckpointWriter:
             name = path.relative_to(self.staging).as_posix()
             if name in written:
                 files[name] = _entry(*written[name])
-            elif known := self._known(name, path):
-                files[name] = known
+            elif entry := self._linked_entry(name, path):
+                files[name] = entry
             else:
                 new[path] = name
         sizes = sum(path.stat().st_size for path in new)
-        for name, found in zip(new.values(), of_each(_durable_digest, list(new), sizes), strict=True):
-            files[name] = _entry(*found)
-        if lost := [name for name, (size, _) in written.items() if not self._has(name, size)]:
+        for name, size_and_digest in zip(new.values(), of_each(_durable_digest, list(new), sizes), strict=True):
+            files[name] = _entry(*size_and_digest)
+        if missing := [name for name, (size, _) in written.items() if not self._has(name, size)]:
             raise CheckpointError(
-                f"checkpoint {self.final}: {', '.join(lost)} was written, and is gone or of another size"
+                f"checkpoint {self.final}: {', '.join(missing)} was written, and is gone or of another size"
             )
         if not files:
             raise CheckpointError(f"checkpoint {self.final}: nothing was written to {self.staging}")
@@ -185,7 +185,7 @@ class CheckpointWriter:
         path = self.staging / name
         return path.is_file() and path.stat().st_size == size
 
-    def _known(self, name: str, path: Path) -> dict[str, Any] | None:
+    def _linked_entry(self, name: str, path: Path) -> dict[str, Any] | None:
         """Returns the manifest entry of a file that is a hard link to another checkpoint's, taken from that checkpoint.
 
         This avoids reading the file, and damage to the shared bytes shows in both checkpoints.
@@ -240,19 +240,19 @@ def clean_leftovers(paths: RunPaths) -> list[Path]:
     """
     if not paths.checkpoints.is_dir():
         return []
-    found = [
+    leftovers = [
         (match.group(1), int(match.group(2)), path)
         for path in paths.checkpoints.iterdir()
         if (match := _LEFTOVER.match(path.name))
     ]
-    for kind, step, path in found:
+    for kind, step, path in leftovers:
         final = paths.checkpoint(step)
         if kind == "old" and is_complete(path) and not final.exists():
             path.rename(final)
             fsync_folder(paths.checkpoints)
         else:
             _remove_unsealed(path)
-    return [path for _, _, path in found]
+    return [path for _, _, path in leftovers]
 
 
 def _remove_unsealed(folder: Path) -> None:
@@ -317,21 +317,21 @@ def require_valid(checkpoint: Path, *, hint: str = "", checksums: bool = True) -
     """
     faults = verify(checkpoint, checksums=checksums)
     if faults:
-        shown = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
+        faults_text = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
         advice = f". Restore the file, {hint}" if hint else ""
-        raise CheckpointError(f"checkpoint {checkpoint} cannot be used: {shown}{advice}")
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be used: {faults_text}{advice}")
 
 
-def _named(paths: RunPaths, asked: Path) -> Path:
-    candidates = [asked.absolute()]
-    if len(asked.parts) == 1:
-        candidates.append(paths.checkpoints / asked)
+def _named(paths: RunPaths, requested: Path) -> Path:
+    candidates = [requested.absolute()]
+    if len(requested.parts) == 1:
+        candidates.append(paths.checkpoints / requested)
     for path in candidates:
         if path.is_dir():
             return path
     have = ", ".join(path.name for _, path in paths.checkpoint_steps() if is_complete(path))
     raise CheckpointError(
-        f"runner.resume_dir={asked}: no such checkpoint folder. "
+        f"runner.resume_dir={requested}: no such checkpoint folder. "
         + (f"{paths.checkpoints} has: {have}. " if have else f"{paths.checkpoints} has none. ")
         + "Give a global_step_<N> folder, or runner.resume_dir=auto"
     )

@@ -39,24 +39,24 @@ class Box(NamedTuple):
 
     def meet(self, other: Box) -> Box | None:
         """Returns the intersection; None if it is empty."""
-        found = between(map(max, self.starts, other.starts), map(min, self.ends, other.ends))
-        return found if all(size > 0 for size in found.sizes) else None
+        overlap = between(map(max, self.starts, other.starts), map(min, self.ends, other.ends))
+        return overlap if all(size > 0 for size in overlap.sizes) else None
 
     def without(self, part: Box) -> list[Box]:
         """Returns boxes that cover this box except a part that lies within it."""
-        left, starts, sizes = list[Box](), list(self.starts), list(self.sizes)
+        boxes, starts, sizes = list[Box](), list(self.starts), list(self.sizes)
         for axis, (start, size) in enumerate(zip(*part, strict=True)):
             end, stop = start + size, starts[axis] + sizes[axis]
             for first, behind in ((starts[axis], start), (end, stop)):
                 if behind > first:
-                    left.append(
+                    boxes.append(
                         Box(
                             (*starts[:axis], first, *starts[axis + 1 :]),
                             (*sizes[:axis], behind - first, *sizes[axis + 1 :]),
                         )
                     )
             starts[axis], sizes[axis] = start, size
-        return left
+        return boxes
 
     def within(self, outer: Box) -> Box:
         """Returns the box relative to the start of an outer box that contains it."""
@@ -75,13 +75,13 @@ def whole(shape: Iterable[int]) -> Box:
     return Box((0,) * len(sizes), sizes)
 
 
-def uncovered(wanted: Box, held: Iterable[Box]) -> list[Box]:
+def uncovered(target: Box, held: Iterable[Box]) -> list[Box]:
     """Returns the parts of a box that no other of some boxes covers."""
-    left = [wanted]
+    remaining = [target]
     for box in held:
-        parts = [(one, one.meet(box)) for one in left]
-        left = [rest for one, part in parts for rest in ([one] if part is None else one.without(part))]
-    return left
+        parts = [(one, one.meet(box)) for one in remaining]
+        remaining = [remainder for one, part in parts for remainder in ([one] if part is None else one.without(part))]
+    return remaining
 
 
 def box_of(offset: int, shape: Sequence[int], strides: Sequence[int], full: Sequence[int]) -> Box | None:
@@ -96,10 +96,10 @@ def box_of(offset: int, shape: Sequence[int], strides: Sequence[int], full: Sequ
         None if the view is not a box of the tensor, or is a transposed one.
     """
     steps = [math.prod(full[axis + 1 :]) for axis in range(len(full))]
-    starts, rest = list[int](), offset
+    starts, remainder = list[int](), offset
     for step in steps:
-        starts.append(rest // step if step else 0)
-        rest -= starts[-1] * step
+        starts.append(remainder // step if step else 0)
+        remainder -= starts[-1] * step
     sizes, last = [1] * len(full), -1
     for size, stride in zip(shape, strides, strict=True):
         if size == 1:

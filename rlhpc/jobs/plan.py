@@ -17,7 +17,7 @@ from rlhpc.jobs.elastic.helper_plan import HelperPlan, helper_plans
 from rlhpc.jobs.slurm import minutes_of
 from rlhpc.runtime.allocation import gpus_in
 from rlhpc.runtime.cluster import WITHOUT_ACCELERATORS, Cluster, read_key
-from rlhpc.runtime.cluster_config import Given, Key
+from rlhpc.runtime.cluster_config import Key, SectionSource
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.imports import run_module
 from rlhpc.runtime.launchers.srun_commands import SrunStep, job_steps
@@ -160,7 +160,7 @@ def build_plan(
     )  # fmt: skip
 
 
-def _check_walltimes(components: Sequence[JobComponent], runner: Given, section: Given) -> None:
+def _check_walltimes(components: Sequence[JobComponent], runner: SectionSource, section: SectionSource) -> None:
     """Checks that walltimes are longer than the time reserved for saving: such a job would be requeued without a step.
 
     Raises:
@@ -180,7 +180,7 @@ def _check_walltimes(components: Sequence[JobComponent], runner: Given, section:
             )
 
 
-def job_options(section: Given, job: JobConfig | Mapping[str, Any]) -> dict[str, str]:
+def job_options(section: SectionSource, job: JobConfig | Mapping[str, Any]) -> dict[str, str]:
     """Returns Slurm's partition, account, qos and constraint of a job other than training, as far as configured.
 
     Values that the job's own section omits come from the whole cluster or, if that omits them too, from one of the run's
@@ -200,13 +200,13 @@ def job_options(section: Given, job: JobConfig | Mapping[str, Any]) -> dict[str,
     return {key: str(value) for key, value in options.items()}
 
 
-def _has_accelerators(group: Given) -> bool:
+def _has_accelerators(group: SectionSource) -> bool:
     accelerator_keys: tuple[Key, ...] = ("gres", "gres_name", "accelerators_per_node")
     kind = str(read_key(group, "accelerator_kind", "")).lower()
     return kind not in WITHOUT_ACCELERATORS and any(read_key(group, key) for key in accelerator_keys)
 
 
-def _needs_slurm(section: Given, groups: Sequence[Given], cluster: Cluster | None) -> bool:
+def _needs_slurm(section: SectionSource, groups: Sequence[SectionSource], cluster: Cluster | None) -> bool:
     if cluster is not None and cluster.source != "virtual":
         return cluster.source == "slurm"
     requests_resources = any(read_key(raw, key) is not None for raw in [*groups, section] for key in _RESOURCES)
@@ -216,7 +216,7 @@ def _needs_slurm(section: Given, groups: Sequence[Given], cluster: Cluster | Non
 # -- components -------------------------------------------------------------------------------------------------------
 
 
-def _components(groups: Sequence[Given], section: Given, cluster: Cluster) -> tuple[JobComponent, ...]:
+def _components(groups: Sequence[SectionSource], section: SectionSource, cluster: Cluster) -> tuple[JobComponent, ...]:
     """Divides the nodes into components: like the allocation, or one for each node group with its own resources."""
     by_rank = {r: raw for raw in groups for r in cluster.node_group(str(read_key(raw, "label"))).node_ranks}
     allocated = cluster.source == "slurm" or any(n.het_group is not None for n in cluster.nodes)
@@ -246,7 +246,7 @@ def _components(groups: Sequence[Given], section: Given, cluster: Cluster) -> tu
 
 
 def _options(
-    members: Sequence[Given], section: Given, labels: str, accelerators: int, nodes: int
+    members: Sequence[SectionSource], section: SectionSource, labels: str, accelerators: int, nodes: int
 ) -> tuple[tuple[str, str], ...]:
     """Returns the sbatch options of a component: those of its groups or, without groups, those of the whole cluster."""
 

@@ -16,7 +16,7 @@ from rlhpc.jobs.state import FINAL, OVER, Facts, RunState, duration, find_runs, 
 from rlhpc.runtime.errors import UserError
 from rlhpc.runtime.files import is_count, open_file, read_file
 from rlhpc.runtime.host import host_id
-from rlhpc.runtime.registry import CURRENT, LEFT, MEMBERS, ROBOTS
+from rlhpc.runtime.registry import CURRENT, DEPARTED, MEMBERS, ROBOTS
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.runtime.text import one_line
 
@@ -115,7 +115,7 @@ def members(paths: RunPaths) -> list[dict[str, Any]]:
         return []
     rows = []
     for path in (generation / MEMBERS).glob("*.json"):
-        row, departure = read_json_file(path), read_json_file(generation / LEFT / path.name)
+        row, departure = read_json_file(path), read_json_file(generation / DEPARTED / path.name)
         if row is None or "group" not in row or not is_count(row.get("rank") or 0):
             continue
         # A rank that was cut off no longer writes its own file; the driver records that it goes on without it.

@@ -45,19 +45,19 @@ class Node:
     address: str | None = None
 
 
-def expand_range(text: str, whole: str) -> list[str]:
+def expand_range(text: str, full_text: str) -> list[str]:
     """Expands a range of numbers: `3` → ["3"]; `08-11` → ["08", "09", "10", "11"]. Keeps the first number's width.
 
     Raises:
-        ConfigError: Not a number or an ascending range; quotes `whole`, the text that contains it.
+        ConfigError: Not a number or an ascending range; quotes `full_text`, the text that contains it.
     """
     match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text)
     if not match:
-        raise ConfigError(f"cannot read {text!r} in {whole!r}: write a number (3) or a range (0-3)")
+        raise ConfigError(f"cannot read {text!r} in {full_text!r}: write a number (3) or a range (0-3)")
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first or last - first >= _MOST_NODES:
         raise ConfigError(
-            f"cannot read {text!r} in {whole!r}: {'it runs backwards' if last < first else 'it is too long'}"
+            f"cannot read {text!r} in {full_text!r}: {'it runs backwards' if last < first else 'it is too long'}"
         )
     return [str(n).zfill(len(match[1])) for n in range(first, last + 1)]
 
@@ -102,13 +102,13 @@ def gpus_in(text: str | None) -> int | None:
     """Parses accelerators per node in Slurm's notation: `gpu:a100:4`, `gpu:2,nvme:1`, `a100:4`, `4`; returns None if it names
     none.
     """
-    found = None
+    total = None
     for part in (text or "").removeprefix("gres:").split(","):
         words = re.sub(r"\([^)]*\)", "", part.strip()).removeprefix("gres/").replace("=", ":").split(":")
         if words[0] == "gpu":
             count = words[-1] if len(words) > 1 else "1"
-            found = (found or 0) + (int(count) if count.isdigit() else 1)
-    return found
+            total = (total or 0) + (int(count) if count.isdigit() else 1)
+    return total
 
 
 def granted_cpus(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
@@ -125,12 +125,12 @@ def granted_cpus(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/
     except OSError:
         lines = []
     for line in ["0::/", *lines]:  # a container may mount its own group as the root and still show the host's path
-        _, controllers, own = [*line.split(":", 2), "", ""][:3]
+        _, controllers, cgroup_path = [*line.split(":", 2), "", ""][:3]
         if controllers and "cpu" not in controllers.split(","):
             continue
         mounts = [root / controllers, root / "cpu"] if controllers else [root]
         for mount in mounts:
-            folder = mount / own.lstrip("/")
+            folder = mount / cgroup_path.lstrip("/")
             for group in (folder, *folder.parents):
                 if (quota := _quota(group)) is not None:
                     cpus = min(cpus, quota)
@@ -157,8 +157,8 @@ def visible_accelerators(environ: Mapping[str, str], dev: Path = Path("/dev")) -
     if mask is not None:
         # CUDA reads a mask up to the first entry that is no device
         return tuple(itertools.takewhile(lambda m: m not in ("", "-1", "NoDevFiles"), map(str.strip, mask.split(","))))
-    found = [m[1] for p in dev.glob("nvidia[0-9]*") if (m := re.fullmatch(r"nvidia([0-9]+)", p.name))]
-    return tuple(sorted(found, key=int))
+    indices = [m[1] for p in dev.glob("nvidia[0-9]*") if (m := re.fullmatch(r"nvidia([0-9]+)", p.name))]
+    return tuple(sorted(indices, key=int))
 
 
 def in_slurm_job(environ: Mapping[str, str]) -> bool:

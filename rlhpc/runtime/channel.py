@@ -39,7 +39,7 @@ class QueueEmpty(queue.Empty):
     """`get_nowait` on an empty channel."""
 
 
-class Taken(NamedTuple):
+class LeasedItem(NamedTuple):
     """An item that a consumer has leased and has not acknowledged yet.
 
     Attributes:
@@ -95,14 +95,14 @@ class Channel:
             ]
         else:
             members = []
-        homes = [context.member(*who)["data"] for who in members] or [context.service.endpoint]
+        homes = [context.member(*member)["data"] for member in members] or [context.service.endpoint]
         if context.service.endpoint in homes:
             context.service.open_channel(name, maxsize, max_bytes)
-        for who, record in dict(zip(members, homes, strict=False)).items():
+        for member, record in dict(zip(members, homes, strict=False)).items():
             if record != context.service.endpoint:
                 body, peers = pickle.dumps((name, maxsize, max_bytes)), context.service.peers
                 request = peers.begin(choose(record), b"OPEN", [body], f"the home of channel {name!r}", _OPENS_S)
-                peers.reply_to(request, _OPENS_S, functools.partial(context.has_left, *who))
+                peers.reply_to(request, _OPENS_S, functools.partial(context.has_left, *member))
         context.registry.put("channels", name, {"homes": homes, "maxsize": maxsize})
         return cls(name, homes, maxsize)
 
@@ -260,7 +260,7 @@ class Channel:
         """
         return self._get(current(), str(key), None, False, None)[0]
 
-    def take_nowait(self, key: str = DEFAULT_KEY) -> Taken:
+    def take_nowait(self, key: str = DEFAULT_KEY) -> LeasedItem:
         """Leases the oldest item until this process acknowledges it with `done`; if the process ends first, the item returns
         to the front.
 
@@ -272,12 +272,12 @@ class Channel:
         context = current()
         taker, patience = Taker(context.host, address()), context.wait_deadline
         ((item, number),) = self._fetch(context, str(key), None, False, patience, taker, keep=True)
-        return Taken(item, number)
+        return LeasedItem(item, number)
 
-    def done(self, taken: Taken) -> None:
+    def done(self, lease: LeasedItem) -> None:
         """Acknowledges a leased item: its result is stored, so no other consumer may get it."""
         home = self._homes[0]
-        current().service.peers.post(choose(home), b"ACK", [pickle.dumps((self.name, [taken.number]))])
+        current().service.peers.post(choose(home), b"ACK", [pickle.dumps((self.name, [lease.number]))])
 
     def get_batch(self, target_weight: float, key: str = DEFAULT_KEY) -> list[Any]:
         """Takes items in order until their weights reach `target_weight` or the next would exceed it; blocks until then."""
@@ -365,4 +365,4 @@ class Channel:
         return f"Channel({self.name!r})"
 
 
-__all__ = ["AsyncWork", "Channel", "Item", "QueueEmpty", "QueueFull", "Taken"]
+__all__ = ["AsyncWork", "Channel", "Item", "LeasedItem", "QueueEmpty", "QueueFull"]

@@ -17,7 +17,7 @@ from rlhpc.runtime.allocation import (
     slurm_nodes,
     visible_accelerators,
 )
-from rlhpc.runtime.cluster_config import Given, Key
+from rlhpc.runtime.cluster_config import Key, SectionSource
 from rlhpc.runtime.devices import VIRTUAL
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.host import node_name
@@ -78,14 +78,18 @@ class Cluster:
     """
 
     def __init__(
-        self, config: Given | int = None, *, num_nodes: int | None = None, environ: Mapping[str, str] | None = None
+        self,
+        config: SectionSource | int = None,
+        *,
+        num_nodes: int | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         env = os.environ if environ is None else environ
         if isinstance(config, int):
             config, num_nodes = None, config
-        asked = read_key(config, "num_nodes") if num_nodes is None else num_nodes
-        if asked is not None:
-            asked = _count(asked, "cluster.num_nodes", 1)
+        requested_nodes = read_key(config, "num_nodes") if num_nodes is None else num_nodes
+        if requested_nodes is not None:
+            requested_nodes = _count(requested_nodes, "cluster.num_nodes", 1)
         slurm = in_slurm_job(env)
         if slurm:
             nodes, where = slurm_nodes(env, ask=environ is None), f"the Slurm job {env['SLURM_JOB_ID']}"
@@ -93,13 +97,13 @@ class Cluster:
             visible = visible_accelerators(env)
             nodes = [Node(0, node_name(), granted_cpus(), tuple(range(len(visible))), visible)]
             where = "this machine (outside a Slurm job)"
-        if asked is not None and asked > len(nodes):
+        if requested_nodes is not None and requested_nodes > len(nodes):
             raise ConfigError(
-                f"cluster.num_nodes is {asked}, but {where} has {len(nodes)} "
+                f"cluster.num_nodes is {requested_nodes}, but {where} has {len(nodes)} "
                 f"({', '.join(n.name for n in nodes)}); set cluster.num_nodes={len(nodes)} or ask for more nodes"
             )
         self.source = "slurm" if slurm else "machine"
-        self.nodes: list[Node] = nodes if asked is None else nodes[:asked]
+        self.nodes: list[Node] = nodes if requested_nodes is None else nodes[:requested_nodes]
         groups = list(read_key(config, "node_groups", ()))
         self.node_groups: dict[str, NodeGroup] = _read_groups(groups, self.nodes)
         gres = gpus_in(read_key(config, "gres")) if slurm else None
@@ -120,7 +124,7 @@ class Cluster:
         cls,
         num_nodes: int = 1,
         accelerators_per_node: int = 0,
-        node_groups: Sequence[Given] = (),
+        node_groups: Sequence[SectionSource] = (),
         *,
         cpus: int | None = None,
     ) -> Cluster:
@@ -136,7 +140,9 @@ class Cluster:
         return cls._virtual(num_nodes, accelerators_per_node, None, 0, node_groups, cpus)
 
     @classmethod
-    def planned(cls, config: Given, environ: Mapping[str, str] | None = None, *, cpus: int | None = None) -> Cluster:
+    def planned(
+        cls, config: SectionSource, environ: Mapping[str, str] | None = None, *, cpus: int | None = None
+    ) -> Cluster:
         """Creates the nodes that a `cluster:` section requests as virtual nodes, wherever this runs.
 
         If the section gives no number of accelerators, nodes have as many as its `gres` requests. Without a `gres`, they have
@@ -159,10 +165,16 @@ class Cluster:
 
     @classmethod
     def _virtual(
-        cls, num_nodes: int, per_node: Any, gres: int | None, found: int, node_groups: Sequence[Given], cpus: int | None
+        cls,
+        num_nodes: int,
+        per_node: Any,
+        gres: int | None,
+        visible: int,
+        node_groups: Sequence[SectionSource],
+        cpus: int | None,
     ) -> Cluster:
-        """Creates virtual nodes with `per_node` accelerators; if that is None, with `gres`; without it, with `found` on nodes
-        that could be this machine.
+        """Creates virtual nodes with `per_node` accelerators; if that is None, with `gres`; without it, with `visible` on
+        nodes that could be this machine.
         """
         cluster = cls.__new__(cls)
         cluster.source, cluster.interface, cluster.container, cluster.bind_cores = "virtual", None, (), False
@@ -176,10 +188,10 @@ class Cluster:
         ]
         cluster.node_groups = _read_groups(groups, cluster.nodes)
         for raw in groups:
-            if (own := read_key(raw, "cpus_per_node")) is None:
+            if (group_cpus := read_key(raw, "cpus_per_node")) is None:
                 continue
             for rank in cluster.node_groups[str(read_key(raw, "label"))].node_ranks:
-                cluster.nodes[rank] = replace(cluster.nodes[rank], cpus=_count(own, "cpus_per_node", 1))
+                cluster.nodes[rank] = replace(cluster.nodes[rank], cpus=_count(group_cpus, "cpus_per_node", 1))
         cluster._grant(groups, per_node, gres, trust_gres=True)
         elsewhere = {
             rank
@@ -191,10 +203,10 @@ class Cluster:
         if per_node is None and gres is None:
             for node in list(cluster.nodes):
                 if node.rank not in elsewhere:
-                    cluster.nodes[node.rank] = _with_accelerators(node, found, "cluster.accelerators_per_node")
+                    cluster.nodes[node.rank] = _with_accelerators(node, visible, "cluster.accelerators_per_node")
         return cluster
 
-    def _grant(self, groups: Sequence[Given], per_node: Any, common: int | None, *, trust_gres: bool) -> None:
+    def _grant(self, groups: Sequence[SectionSource], per_node: Any, common: int | None, *, trust_gres: bool) -> None:
         """Settles each node's accelerators: the first known of the group's, the cluster's, those found, and `common`."""
         by_rank = {r: raw for raw in groups for r in self.node_groups[str(read_key(raw, "label"))].node_ranks}
         for node in list(self.nodes):
@@ -205,8 +217,8 @@ class Cluster:
             if raw is not None:
                 label = read_key(raw, "label")
                 gres = gpus_in(read_key(raw, "gres")) if trust_gres and not node.accelerators else None
-                if (own := read_key(raw, "accelerators_per_node")) is not None:
-                    key, count = f"cluster.node_groups[{label}].accelerators_per_node", own
+                if (group_count := read_key(raw, "accelerators_per_node")) is not None:
+                    key, count = f"cluster.node_groups[{label}].accelerators_per_node", group_count
                 elif str(read_key(raw, "accelerator_kind", "")).lower() in WITHOUT_ACCELERATORS:
                     count = 0
                 elif gres is not None:
@@ -249,9 +261,9 @@ class Cluster:
         return f"Cluster({self.num_nodes} nodes, {self.num_accelerators} accelerators)"
 
 
-def _count(value: Any, key: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{key} is {value!r}; it must be a whole number, {least} or more")
+def _count(value: Any, key: str, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{key} is {value!r}; it must be a whole number, {minimum} or more")
     return value
 
 
@@ -269,18 +281,18 @@ def _with_accelerators(node: Node, count: int, key: str) -> Node:
 # -- node groups ------------------------------------------------------------------------------------------------------
 
 
-def _read_groups(groups: Sequence[Given], nodes: Sequence[Node]) -> dict[str, NodeGroup]:
+def _read_groups(groups: Sequence[SectionSource], nodes: Sequence[Node]) -> dict[str, NodeGroup]:
     """Returns the configuration's node groups on these nodes; a node is in at most one."""
-    found: dict[str, NodeGroup] = {}
+    by_label: dict[str, NodeGroup] = {}
     owner: dict[int, str] = {}
     for index, raw in enumerate(groups):
         label = str(read_key(raw, "label", "")).strip()
         if not label:
             raise ConfigError(f"cluster.node_groups[{index}].label is missing")
-        if label in RESERVED_LABELS or label in found:
-            why = "is given twice" if label in found else f"is reserved ({', '.join(RESERVED_LABELS)} always exist)"
+        if label in RESERVED_LABELS or label in by_label:
+            why = "is given twice" if label in by_label else f"is reserved ({', '.join(RESERVED_LABELS)} always exist)"
             raise ConfigError(f"cluster.node_groups[{index}].label {label!r} {why}; choose another")
-        ranks = _group_ranks(raw, f"cluster.node_groups[{label}]", nodes, taken=set(owner))
+        ranks = _group_ranks(raw, f"cluster.node_groups[{label}]", nodes, assigned=set(owner))
         for rank in ranks:
             if rank in owner:
                 raise ConfigError(
@@ -288,7 +300,7 @@ def _read_groups(groups: Sequence[Given], nodes: Sequence[Node]) -> dict[str, No
                     f"a node belongs to one group"
                 )
             owner[rank] = label
-        found[label] = NodeGroup(
+        by_label[label] = NodeGroup(
             label=label,
             node_ranks=ranks,
             env_vars={str(k): str(v) for k, v in dict(read_key(raw, "env_vars", {})).items()},
@@ -296,10 +308,10 @@ def _read_groups(groups: Sequence[Given], nodes: Sequence[Node]) -> dict[str, No
             accelerator_kind=read_key(raw, "accelerator_kind"),
             het_component=read_key(raw, "het_component"),
         )
-    return found
+    return by_label
 
 
-def _group_ranks(raw: Given, at: str, nodes: Sequence[Node], taken: set[int]) -> tuple[int, ...]:
+def _group_ranks(raw: SectionSource, at: str, nodes: Sequence[Node], assigned: set[int]) -> tuple[int, ...]:
     component, size = read_key(raw, "het_component"), read_key(raw, "num_nodes")
     listed = read_key(raw, "node_ranks")
     members = [n.rank for n in nodes if component is None or (n.het_group or 0) == component]
@@ -313,7 +325,7 @@ def _group_ranks(raw: Given, at: str, nodes: Sequence[Node], taken: set[int]) ->
         if stray := sorted(set(ranks) - set(members)):
             raise ConfigError(f"{at}.node_ranks has node {stray[0]}, which is not of its het_component {component}")
     elif component is None and size is not None:
-        free = [r for r in members if r not in taken]
+        free = [r for r in members if r not in assigned]
         if _count(size, f"{at}.num_nodes", 1) > len(free):
             raise ConfigError(f"{at}.num_nodes is {size}, but {len(free)} of the {len(nodes)} node(s) are left for it")
         ranks = tuple(free[:size])
@@ -352,7 +364,7 @@ def parse_node_ranks(value: Any, at: str, num_nodes: int) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def _virtual_components(num_nodes: int, groups: Sequence[Given]) -> list[int | None]:
+def _virtual_components(num_nodes: int, groups: Sequence[SectionSource]) -> list[int | None]:
     """Returns the component of each virtual node if groups name components: their nodes follow one another in that order.
 
     A group's component has `num_nodes` nodes, or as many as its `node_ranks`; one group may omit both and gets the remaining
@@ -372,14 +384,14 @@ def _virtual_components(num_nodes: int, groups: Sequence[Given]) -> list[int | N
     sizes.setdefault(0, None)
     if sorted(sizes) != list(range(len(sizes))):
         raise ConfigError(f"cluster.node_groups: het_component values are {sorted(sizes)}; they count 0, 1, 2, ...")
-    known = sum(size or 0 for size in sizes.values())
+    num_assigned = sum(size or 0 for size in sizes.values())
     open_ = [component for component in sorted(sizes) if sizes[component] is None]
-    if len(open_) > 1 or known + len(open_) > num_nodes or (not open_ and known != num_nodes):
+    if len(open_) > 1 or num_assigned + len(open_) > num_nodes or (not open_ and num_assigned != num_nodes):
         raise ConfigError(
             f"cluster.num_nodes is {num_nodes}, but the components of cluster.node_groups have "
             + " + ".join(str(sizes[c] or "?") for c in sorted(sizes))
             + " nodes: give each group its num_nodes, and cluster.num_nodes their sum"
         )
     for component in open_:
-        sizes[component] = num_nodes - known
+        sizes[component] = num_nodes - num_assigned
     return [component for component in sorted(sizes) for _ in range(sizes[component] or 0)]

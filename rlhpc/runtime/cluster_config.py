@@ -144,4 +144,4 @@ Key = Literal[
     "start_within_s", "react_s", "look_s", "memory_check", "save_reserve_s",
 ]  # fmt: skip
 #: A section as such: of a configuration, a dataclass, or a mapping that has some of the keys.
-Given = SlurmOptions | Mapping[str, Any] | None
+SectionSource = SlurmOptions | Mapping[str, Any] | None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.errors import RendezvousTimeout, RlhpcError, StaleGeneration
 from rlhpc.runtime.host import host_id
-from rlhpc.runtime.registry import LEFT, MEMBERS, GenerationFolder
+from rlhpc.runtime.registry import DEPARTED, MEMBERS, GenerationFolder
 
 if TYPE_CHECKING:
     from rlhpc.runtime.comm.service import Service
@@ -22,13 +22,13 @@ class Farewell:
     The notice arrives on a thread, or in a signal handler, and must not wait for the main thread; so it takes no lock.
 
     Attributes:
-        told: Whether the rank has to leave.
+        has_notice: Whether the rank has to leave.
         wake: Called with the notice, to wake a main thread that waits for calls.
         announce: Tells the driver that the rank has to leave.
     """
 
     def __init__(self) -> None:
-        self.told = self._stays = False
+        self.has_notice = self._stays = False
         self.wake: Callable[[], None] = lambda: None
         self.announce: Callable[[], None] = lambda: None
         self._first: Callable[[], None] | None = None
@@ -45,7 +45,7 @@ class Farewell:
     @property
     def over(self) -> bool:
         """True if the rank has to leave and takes no further call."""
-        return self.told and not self._stays
+        return self.has_notice and not self._stays
 
     def tell(self) -> bool:
         """Gives notice to leave. It may arrive more than once, as from Slurm and from the process that started this one.
@@ -54,7 +54,7 @@ class Farewell:
             Whether the main thread has an action to run first, and ends the rank afterwards. Otherwise the rank may end at
             once.
         """
-        self.told = True
+        self.has_notice = True
         self._leaves = self._leaves or self._first is not None
         if self._leaves:
             self.wake()
@@ -118,17 +118,17 @@ class Context:
         deadline = time.monotonic() + (300.0 if timeout is None else timeout)
         pause = 0.002
         while True:
-            epoch, known = self.service.epoch, self._members.get((group, rank))
-            if known and known[0] == epoch:
-                return known[1]
+            epoch, cached = self.service.epoch, self._members.get((group, rank))
+            if cached and cached[0] == epoch:
+                return cached[1]
             if record := self.registry.get(MEMBERS, name):
                 self._members[group, rank] = (epoch, record)
                 return record
             if not (self.registry.root / MEMBERS).is_dir():
                 self.registry.check_current()  # if the whole registry is gone, no member will ever arrive
-                if known:
-                    return known[1]  # old generations' folders were removed, and this one's with them
-                raise StaleGeneration(self.registry.gone())
+                if cached:
+                    return cached[1]  # old generations' folders were removed, and this one's with them
+                raise StaleGeneration(self.registry.removal_message())
             self.check()
             if time.monotonic() > deadline:
                 raise RendezvousTimeout(f"{self.name} waited for {name}, which never arrived in {self.registry.root}")
@@ -141,12 +141,12 @@ class Context:
         """
         name, deadline = f"{group}-{rank}", time.monotonic() + patience_s
         while True:
-            known = self._members.get((group, rank))
-            left = self.registry.get(LEFT, name)
-            if left is not None and known is not None and left["incarnation"] == known[1]["incarnation"]:
+            cached = self._members.get((group, rank))
+            departure = self.registry.get(DEPARTED, name)
+            if departure is not None and cached is not None and departure["incarnation"] == cached[1]["incarnation"]:
                 return True
-            if known is not None:
-                self._look_after(name, known[1])
+            if cached is not None:
+                self._look_after(name, cached[1])
             if time.monotonic() >= deadline:
                 return False
             self.check()

@@ -40,8 +40,8 @@ def accelerator() -> str:
     """
     import torch
 
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found else ""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device.type if device else ""
 
 
 def device_name(device: torch.device) -> str:
@@ -62,8 +62,8 @@ def pci_addresses() -> list[str]:
         return []
     import torch
 
-    found: Iterable[Any] = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in found]
+    devices: Iterable[Any] = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in devices]
 
 
 def landing_device(sent: str) -> str:
@@ -109,8 +109,8 @@ def moved(module: Module, device: torch.device) -> Module:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     module.to(device)
-    for first, *others in names.values():
-        for holder, _, attribute in (other.rpartition(".") for other in others):
+    for first, *aliases in names.values():
+        for holder, _, attribute in (other.rpartition(".") for other in aliases):
             setattr(module.get_submodule(holder), attribute, module.get_parameter(first))
     return module
 
@@ -180,8 +180,8 @@ def locked(memory: mmap.mmap) -> torch.Tensor:
     return tensor
 
 
-def _unlock(runtime: Any, address: int, kept: Any) -> None:
-    """Unregisters host memory. `kept` is the owner of the memory, which is still mapped now."""
+def _unlock(runtime: Any, address: int, memory_owner: Any) -> None:
+    """Unregisters host memory. `memory_owner` is the owner of the memory, which is still mapped now."""
     runtime.cudaHostUnregister(address)
 
 
@@ -240,23 +240,23 @@ def torch_device(granted: Sequence[int], environ: Mapping[str, str] = os.environ
     if not granted:
         return "cpu"
     kind = accelerator()
-    seen = torch.accelerator.device_count() if kind else 0
-    if seen >= len(granted):
+    visible = torch.accelerator.device_count() if kind else 0
+    if visible >= len(granted):
         return kind
     if environ.get(VIRTUAL):
         return kind or "cpu"
-    why, do = why_unseen(seen, torch.version.cuda, torch.version.hip, environ.get("CUDA_VISIBLE_DEVICES"))
+    why, do = why_unseen(visible, torch.version.cuda, torch.version.hip, environ.get("CUDA_VISIBLE_DEVICES"))
     raise ConfigError(
         f"accelerators {', '.join(map(str, granted))} of {node_name()} were granted, but cannot be used by torch "
         f"{torch.__version__}, which {why}; {do}; or do without them: cluster.accelerators_per_node=0"
     )
 
 
-def why_unseen(seen: int, cuda: str | None, hip: str | None, mask: str | None, driver: str = "") -> tuple[str, str]:
+def why_unseen(visible: int, cuda: str | None, hip: str | None, mask: str | None, driver: str = "") -> tuple[str, str]:
     """Returns why torch sees fewer accelerators than were granted ("torch 2.13, which …"), and a remedy.
 
     Args:
-        seen: Number of accelerators that torch sees.
+        visible: Number of accelerators that torch sees.
         cuda, hip: The versions that torch is built for.
         mask: CUDA_VISIBLE_DEVICES.
         driver: The newest CUDA that the node's driver supports, if known.
@@ -265,7 +265,7 @@ def why_unseen(seen: int, cuda: str | None, hip: str | None, mask: str | None, d
         build = next((build for since, build in _BUILDS if _number(driver) >= since), "cu126") if driver else "auto"
         return "is built for the CPU", f"install the other build: RLHPC_TORCH={build} bash envs/setup.sh"
     return (
-        f"is built for {f'CUDA {cuda}' if cuda else f'ROCm {hip}'} and finds {seen} of them (CUDA_VISIBLE_DEVICES={mask})",
+        f"is built for {f'CUDA {cuda}' if cuda else f'ROCm {hip}'} and finds {visible} of them (CUDA_VISIBLE_DEVICES={mask})",
         "look at that node's driver with nvidia-smi, or take a build for it: RLHPC_TORCH=cu126 bash envs/setup.sh",
     )
 

@@ -64,39 +64,39 @@ def unwritten(error: OSError, path: str | Path) -> StorageError:
     return StorageError(f"{where}: could not be written: {error.strerror or error}. {advice(error, where)}")
 
 
-def storage_error(error: OSError, path: str | Path, what: str) -> StorageError:
+def storage_error(error: OSError, path: str | Path, label: str) -> StorageError:
     """Returns the error for a failed write.
 
     Args:
         error: The system's error.
         path: The file to be written, if the error does not name it.
-        what: Name of the data, which begins the message.
+        label: Name of the data, which begins the message.
     """
     where = error.filename or path
     return StorageError(
-        f"{what} could not be written: {where}: {error.strerror or error}. {advice(error, where)}, then continue from the "
+        f"{label} could not be written: {where}: {error.strerror or error}. {advice(error, where)}, then continue from the "
         f"last checkpoint with: {GO_ON}"
     )
 
 
-def explained(error: BaseException, what: str, *, anyway: bool = True) -> BaseException:
+def explained(error: BaseException, operation: str, *, anyway: bool = True) -> BaseException:
     """Returns `error`, or a `StorageError` with the place, if the error or its cause means that the disk is full.
 
     Args:
         error: Any exception.
-        what: The operation that failed, which begins the message.
+        operation: The operation that failed, which begins the message.
         anyway: Explain it even if the file and the filesystem are unknown.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, UserError):
         if isinstance(cause, OSError) and cause.errno in _FULL:
-            known = cause.filename or full_among(_likely())  # a failed write does not always say which file it was
-            if known is None and not anyway:
+            path = cause.filename or full_among(_likely())  # a failed write does not always say which file it was
+            if path is None and not anyway:
                 return error
-            if known is None:
+            if path is None:
                 remedy = advice(cause, ".") if cause.errno == errno.EFBIG else "Make room"
-                return StorageError(f"{what}: {cause.strerror}. {remedy}, then continue with: {GO_ON}")
-            return storage_error(cause, known, f"what {what} wrote")
+                return StorageError(f"{operation}: {cause.strerror}. {remedy}, then continue with: {GO_ON}")
+            return storage_error(cause, path, f"what {operation} wrote")
         cause = cause.__cause__ or cause.__context__
     return error
 

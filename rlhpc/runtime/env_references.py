@@ -67,16 +67,16 @@ def to_plain(cfg: Any) -> Any:
         return None
     written: Any = OmegaConf.to_container(cfg, resolve=False)
     keys: Any = list(cfg.keys()) if isinstance(cfg, DictConfig) else range(len(cfg))
-    found: dict[Any, Any] = {}
+    plain: dict[Any, Any] = {}
     for key in keys:
         if OmegaConf.is_missing(cfg, key):
-            found[key] = "???"
+            plain[key] = "???"
             continue
         before = _count
         value: Any = cfg[key]
         if OmegaConf.is_interpolation(cfg, key):
-            whole: Any = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            found[key] = written[key] if _count != before else whole
+            resolved: Any = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            plain[key] = written[key] if _count != before else resolved
         else:
-            found[key] = to_plain(value)
-    return found if isinstance(cfg, DictConfig) else list(found.values())
+            plain[key] = to_plain(value)
+    return plain if isinstance(cfg, DictConfig) else list(plain.values())

@@ -67,8 +67,8 @@ class FailurePolicy:
         if isinstance(failure, WorkerFailed) and failure.remote_traceback and not joined:
             return False
         replica = self.replica_of(group, rank)
-        left = [r for r in ranks if r.spec.group == group and r.state == "ready" and r.spec.rank not in replica]
-        return self.first is None and len(left) >= self.elastic[group]
+        remaining = [r for r in ranks if r.spec.group == group and r.state == "ready" and r.spec.rank not in replica]
+        return self.first is None and len(remaining) >= self.elastic[group]
 
     def replica_of(self, group: str, rank: int) -> range:
         """Returns the ranks of a rank's replica, including itself."""
@@ -105,16 +105,16 @@ class FailurePolicy:
         are about to join: no other rank needs them, and they may never arrive.
         """
         states = [r.state for r in ranks if r.state != "starting" or r.spec.rank < r.spec.world_size]
-        gone = {r.spec.group for r in ranks if r.state == "ended"}
-        return gone <= self.expendable and "ready" in states and {*states} <= {"ended", "ready"}
+        ended_groups = {r.spec.group for r in ranks if r.state == "ended"}
+        return ended_groups <= self.expendable and "ready" in states and {*states} <= {"ended", "ready"}
 
 
 def by_group(ranks: Iterable[Rank]) -> dict[str, list[int]]:
     """Returns the rank numbers of each group, both in order."""
-    found: dict[str, list[int]] = {}
+    ranks_by_group: dict[str, list[int]] = {}
     for r in sorted(ranks, key=lambda r: (r.spec.group, r.spec.rank)):
-        found.setdefault(r.spec.group, []).append(r.spec.rank)
-    return found
+        ranks_by_group.setdefault(r.spec.group, []).append(r.spec.rank)
+    return ranks_by_group
 
 
 log = logging.getLogger(__name__)
@@ -154,13 +154,13 @@ class Leases:
         self.patience: Mapping[str, float] = {}
         self.looked = time.monotonic()
 
-    def heard(self, member: Member, what: str) -> None:
+    def record_note(self, member: Member, event: str) -> None:
         """Takes in a note of a rank, or, if it is `unreachable`, of another one about it."""
-        if what == "unreachable":
+        if event == "unreachable":
             self._unreachable.add(member.spec.incarnation)
             return
         member.alive, member.suspect = time.monotonic(), False
-        member.leaving = member.leaving or what == "leaving"
+        member.leaving = member.leaving or event == "leaving"
 
     def look(self, members: Iterable[Member]) -> None:
         """Checks all ranks; call it every `TICK_S`. `alive` has the time of each rank's last heartbeat."""
@@ -178,9 +178,9 @@ class Leases:
             usual = LOST_S if not joined else JOINED_LOST_S if member.state == "ready" else ARRIVES_S
             if joined and member.record and (spec.incarnation in self._unreachable or self._has_ended(member.record)):
                 self._unreachable.discard(spec.incarnation)
-                self._fail(_lost(spec, "has ended, and so has whoever started it"))
+                self._fail(_lost_rank_error(spec, "has ended, and so has whoever started it"))
             elif silent > self.patience.get(spec.group, usual):
-                self._fail(_lost(spec, f"gave no sign of life for {silent:.0f} s"))
+                self._fail(_lost_rank_error(spec, f"gave no sign of life for {silent:.0f} s"))
             elif silent > SUSPECT_S and not member.suspect:
                 member.suspect = True
                 suspects.append(member)
@@ -190,7 +190,7 @@ class Leases:
             log.warning("so have %d other ranks", len(suspects) - _NAMED)
 
 
-def _lost(spec: WorkerSpec, how: str) -> WorkerFailed:
+def _lost_rank_error(spec: WorkerSpec, how: str) -> WorkerFailed:
     return WorkerFailed(
         f"{spec.group}[{spec.rank}] on node {spec.node} {how} (log {spec.log_err})",
         group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,

@@ -78,8 +78,8 @@ def find_files(path: str | None, suffixes: Sequence[str], key: str) -> list[Path
 
 
 def _nearest(path: Path) -> str:
-    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, 1)
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, 1)
     if near:
         return f"; did you mean {str(path.with_name(near[0]))!r}?"
     return "" if path.is_absolute() else f" (from {Path.cwd()})"
@@ -152,11 +152,11 @@ def follow_umask(folder: Path) -> None:
 
     Libraries that write to a temporary file and rename it (safetensors does) leave 0600 whatever the umask is.
     """
-    wanted = 0o666 & ~_umask()
+    intended_mode = 0o666 & ~_umask()
     for path in folder.rglob("*"):
         about = path.lstat()
-        if stat.S_ISREG(about.st_mode) and stat.S_IMODE(about.st_mode) == 0o600 != wanted:
-            path.chmod(wanted)
+        if stat.S_ISREG(about.st_mode) and stat.S_IMODE(about.st_mode) == 0o600 != intended_mode:
+            path.chmod(intended_mode)
 
 
 def _umask() -> int:
@@ -327,17 +327,17 @@ def _nesting(text: bytes) -> int:
     return deepest
 
 
-def _count(value: Any, seen: int, depth: int) -> int:
+def _count(value: Any, num_values: int, depth: int) -> int:
     """Counts the values, each as often as it is named."""
-    seen += 1
-    if seen > _MOST_NODES:
+    num_values += 1
+    if num_values > _MOST_NODES:
         raise ValueError(f"it has more than {_MOST_NODES} values, counted as often as aliases name them")
     if depth > _DEEPEST:
         raise RecursionError
     if isinstance(value, (dict, list)):
         for part in value.values() if isinstance(value, dict) else value:
-            seen = _count(part, seen, depth + 1)
-    return seen
+            num_values = _count(part, num_values, depth + 1)
+    return num_values
 
 
 _MIN_FREE_BYTES = 1 << 20

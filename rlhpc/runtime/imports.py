@@ -31,8 +31,8 @@ def import_paths(foreign: bool = False) -> list[str]:
     paths = [path for path in dict.fromkeys([*paths, root]) if path]
     if not foreign:
         return paths
-    own = tuple(f"{Path(prefix).resolve()}/" for prefix in (sys.prefix, sys.base_prefix))
-    return [path for path in paths if not f"{Path(path).resolve()}/".startswith(own)]
+    prefixes = tuple(f"{Path(prefix).resolve()}/" for prefix in (sys.prefix, sys.base_prefix))
+    return [path for path in paths if not f"{Path(path).resolve()}/".startswith(prefixes)]
 
 
 def python_path(foreign: bool = False) -> str:
@@ -64,10 +64,10 @@ def _working_directory() -> str:
 def fingerprint() -> str:
     """Returns a digest of the package's sources, independent of their location."""
     root = Path(__file__).resolve().parents[1]
-    found = hashlib.blake2b(digest_size=12)
+    digest = hashlib.blake2b(digest_size=12)
     for path in sorted(root.rglob("*.py")):
-        found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-    return found.hexdigest()
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def lazy_names(
@@ -80,15 +80,15 @@ def lazy_names(
         homes: Module → the names that come from there.
     """
     home_of = {name: module for module, names in homes.items() for name in names}
-    known = vars(sys.modules[package])
+    namespace = vars(sys.modules[package])
 
     def find(name: str) -> Any:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        known[name] = value = getattr(importlib.import_module(home_of[name]), name)
+        namespace[name] = value = getattr(importlib.import_module(home_of[name]), name)
         return value
 
     def names() -> list[str]:
-        return sorted({*known, *home_of})
+        return sorted({*namespace, *home_of})
 
     return find, names

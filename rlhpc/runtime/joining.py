@@ -25,7 +25,7 @@ from rlhpc.runtime.errors import ChannelError, ConfigError, RlhpcError
 from rlhpc.runtime.host import host_id, node_name
 from rlhpc.runtime.imports import fingerprint, python_path, run_module
 from rlhpc.runtime.ownership import owner
-from rlhpc.runtime.registry import CURRENT, LEFT, MEMBERS, CurveKeys, GenerationFolder
+from rlhpc.runtime.registry import CURRENT, DEPARTED, MEMBERS, CurveKeys, GenerationFolder
 from rlhpc.runtime.text import shown
 from rlhpc.runtime.worker_spec import LEAVE, WorkerSpec, for_input
 
@@ -86,7 +86,7 @@ class JoinPoint:
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers = Peers(self._context, self.keys, lambda: None)
         #: Whether the driver has continued without this rank, or could not be reached for a while.
-        self.left = self.silent = False
+        self.has_departed = self.silent = False
 
     @property
     def is_current(self) -> bool:
@@ -169,9 +169,9 @@ class JoinPoint:
     def why_left(self, spec: WorkerSpec) -> str:
         """Returns why the driver continues without this rank; "" if it does not."""
         with contextlib.suppress(OSError, RlhpcError, ValueError):
-            found = self.registry.get(LEFT, spec.name) or {}
-            if found.get("incarnation") == spec.incarnation:
-                return str(found["why"])
+            departure = self.registry.get(DEPARTED, spec.name) or {}
+            if departure.get("incarnation") == spec.incarnation:
+                return str(departure["why"])
         return ""
 
     def close(self) -> None:
@@ -259,7 +259,7 @@ def stay(
     registry_root: Path,
     wish: Mapping[str, Any],
     stopped: Leaving,
-    said: Callable[[str], None],
+    report: Callable[[str], None],
     over: Callable[[], bool],
     *,
     patience_s: float,
@@ -272,7 +272,7 @@ def stay(
         registry_root: The run's registry folder.
         wish: See `wish_of`.
         stopped: Set when this process has to leave, as before its walltime ends; `why` has the reason.
-        said: Called with messages on the progress.
+        report: Called with messages on the progress.
         over: Returns whether the run has ended, so that no driver will continue it.
         patience_s: Seconds to wait for another driver after one has ended.
         grace_s: Seconds that a rank may take to end.
@@ -295,13 +295,13 @@ def stay(
         before, silent = door.registry.generation, True
         try:
             try:
-                status = _take_part(door, _place(door, wish, stopped, patience_s), stopped, said, grace_s)
+                status = _take_part(door, _place(door, wish, stopped, patience_s), stopped, report, grace_s)
             except RlhpcError:
                 if not waits or door.lives():
                     raise
                 continue  # this driver has ended, too
             times, silent = times + 1, door.silent
-            if door.left:
+            if door.has_departed:
                 return times
             if status and not stopped.is_set() and door.is_current and door.lives():
                 raise RlhpcError("the rank has ended by itself, while the run goes on: its log says why")
@@ -356,12 +356,12 @@ def _place(door: JoinPoint, wish: Mapping[str, Any], stopped: Leaving, patience_
 def _without(door: JoinPoint, spec: WorkerSpec) -> str:
     """Returns a message if the driver continues without the rank, else ""."""
     why = door.why_left(spec)
-    door.left = bool(why)
+    door.has_departed = bool(why)
     return f"the run goes on without it: {why}" if why else ""
 
 
 def _take_part(
-    door: JoinPoint, spec: WorkerSpec | None, stopped: Leaving, said: Callable[[str], None], grace_s: float
+    door: JoinPoint, spec: WorkerSpec | None, stopped: Leaving, report: Callable[[str], None], grace_s: float
 ) -> int:
     """Takes part under one driver, until the driver or the rank has ended or this process has to leave; returns the rank's
     wait status.
@@ -369,19 +369,21 @@ def _take_part(
     if spec is None:
         return 0
     rank = JoinedRank(spec)
-    said(f"{spec.name} joins {door.registry.root.parent.parent.name} (pid {rank.process.pid}, log {spec.log_err})")
+    report(f"{spec.name} joins {door.registry.root.parent.parent.name} (pid {rank.process.pid}, log {spec.log_err})")
     looked = time.monotonic()
-    gone = ""
-    while rank.status is None and not gone:
+    leave_reason = ""
+    while rank.status is None and not leave_reason:
         if stopped.wait(0.1):
-            gone = stopped.why or "it was told to leave"
+            leave_reason = stopped.why or "it was told to leave"
         elif time.monotonic() - looked > _LOOK_S:
             door.silent = not (door.is_current and door.lives(stopped.is_set))
-            gone = "the run has ended, or its driver is gone" if door.silent else _without(door, spec)
+            leave_reason = "the run has ended, or its driver is gone" if door.silent else _without(door, spec)
             looked = time.monotonic()
-    gone = gone or _without(door, spec)
-    told = (gone or stopped.why) if stopped.is_set() else ""
-    status = rank.end(grace_s, _HANDING_S if told else 0.0) if rank.status is None else rank.status
-    door.tell({"note": "exit", "name": spec.name, "incarnation": spec.incarnation, "status": status, "why": told})
-    said(f"{spec.name} ended: {gone or f'wait status {status}'}")
+    leave_reason = leave_reason or _without(door, spec)
+    notice_reason = (leave_reason or stopped.why) if stopped.is_set() else ""
+    status = rank.end(grace_s, _HANDING_S if notice_reason else 0.0) if rank.status is None else rank.status
+    door.tell(
+        {"note": "exit", "name": spec.name, "incarnation": spec.incarnation, "status": status, "why": notice_reason}
+    )
+    report(f"{spec.name} ended: {leave_reason or f'wait status {status}'}")
     return status

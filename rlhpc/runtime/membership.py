@@ -25,7 +25,7 @@ from rlhpc.runtime.failure_detection import FailurePolicy
 from rlhpc.runtime.host import host_id, process_key
 from rlhpc.runtime.imports import fingerprint
 from rlhpc.runtime.launchers import JoinedStarter, Member, Starter
-from rlhpc.runtime.registry import LEFT, GenerationFolder
+from rlhpc.runtime.registry import DEPARTED, GenerationFolder
 from rlhpc.runtime.reporting import logged
 from rlhpc.runtime.rpc import RpcClient
 from rlhpc.runtime.text import last_lines, tail
@@ -36,12 +36,12 @@ def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
     """Returns a function that tells whether all ranks have reached `state`; it checks each rank only until then, however often
     it is called.
     """
-    left = list(members)
+    pending = list(members)
 
     def answer() -> bool:
-        while left and left[-1].state == state:
-            left.pop()
-        return not left
+        while pending and pending[-1].state == state:
+            pending.pop()
+        return not pending
 
     return answer
 
@@ -55,23 +55,23 @@ def said_before_its_log(member: Member) -> str:
     """Returns the output of a rank that died before it opened its log, as the end of a message; saved in that log if
     possible.
     """
-    said, log_err = "", Path(member.spec.log_err)
+    output, log_err = "", Path(member.spec.log_err)
     with contextlib.suppress(OSError):
         if not log_err.exists():
-            said = member.starter.said(member)
-            log_err.write_text(said + "\n")
-    return last_lines(said)
+            output = member.starter.early_output(member)
+            log_err.write_text(output + "\n")
+    return last_lines(output)
 
 
-def death(spec: WorkerSpec, status: int, said: str = "") -> WorkerFailed:
-    """Returns the failure for a rank's wait status; `said` ends the message if the rank's log is silent."""
+def death(spec: WorkerSpec, status: int, output: str = "") -> WorkerFailed:
+    """Returns the failure for a rank's wait status; `output` ends the message if the rank's log is silent."""
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     how = f"was killed by signal {number} ({signal.Signals(number).name})" if number else (
         f"exited with status {os.WEXITSTATUS(status)}")  # fmt: skip
     if number == signal.SIGKILL:
         how += "; if nobody killed it, look for the out-of-memory killer (dmesg, sacct)"
     failure = WorkerFailed(
-        f"{spec.group}[{spec.rank}] on node {spec.node} {how} (log {spec.log_err}){said or tail(spec.log_err)}",
+        f"{spec.group}[{spec.rank}] on node {spec.node} {how} (log {spec.log_err}){output or tail(spec.log_err)}",
         group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err, exit_signal=number,
     )  # fmt: skip
     if not number and os.WEXITSTATUS(status) == UserError.exit_code:  # its log says what the user can do about it
@@ -81,18 +81,18 @@ def death(spec: WorkerSpec, status: int, said: str = "") -> WorkerFailed:
 
 def by_starter(members: Sequence[Member]) -> dict[Starter, list[Member]]:
     """Returns the members of each starter."""
-    found: dict[Starter, list[Member]] = {}
+    members_by_starter: dict[Starter, list[Member]] = {}
     for member in members:
-        found.setdefault(member.starter, []).append(member)
-    return found
+        members_by_starter.setdefault(member.starter, []).append(member)
+    return members_by_starter
 
 
 def records_by_group(members: Sequence[Member]) -> list[list[dict[str, Any]]]:
     """Returns the members' records, grouped by worker group: a call goes to ranks of one group."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    records: dict[str, list[dict[str, Any]]] = {}
     for member in members:
-        found.setdefault(member.spec.group, []).append(member.record)
-    return list(found.values())
+        records.setdefault(member.spec.group, []).append(member.record)
+    return list(records.values())
 
 
 _ALIVE = ("starting", "ready")
@@ -156,7 +156,7 @@ class RankTable:
                 member.state = "ready"
             self.changed.notify_all()
 
-    def ended(self, members: Sequence[Member]) -> list[Member]:
+    def processes_ended(self, members: Sequence[Member]) -> list[Member]:
         """Registers that the processes of ranks have ended; returns those whose end is unexpected."""
         with self.changed:
             for member in members:
@@ -166,11 +166,11 @@ class RankTable:
     def give_up(self, members: Sequence[Member]) -> list[Member]:
         """Registers that ranks count as ended, whatever their processes do; returns those whose end is unexpected."""
         with self.changed:
-            ended = [m for m in members if self.members.get(m.spec.name) is m and m.state != "ended"]
-            unexpected = [m for m in ended if m.state in _ALIVE]
-            if ended:
-                self._on_change(_keys(ended))
-            for member in ended:
+            newly_ended = [m for m in members if self.members.get(m.spec.name) is m and m.state != "ended"]
+            unexpected = [m for m in newly_ended if m.state in _ALIVE]
+            if newly_ended:
+                self._on_change(_keys(newly_ended))
+            for member in newly_ended:
                 member.state = "ended"
             self.changed.notify_all()
         return unexpected
@@ -181,13 +181,13 @@ class RankTable:
             self.changed.wait_for(lambda: all(m.has_exited for m in members), timeout)
             return [m for m in members if not m.has_exited]
 
-    def announce(self, service: Service, ended: Sequence[Member] = ()) -> None:
+    def announce(self, service: Service, ended_members: Sequence[Member] = ()) -> None:
         """Tells the ranks that are ready, in the background, that ranks have come, or that these ranks have ended.
 
         They free what they hold for ended ranks, and read the other ranks' records again.
         """
         records = [member.record for member in self.all() if member.state == "ready"]
-        note = pickle.dumps((service.epoch, _keys(ended)))
+        note = pickle.dumps((service.epoch, _keys(ended_members)))
 
         def tell() -> None:
             pending = []
@@ -284,18 +284,18 @@ class Membership:
 
         The same applies to the ranks of its replica: they may be waiting for it at a point where no message reaches them.
         """
-        self._left(member, failure, rpc)
+        self._record_departure(member, failure, rpc)
         spec = member.spec
         replica = self._failures.replica_of(spec.group, spec.rank)
         for mate in self._ranks.alive(spec.group):
             if mate.spec.rank in replica:
-                mate.told = mate.told or member.told
-                self._left(mate, RlhpcError(f"{spec.name} has ended, and both are one engine"), rpc)
+                mate.leave_reason = mate.leave_reason or member.leave_reason
+                self._record_departure(mate, RlhpcError(f"{spec.name} has ended, and both are one engine"), rpc)
 
-    def _left(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
+    def _record_departure(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
         spec = member.spec
-        if member.told:
-            log.info("%s leaves: %s", spec.name, member.told)
+        if member.leave_reason:
+            log.info("%s leaves: %s", spec.name, member.leave_reason)
         else:
             log.warning("%s goes on without rank %d: %s", spec.group, spec.rank, failure)
         self._ranks.give_up([member])
@@ -335,7 +335,11 @@ class Membership:
                 member.starter.kill([member])
         if member.starter is self._joined:
             self._tell(
-                {"event": "left", "incarnation": member.spec.incarnation, "why": member.told or departure.reason}
+                {
+                    "event": "left",
+                    "incarnation": member.spec.incarnation,
+                    "why": member.leave_reason or departure.reason,
+                }
             )
 
     def _record(self, departure: _Departure) -> bool:
@@ -344,7 +348,7 @@ class Membership:
         if not member.record and member.starter is not self._joined:
             return True
         try:
-            self._registry.put(LEFT, spec.name, {"incarnation": spec.incarnation, "why": departure.reason})
+            self._registry.put(DEPARTED, spec.name, {"incarnation": spec.incarnation, "why": departure.reason})
         except StaleGeneration:
             return True  # another driver's run by now
         except (RlhpcError, OSError) as error:
@@ -361,7 +365,7 @@ class Membership:
 
     def why_left(self, group: str, rank: int) -> str:
         """Returns the reason of a rank that left after a notice; "" for a rank that ended otherwise."""
-        return next((m.told for m in self._ranks.all() if (m.spec.group, m.spec.rank) == (group, rank)), "")
+        return next((m.leave_reason for m in self._ranks.all() if (m.spec.group, m.spec.rank) == (group, rank)), "")
 
     def leaving(self, group: str) -> list[int]:
         """Returns ranks of a group that got a notice to leave and wait for permission (`Worker.stay_until_let_go`)."""
@@ -371,11 +375,11 @@ class Membership:
         """Counts the ranks that have joined and take part, by the id of their job; 0 for jobs whose ranks have all left again.
         Omits jobs of which no rank has ever taken part.
         """
-        found = dict.fromkeys(list(self._at_work.values()), 0)
+        counts = dict.fromkeys(list(self._at_work.values()), 0)
         for incarnation, (job, member) in list(self._jobs.items()):
             if incarnation in self._at_work and member.state == "ready":
-                found[job] += 1
-        return found
+                counts[job] += 1
+        return counts
 
     def takes_part(self, group: str, rank: int) -> None:
         """Registers that a joined or restarted rank has all it needs, and works from now on."""
@@ -387,14 +391,18 @@ class Membership:
 
     def of_job(self, job: str) -> list[Member]:
         """Returns ranks that have joined from a job and not ended."""
-        return [member for own, member in list(self._jobs.values()) if own == job and member.state != "ended"]
+        return [member for home, member in list(self._jobs.values()) if home == job and member.state != "ended"]
 
-    def newcomers(self, group: str, known: Collection[str]) -> list[dict[str, Any]]:
+    def newcomers(self, group: str, incarnations: Collection[str]) -> list[dict[str, Any]]:
         """Returns the records of ranks of a group that are ready and have none of the known incarnations."""
         with self._ranks.changed:
-            found = [m for m in self._ranks.alive(group) if m.state == "ready" and m.record["incarnation"] not in known]
-        self.epoch += len(found)
-        return [m.record for m in found]
+            ready = [
+                m
+                for m in self._ranks.alive(group)
+                if m.state == "ready" and m.record["incarnation"] not in incarnations
+            ]
+        self.epoch += len(ready)
+        return [m.record for m in ready]
 
     def startable(self, group: str) -> list[Member]:
         """Returns ranks of a group that have ended and whose place still belongs to this run. Their processes may still
@@ -446,10 +454,10 @@ class Membership:
         for mate in members:
             replica = self._failures.replica_of(group, mate.spec.rank)
             free = [rank for rank in replica if rank not in by_rank]
-            there = [by_rank[rank] for rank in replica if rank in by_rank]
-            jobs = {self._jobs.get(m.spec.incarnation, ("", m))[0] for m in there}
-            near = jobs == {wish["job"]} if wish["job"] else {m.spec.node for m in there} == {wish["node"]}
-            if free and near and all(m.state != "ended" for m in there):
+            replica_members = [by_rank[rank] for rank in replica if rank in by_rank]
+            jobs = {self._jobs.get(m.spec.incarnation, ("", m))[0] for m in replica_members}
+            near = jobs == {wish["job"]} if wish["job"] else {m.spec.node for m in replica_members} == {wish["node"]}
+            if free and near and all(m.state != "ended" for m in replica_members):
                 return free[0]
         return self._failures.replica_of(group, last - 1).stop
 
@@ -458,9 +466,9 @@ class Membership:
             raise TooEarly("the ranks that the run starts with are starting or ending")
         elastic = self._failures.elastic
         if group not in elastic:
-            known = f"groups that take some: {', '.join(elastic) or 'none'}"
+            elastic_text = f"groups that take some: {', '.join(elastic) or 'none'}"
             why = f"; {self.why_fixed}" if self.why_fixed else ""
-            raise ChannelError(f"no rank can join group {group!r} of this run; {known}{why}")
+            raise ChannelError(f"no rank can join group {group!r} of this run; {elastic_text}{why}")
         if wish["code"] != fingerprint():
             raise ChannelError(
                 "this is another rlhpc than the run's own: use the environment that the run was started with"

@@ -25,30 +25,30 @@ def address_of(interface: str) -> str:
         try:
             answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         except OSError as error:
-            there = ", ".join(f"{name} ({found})" for name, found in interfaces().items()) or "none"
+            available = ", ".join(f"{name} ({address})" for name, address in interfaces().items()) or "none"
             raise ConfigError(
                 f"cluster.interface is {interface!r}, which has no address on {node_name()} "
-                f"({error.strerror}); there are: {there}"
+                f"({error.strerror}); there are: {available}"
             ) from None
     return socket.inet_ntoa(answer[20:24])
 
 
 def interfaces() -> dict[str, str]:
     """Returns the interfaces of this host that have an IPv4 address."""
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+            addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
 
 
 def interface_of(address: str) -> str | None:
     """Returns the interface of this host that has the address."""
-    return next((name for name, found in interfaces().items() if found == address), None)
+    return next((name for name, interface_address in interfaces().items() if interface_address == address), None)
 
 
 def address_towards(host: str) -> str:
@@ -71,11 +71,11 @@ def address_towards(host: str) -> str:
 
 def node_addresses(names: list[str], timeout_s: float = TIMEOUT_S) -> dict[str, str]:
     """Returns addresses of Slurm nodes from Slurm's configuration, in one query; a name without an address maps to itself."""
-    found = {name: name for name in names}
+    addresses = {name: name for name in names}
     for pairs in ask("scontrol", "--oneliner", "show", "node", ",".join(names), timeout_s=timeout_s).records:
-        if pairs.get("NodeName") in found and pairs.get("NodeAddr"):
-            found[pairs["NodeName"]] = pairs["NodeAddr"]
-    return found
+        if pairs.get("NodeName") in addresses and pairs.get("NodeAddr"):
+            addresses[pairs["NodeName"]] = pairs["NodeAddr"]
+    return addresses
 
 
 def address_for_partition(partition: str | None, interface: str | None) -> str:
@@ -87,21 +87,21 @@ def address_for_partition(partition: str | None, interface: str | None) -> str:
     if interface:
         return address_of(interface)
     where = [f"--partition={partition}"] if partition else []
-    found = ask("sinfo", "--noheader", "--Node", *where, "--format=%N")
+    output = ask("sinfo", "--noheader", "--Node", *where, "--format=%N")
     here = names_here(os.environ)
-    names = list(dict.fromkeys(found.text.split())) if found.ok else []
-    others = [name for name in names if name not in here] or names
-    if not others:
+    names = list(dict.fromkeys(output.text.split())) if output.ok else []
+    remote_nodes = [name for name in names if name not in here] or names
+    if not remote_nodes:
         of = f"partition {partition}" if partition else "the default partition"
         raise ConfigError(
-            f"Slurm names no node of {of} ({found.words}); name the interface to it (cluster.interface=…)"
+            f"Slurm names no node of {of} ({output.words}); name the interface to it (cluster.interface=…)"
         )
-    return address_towards(node_addresses(others[:1])[others[0]])
+    return address_towards(node_addresses(remote_nodes[:1])[remote_nodes[0]])
 
 
 def own_address(interface: str | None) -> str | None:
     """Returns this host's address for the other hosts of its Slurm job; None if there are no other hosts."""
-    others = [node.name for node in slurm_nodes(os.environ) if not node.is_local]
-    if not others:
+    remote_nodes = [node.name for node in slurm_nodes(os.environ) if not node.is_local]
+    if not remote_nodes:
         return None
-    return address_of(interface) if interface else address_towards(node_addresses(others[:1])[others[0]])
+    return address_of(interface) if interface else address_towards(node_addresses(remote_nodes[:1])[remote_nodes[0]])

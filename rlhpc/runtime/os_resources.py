@@ -34,13 +34,13 @@ def near(addresses: Iterable[str], pci: Path = PCI) -> set[int]:
         addresses: On the PCI bus, such as `0000:1b:00.0`.
         pci: Sysfs folder of these devices.
     """
-    found: set[int] = set()
+    cores: set[int] = set()
     for address in addresses:
         try:
-            found |= cores_in((pci / address / "local_cpulist").read_text())
+            cores |= cores_in((pci / address / "local_cpulist").read_text())
         except OSError:
             return set()
-    return found
+    return cores
 
 
 def stay_near(addresses: Sequence[str], threads: int, pci: Path = PCI) -> str:
@@ -70,10 +70,10 @@ def stay_near(addresses: Sequence[str], threads: int, pci: Path = PCI) -> str:
 
 
 #: With fewer the driver cannot start a rank.
-LEAST = 64
+MIN_OPEN_FILES = 64
 #: Never ask for more: programs that close every descriptor they might have inherited would be busy for seconds, such as
 #: older versions of srun.
-_MOST = 65_536
+_MAX_FILES = 65_536
 
 
 def raise_limit() -> None:
@@ -83,15 +83,15 @@ def raise_limit() -> None:
         ConfigError: The hard limit is too low for a run.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    target = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < target:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    if 0 <= soft < LEAST:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+            soft = target
+    if 0 <= soft < MIN_OPEN_FILES:
         raise ConfigError(
-            f"a process may open {soft} files here; a run needs {LEAST} or more. Raise the limit with ulimit -n, or have it "
-            "raised (limits.conf)"
+            f"a process may open {soft} files here; a run needs {MIN_OPEN_FILES} or more. Raise the limit with "
+            "ulimit -n, or have it raised (limits.conf)"
         )
 
 
@@ -152,14 +152,14 @@ def _left_in_groups() -> Iterator[int]:
     for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         for folder in _folders():
             try:
-                most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+                maximum, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
                 inactive = [int(line.split()[1]) for line in (folder / "memory.stat").read_text().splitlines()
                             if line.startswith(("inactive_file ", "total_inactive_file "))]  # fmt: skip
             except (OSError, ValueError):
                 continue  # no such controller here, or one that we may not read
-            if most != "max":
+            if maximum != "max":
                 # The kernel drops files' pages before it kills a process.
-                yield int(most) - now + max(inactive, default=0)
+                yield int(maximum) - now + max(inactive, default=0)
 
 
 def _folders() -> Iterator[Path]:

@@ -8,7 +8,7 @@ import struct
 from typing import Any
 
 _LENGTH = struct.Struct("!Q")
-_LOST = struct.pack("ll", 180, 0)
+_SEND_TIMEOUT = struct.pack("ll", 180, 0)
 
 
 def send(sock: socket.socket, message: Any) -> None:
@@ -18,7 +18,7 @@ def send(sock: socket.socket, message: Any) -> None:
         OSError: The other side has ended, or has read nothing until the timeout; the connection has ended.
     """
     body = pickle.dumps(message)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LOST)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
     try:
         sock.sendall(_LENGTH.pack(len(body)) + body)
     except BlockingIOError:

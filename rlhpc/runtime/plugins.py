@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.text import shown
 
-Found = TypeVar("Found", bound=Callable[..., Any])
-Given = TypeVar("Given", bound=Callable[..., Any])
+ItemT = TypeVar("ItemT", bound=Callable[..., Any])
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
 def import_attribute(path: str, key: str) -> Any:
@@ -56,18 +56,18 @@ def load_attribute(path: str, key: str) -> Any:
     Raises:
         ConfigError: It cannot be imported, or is not callable; the message has the reason.
     """
-    found = import_attribute(path, key)
-    if not callable(found):
-        raise ConfigError(f"{key} is {path!r}, which is a {type(found).__name__}, no class and no function")
-    return found
+    attribute = import_attribute(path, key)
+    if not callable(attribute):
+        raise ConfigError(f"{key} is {path!r}, which is a {type(attribute).__name__}, no class and no function")
+    return attribute
 
 
-def required(module: str, what: str, extra: str = "llm") -> Any:
+def required(module: str, purpose: str, extra: str = "llm") -> Any:
     """Imports a module of an optional package.
 
     Args:
         module: Its name.
-        what: The feature and the package it needs, for messages: "videos need PyAV".
+        purpose: The feature and the package it needs, for messages: "videos need PyAV".
         extra: The extra of rlhpc that installs the package.
 
     Raises:
@@ -76,19 +76,19 @@ def required(module: str, what: str, extra: str = "llm") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"{what} ({error}): pip install 'rlhpc[{extra}]'") from error
+        raise ConfigError(f"{purpose} ({error}): pip install 'rlhpc[{extra}]'") from error
 
 
 def offered(group: str) -> dict[str, EntryPoint]:
     """Returns entry points of a group in the installed packages, by name in lower case."""
-    found: dict[str, EntryPoint] = {}
-    seen: set[str] = set()
+    entry_points_by_name: dict[str, EntryPoint] = {}
+    packages: set[str] = set()
     for folder in dict.fromkeys(sys.path):  # the first package hides later ones of the same name, as for an import
         for package, entries in _installed(*_as_it_is(folder)):
-            if package not in seen:
-                seen.add(package)
-                found |= {entry.name.lower(): entry for entry in entries if entry.group == group}
-    return found
+            if package not in packages:
+                packages.add(package)
+                entry_points_by_name |= {entry.name.lower(): entry for entry in entries if entry.group == group}
+    return entry_points_by_name
 
 
 def _as_it_is(folder: str) -> tuple[str, int]:
@@ -123,7 +123,7 @@ def meant(name: str, names: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}? " if near else ""
 
 
-class Registry(Generic[Found]):
+class Registry(Generic[ItemT]):
     """Classes or functions of one kind, by name; case does not matter.
 
     Args:
@@ -144,17 +144,17 @@ class Registry(Generic[Found]):
     ) -> None:
         self.kind, self.key, self.group, self.form = kind, key, group, form
         self.built_in = dict(built_in or {})
-        self._registered: dict[str, Found] = {}
+        self._registered: dict[str, ItemT] = {}
 
-    def register(self, *names: str) -> Callable[[Given], Given]:
+    def register(self, *names: str) -> Callable[[CallableT], CallableT]:
         """Decorates a class or function to register it; a name may be used only once."""
-        taken = [name for name in names if name.lower() in {**self.built_in, **self._registered}]
-        if taken:
-            raise ConfigError(f"{self.kind} {taken[0]!r} is registered twice")
+        duplicates = [name for name in names if name.lower() in {**self.built_in, **self._registered}]
+        if duplicates:
+            raise ConfigError(f"{self.kind} {duplicates[0]!r} is registered twice")
 
-        def add(given: Given) -> Given:
-            self._registered |= dict.fromkeys((name.lower() for name in names), given)  # type: ignore[arg-type]
-            return given
+        def add(item: CallableT) -> CallableT:
+            self._registered |= dict.fromkeys((name.lower() for name in names), item)  # type: ignore[arg-type]
+            return item
 
         return add
 
@@ -175,7 +175,7 @@ class Registry(Generic[Found]):
             path = f"{entry.module}:{entry.attr}"
         return path if ":" in path else None
 
-    def find(self, name: str, key: str = "") -> Found:
+    def find(self, name: str, key: str = "") -> ItemT:
         """Imports the object that `name` stands for.
 
         Args:
@@ -194,5 +194,5 @@ class Registry(Generic[Found]):
                 f"{key} is {name!r}, which is unknown{nearest(lower, self.names())} "
                 f"allowed: {', '.join(self.names())}, or {self.form}"
             )
-        found: Found = load_attribute(path, key)
-        return found
+        item: ItemT = load_attribute(path, key)
+        return item

@@ -27,7 +27,7 @@ CURRENT = "current"
 #: Folder of the ranks' records.
 MEMBERS = "members"
 #: Kind of the records of members whose groups continue without them.
-LEFT = "left"
+DEPARTED = "left"
 #: Where those who come from outside the cluster are met.
 ROBOTS = "robots"
 #: Where those who take in weights compute.
@@ -71,7 +71,7 @@ class GenerationFolder:
         try:
             require_own_run_folder(parent.parent)
             make_private(parent, parents=True)
-            for folder in (root, *(root / kind for kind in (MEMBERS, LEFT, WEIGHTS, "channels", "groups"))):
+            for folder in (root, *(root / kind for kind in (MEMBERS, DEPARTED, WEIGHTS, "channels", "groups"))):
                 make_private(folder)
         except OSError as error:
             if is_full(error):
@@ -84,17 +84,19 @@ class GenerationFolder:
     def job_generation(parent: Path, job: str, restart: str) -> str:
         """Returns `<job>-<restart>`; `<job>-<restart>.<n>` for the n-th time that a driver starts within the same job."""
         name = f"{job}-{restart}"
-        taken = [p.name for p in parent.glob(f"{name}*")] if parent.is_dir() else []
+        folders = [p.name for p in parent.glob(f"{name}*")] if parent.is_dir() else []
         earlier = [
-            int(found[len(name) + 1 :] or 0) for found in taken if found[len(name) + 1 :].isdigit() or found == name
+            int(folder[len(name) + 1 :] or 0)
+            for folder in folders
+            if folder[len(name) + 1 :].isdigit() or folder == name
         ]
         return f"{name}.{max(earlier) + 1}" if earlier else name
 
     @staticmethod
     def next_local_generation(parent: Path) -> str:
         """Returns `local-<n>`: the generation's name when no scheduler gives a job id and a restart count."""
-        taken = [int(p.name[6:]) for p in parent.glob("local-*") if p.name[6:].isdigit()] if parent.is_dir() else []
-        return f"local-{max(taken, default=-1) + 1}"
+        numbers = [int(p.name[6:]) for p in parent.glob("local-*") if p.name[6:].isdigit()] if parent.is_dir() else []
+        return f"local-{max(numbers, default=-1) + 1}"
 
     def check_current(self) -> None:
         """Checks that this generation is still current (fencing).
@@ -105,14 +107,14 @@ class GenerationFolder:
         try:
             current = (self.root.parent / CURRENT).read_text()
         except FileNotFoundError:
-            raise StaleGeneration(self.gone()) from None
+            raise StaleGeneration(self.removal_message()) from None
         if current != self.generation:
             raise StaleGeneration(
                 f"generation {self.generation} was replaced by {current}: this process is from an earlier attempt and may "
                 f"not take part in the run any more"
             )
 
-    def gone(self) -> str:
+    def removal_message(self) -> str:
         """Returns the message for a registry that has vanished; it names the removed folder of the run."""
         above = {"run folder": self.root.parent.parent, "registry": self.root.parent, "registry folder": self.root}
         name, folder = next((item for item in above.items() if not item[1].is_dir()), ("registry", self.root.parent))
@@ -128,10 +130,10 @@ class GenerationFolder:
         """
         self.check_current()
         try:
-            found = self.load_keys()
+            current_keys = self.load_keys()
         except FileNotFoundError:
-            raise StaleGeneration(self.gone()) from None
-        if found != keys:
+            raise StaleGeneration(self.removal_message()) from None
+        if current_keys != keys:
             raise StaleGeneration(
                 f"the registry {self.root} was removed and another driver has made it anew: this process is from an "
                 "earlier start and may not take part in the run any more"
@@ -202,10 +204,10 @@ class GenerationFolder:
         require_private(self.root)
         path = self.root / "keys.json"
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_uid != self.root.lstat().st_uid or found.st_mode & 0o077 or not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if status.st_uid != self.root.lstat().st_uid or status.st_mode & 0o077 or not stat.S_ISREG(status.st_mode):
                 raise OwnershipError(
-                    f"{path} is {owner(found)}'s, mode {stat.S_IMODE(found.st_mode):04o}: keys that others can read or "
+                    f"{path} is {owner(status)}'s, mode {stat.S_IMODE(status.st_mode):04o}: keys that others can read or "
                     "write are not used. Start the run again under another runner.name"
                 )
             public, secret = read_json(file.read())
@@ -255,7 +257,7 @@ class RegistryWatch:
             except (OSError, ValueError):
                 continue  # a filesystem that stalls or is being written to is no reason to end
 
-    def mine(self) -> bool:
+    def owns_registry(self) -> bool:
         """Returns whether the registry is still this driver's; another driver's files must not be changed."""
         try:
             self._registry.require_whole(self._keys)

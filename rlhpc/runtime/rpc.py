@@ -53,11 +53,11 @@ Frame = tuple[str, int, str]
 def main_stack() -> list[Frame]:
     """Returns file, line and function of the main thread's innermost calls, the innermost last."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    found: list[Frame] = []
-    while frame is not None and len(found) < _INNERMOST:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+    frames: list[Frame] = []
+    while frame is not None and len(frames) < _INNERMOST:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
-    return found[::-1]
+    return frames[::-1]
 
 
 def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds: float) -> list[str]:
@@ -68,17 +68,17 @@ def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds:
         calls: Records of ranks, with the method that each is in.
         seconds: How long the wait has lasted.
     """
-    asked, until = [], time.monotonic() + PATIENCE_S
+    requests, until = [], time.monotonic() + PATIENCE_S
     for record, method in {record["rpc"]["ipc"]: (record, method) for record, method in calls}.values():
         try:
             whom = f"{record['group']}-{record['rank']} to say where it is"
             limit = max(0.01, until - time.monotonic())
-            asked.append((record, method, service.peers.begin(choose(record["data"]), b"DOING", [], whom, limit)))
+            requests.append((record, method, service.peers.begin(choose(record["data"]), b"DOING", [], whom, limit)))
         except (RlhpcError, OSError):
             continue  # it has ended, which others report
-    told = []
-    for record, method, pending in asked:
-        who = f"{record['group']}[{record['rank']}] on node {record['node']}"
+    sentences = []
+    for record, method, pending in requests:
+        rank = f"{record['group']}[{record['rank']}] on node {record['node']}"
         try:
             stack = pickle.loads(service.peers.reply_to(pending, max(0.01, until - time.monotonic()))[0])
         except (RlhpcError, OSError):
@@ -88,8 +88,10 @@ def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds:
                 continue
             file, line, function = stack[-1]
             where = f"it is in {function} ({file}:{line})"
-        told.append(f"{who} has not come back from {method}() in {seconds:.1f} s: {where}; log {record['log_err']}")
-    return told
+        sentences.append(
+            f"{rank} has not come back from {method}() in {seconds:.1f} s: {where}; log {record['log_err']}"
+        )
+    return sentences
 
 
 _POLL_MS = 200
@@ -99,11 +101,11 @@ def worker_failed(error: dict[str, Any], doing: str, record: dict[str, Any]) -> 
     """Returns the driver-side exception for an error that a worker reported with `process.describe`."""
     cause = pickle.loads(error["pickled"]) if error["pickled"] else None
     where = f"raised in {doing} on node {record['node']} (pid {record['pid']}, log {record['log_err']})"
-    told = f"{error['text']}\n  {where}\n{error['traceback'].rstrip()}"
+    message = f"{error['text']}\n  {where}\n{error['traceback'].rstrip()}"
     if isinstance(cause, (UserError, NonFinite, StaleGeneration, StrangerConnected)):  # its message has all that helps
-        told = f"{cause}\n  {where}"
+        message = f"{cause}\n  {where}"
     failure = WorkerFailed(
-        told,
+        message,
         group=record["group"],
         rank=record["rank"],
         node=record["node"],
@@ -144,10 +146,10 @@ class Handle:
         limit = self._client.context.wait_deadline if timeout is None else timeout
         deadline = time.monotonic() + limit
         while not self._complete():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._client.late(self, limit)
-            self._client.pump(min(_POLL_MS, max(1, int(left * 1000))))
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise self._client.overdue_error(self, limit)
+            self._client.pump(min(_POLL_MS, max(1, int(remaining_s * 1000))))
         if self._failure is not None:
             raise self._failure
         return [self._results[rank] for rank in self.ranks]
@@ -194,7 +196,7 @@ class RpcClient:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._pending: dict[bytes, tuple[Handle, int, dict[str, Any]]] = {}
-        self._left = set[tuple[str, int, str]]()
+        self._departed = set[tuple[str, int, str]]()
         #: Ranks that have left since the last `pump`, whose calls are still pending.
         self._leavers = collections.deque[tuple[str, int, str]]()
 
@@ -206,13 +208,13 @@ class RpcClient:
         """Registers that a rank has left its group, which continues: its answers are not awaited, and it gets no further
         call.
         """
-        self._left.add(_identity(record))
+        self._departed.add(_identity(record))
         self._leavers.append(_identity(record))
         self.interrupt()
 
     def has_left(self, record: dict[str, Any]) -> bool:
         """Returns whether this rank has left its group."""
-        return bool(self._left) and _identity(record) in self._left
+        return bool(self._departed) and _identity(record) in self._departed
 
     def call(
         self, records: Sequence[dict[str, Any]], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -235,14 +237,14 @@ class RpcClient:
                     packed.discard(index, index + 1)
         return handle
 
-    def late(self, handle: Handle, seconds: float) -> DeadlineExceeded:
+    def overdue_error(self, handle: Handle, seconds: float) -> DeadlineExceeded:
         """Returns the error for a call that took too long. It first names the rank that is busy, possibly in another call."""
-        late = [rank for rank in handle.ranks if rank not in handle._results]
+        missing_ranks = [rank for rank in handle.ranks if rank not in handle._results]
         with self._lock:
             calls = [(record, pending.method) for pending, _, record in self._pending.values()]
-        told = busy(self.context.service, calls, seconds)
-        waited = f"waited {seconds:.1f} s for {handle.group}.{handle.method}() on ranks {late}"
-        return DeadlineExceeded("\n  ".join([*told, waited]))
+        busy_ranks = busy(self.context.service, calls, seconds)
+        waited = f"waited {seconds:.1f} s for {handle.group}.{handle.method}() on ranks {missing_ranks}"
+        return DeadlineExceeded("\n  ".join([*busy_ranks, waited]))
 
     def pump(self, timeout_ms: int) -> None:
         """Waits up to `timeout_ms` for answers and hands them to their handles.

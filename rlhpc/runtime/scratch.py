@@ -330,24 +330,24 @@ def _own_folder(path: Path) -> bool:
     kind.
     """
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def _found() -> dict[str, list[Path]]:
+def _session_folders() -> dict[str, list[Path]]:
     """Returns the folders of this user's sessions on this host, by token. Omits links and folders of other users."""
     prefix = f"rlhpc-{os.getuid()}-"
-    found: dict[str, list[Path]] = {}
+    folders_by_token: dict[str, list[Path]] = {}
     for root in {_SOCKET_ROOT, _SHM_ROOT, _scratch_root() or _SOCKET_ROOT}:
         with contextlib.suppress(OSError):
             for entry in os.scandir(root):
                 token, dash, kind = entry.name.removeprefix(prefix).partition("-")
                 if entry.name.startswith(prefix) and token and dash + kind in _KINDS and _own_folder(Path(entry.path)):
-                    found.setdefault(token, []).append(Path(entry.path))
+                    folders_by_token.setdefault(token, []).append(Path(entry.path))
     # last the one with the lock, which says that the rest may go
-    return {token: sorted(folders, key=_has_lock) for token, folders in found.items()}
+    return {token: sorted(folders, key=_has_lock) for token, folders in folders_by_token.items()}
 
 
 def _has_lock(folder: Path) -> bool:
@@ -387,23 +387,23 @@ def _young(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _taken(folders: list[Path]) -> Iterator[bool]:
+def _locked(folders: list[Path]) -> Iterator[bool]:
     """Yields whether the session of these folders has ended; while the block runs, no process of it can start."""
     fds: list[int] = []
-    over, known = True, any(map(_has_lock, folders))
+    over, has_lock = True, any(map(_has_lock, folders))
     for folder in folders:
         try:
             fd = _take(folder)
         except OSError as error:
             # without the lock file, a filesystem without locks cannot tell
-            over = over and not _young(folder) and (known or error.errno not in _NO_LOCKS)
+            over = over and not _young(folder) and (has_lock or error.errno not in _NO_LOCKS)
             continue
         if fd is None:
             over = False
         else:
             fds.append(fd)
     # without the folder that has the lock in it the session is either dead or just being made
-    if not known:
+    if not has_lock:
         over = over and not any(map(_young, folders))
     try:
         yield over
@@ -418,8 +418,8 @@ def remove_stale() -> list[Path]:
     Never raises: folders of other users under such names are ignored.
     """
     removed = []
-    for _, folders in sorted(_found().items()):
-        with _taken(folders) as over:
+    for _, folders in sorted(_session_folders().items()):
+        with _locked(folders) as over:
             for folder in folders if over else ():
                 remove_folder(folder)
                 if folder.exists():
@@ -432,7 +432,7 @@ def remove_stale() -> list[Path]:
 def live() -> list[Path]:
     """Returns the folders of this user's sessions on this host that processes hold, or that are being created."""
     alive = []
-    for _, folders in sorted(_found().items()):
-        with _taken(folders) as over:
+    for _, folders in sorted(_session_folders().items()):
+        with _locked(folders) as over:
             alive += [] if over else folders
     return alive

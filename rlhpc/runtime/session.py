@@ -99,7 +99,7 @@ class Session:
         self.registry.save_keys(keys)
         self.log_dir = log_dir or self.scratch.sockets / "logs"
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.ranks = RankTable(lambda ended: self.service.members_changed(self.service.epoch + 1, ended))
+        self.ranks = RankTable(lambda processes: self.service.members_changed(self.service.epoch + 1, processes))
         self.failures, self._recovery = FailurePolicy(), 0
         self.membership = Membership(self.ranks, self.registry, self.failures, self.log_dir, bool(tcp_address))
         self.leases = Leases(self.fail, lambda record: self.service.peers.knows_ended(record))
@@ -169,18 +169,18 @@ class Session:
     @guarded
     def exited(self, member: Member, status: int) -> None:
         """Registers that a rank's process has ended with this wait status."""
-        if self.ranks.ended([member]):
+        if self.ranks.processes_ended([member]):
             self.fail(death(member.spec, status, said_before_its_log(member)))
 
     def job_gone(self, job: str) -> None:
         """Records the end of a job from which ranks have joined, and the end of these ranks."""
         for member in self.membership.of_job(job):
-            member.told = f"its job {job} has ended"
+            member.leave_reason = f"its job {job} has ended"
             self.exited(member, 0)
 
     def all_ended(self, members: Sequence[Member]) -> list[Member]:
         """Registers that none of these ranks can be alive; returns those whose end is unexpected."""
-        return self.ranks.ended(members)
+        return self.ranks.processes_ended(members)
 
     # -- notes from workers ---------------------------------------------------------------------------------------
 
@@ -189,11 +189,11 @@ class Session:
         member = self.ranks.find(note["name"], note["incarnation"])
         if member is None:
             return
-        self.leases.heard(member, note["note"])
+        self.leases.record_note(member, note["note"])
         if note["note"] == "ready":
             self.ranks.arrived(member, note["pid"], note["record"])
         elif note["note"] == "exit":
-            member.told = note.get("why", "")
+            member.leave_reason = note.get("why", "")
             self.exited(member, note["status"])
         elif note["note"] == "failed":
             record = {"group": member.spec.group, "rank": member.spec.rank, "node": member.spec.node,
@@ -250,13 +250,13 @@ class Session:
         with self.ranks.changed:
             if not self.failures.recoverable(self.ranks.all()):
                 raise failure
-            gone, survivors = ([m for m in self.ranks.all() if m.state == state] for state in ("ended", "ready"))
+            failed, survivors = ([m for m in self.ranks.all() if m.state == state] for state in ("ended", "ready"))
             self.failures.first = None
         self._recovery += 1
-        self.ranks.announce(self.service, gone)
+        self.ranks.announce(self.service, failed)
         for name in {m.spec.group for m in self.ranks.all()}:
             self.rpc.forget(name)
-        for member in gone:
+        for member in failed:
             self.registry.remove(MEMBERS, member.spec.name)
         try:
             for member in survivors:
@@ -272,7 +272,7 @@ class Session:
                 self.fail(failure)
             self.check()
             raise failure from error
-        return by_group(gone)
+        return by_group(failed)
 
     def check(self) -> None:
         """Raises the first failure, once the groups have been stopped and their shared memory freed.
@@ -334,12 +334,12 @@ class Session:
 
         A rank whose earlier process still runs after `patience_s` seconds is not started: both would share the accelerator.
         """
-        ended = self.membership.startable(name)
-        still_there = self.ranks.await_exit(ended, patience_s)
+        former = self.membership.startable(name)
+        still_there = self.ranks.await_exit(former, patience_s)
         for starter, members in by_starter(still_there).items():
             starter.kill(members)
         incarnation = f"{time.time_ns():x}"
-        started = [Member(replace(m.spec, incarnation=incarnation), m.starter) for m in ended if m not in still_there]
+        started = [Member(replace(m.spec, incarnation=incarnation), m.starter) for m in former if m not in still_there]
         self.ranks.add(started)
         if started:
             started[0].starter.start(started, cluster)
@@ -349,10 +349,10 @@ class Session:
         """Waits for a group's ranks; returns their records in rank order. See `WorkerGroup.launch`."""
         all_ready, deadline = all_in("ready", started), time.monotonic() + timeout
         with self.ranks.changed:
-            while self.failure is None and not all_ready() and (left := deadline - time.monotonic()) > 0:
+            while self.failure is None and not all_ready() and (remaining_s := deadline - time.monotonic()) > 0:
                 if self.failures.past is not None and any(m.state == "ended" for m in started):
                     break  # they failed before another group was launched
-                self.ranks.changed.wait(min(left, _LOOK_S))
+                self.ranks.changed.wait(min(remaining_s, _LOOK_S))
                 self.interrupted()
         if self.failures.past is not None and self.failure is None and any(m.state == "ended" for m in started):
             self.fail(self.failures.past)
@@ -360,9 +360,9 @@ class Session:
         missing = [m for m in started if m.state != "ready"]
         if missing:
             lines = [f"  {m.spec.name} on {m.spec.node} (pid {m.pid or '?'}, log {m.spec.log_err})" for m in missing]
-            lines += [f"  {line}" for line in missing[0].starter.late(missing)]
-            late = f"{len(missing)} of {len(started)} ranks of {name!r} did not arrive in {timeout:.0f} s:"
-            self.fail(RendezvousTimeout("\n".join([late, *lines])))
+            lines += [f"  {line}" for line in missing[0].starter.arrival_report(missing)]
+            message = f"{len(missing)} of {len(started)} ranks of {name!r} did not arrive in {timeout:.0f} s:"
+            self.fail(RendezvousTimeout("\n".join([message, *lines])))
             self.check()
         return [m.record for m in started]
 
@@ -371,8 +371,8 @@ class Session:
         still starting.
         """
         with self.ranks.changed:
-            mine = set(started)
-            members = [m for m in self.ranks.alive(name) if m in mine]
+            group_members = set(started)
+            members = [m for m in self.ranks.alive(name) if m in group_members]
             alive = [m.record for m in members if m.state == "ready"]
             self.ranks.stopping(members)
         if alive and self.failure is None:
@@ -387,7 +387,7 @@ class Session:
                 grace = patience
             self.ranks.await_ended(members, grace)
         self.rpc.forget(name)
-        if self._registry_watch.mine():
+        if self._registry_watch.owns_registry():
             self.registry.remove("groups", name)
             for member in members:
                 self.registry.remove(MEMBERS, member.spec.name)
@@ -416,7 +416,7 @@ class Session:
         contexts.install(None)
         self.scratch.remove()
         self.scratch.release()
-        if self._registry_watch.mine():
+        if self._registry_watch.owns_registry():
             (self.registry.root / "keys.json").unlink(missing_ok=True)
         atexit.unregister(self.stop)
 

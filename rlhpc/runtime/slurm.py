@@ -14,7 +14,7 @@ from dataclasses import dataclass
 #: Seconds after which a command that has not ended counts as failed.
 TIMEOUT_S = 20.0
 #: By thread, the command it waits for: the process, and whether it leads a session.
-_asked: dict[int, tuple[subprocess.Popen[str], bool]] = {}
+_commands: dict[int, tuple[subprocess.Popen[str], bool]] = {}
 #: Variables by which a user's own queries have other columns, rows, orders or forms of time than their arguments say.
 _OF_QUERIES = re.compile(
     r"(SQUEUE|SINFO|SACCT|SACCTMGR|SCONTROL|SCANCEL|SSHARE|SPRIO|SDIAG|SSTAT|SREPORT)_|SLURM_(TIME_FORMAT|BITSTR_LEN|JSON|YAML)$"
@@ -87,7 +87,7 @@ def ask(
         )  # fmt: skip
     except OSError as error:
         return CommandOutput(127, "", f"{argv[0]}: {error.strerror or error}")
-    _asked[threading.get_ident()] = process, apart
+    _commands[threading.get_ident()] = process, apart
     with process:
         try:
             text, error_text = process.communicate(stdin, timeout_s)
@@ -98,14 +98,14 @@ def ask(
             _kill(process, apart)
             raise
         finally:
-            _asked.pop(threading.get_ident(), None)
+            _commands.pop(threading.get_ident(), None)
     return CommandOutput(process.returncode, text, error_text)
 
 
 def give_up(thread: threading.Thread) -> None:
     """Ends the command whose answer a thread waits for, if it waits for one."""
-    if thread.ident is not None and (asked := _asked.get(thread.ident)) is not None:
-        _kill(*asked)
+    if thread.ident is not None and (command := _commands.get(thread.ident)) is not None:
+        _kill(*command)
 
 
 def _kill(process: subprocess.Popen[str], with_others: bool) -> None:

@@ -67,8 +67,8 @@ def interval_text(ends: Sequence[Any] | None, form: str, to: str = " … ") -> s
     there was one value, or all were equal.
     """
     low, high = ends or (0.0, 0.0)
-    known = isinstance(low, int | float) and isinstance(high, int | float)
-    return f"{low:{form}}{to}{high:{form}}" if known and low < high else ""
+    is_numeric = isinstance(low, int | float) and isinstance(high, int | float)
+    return f"{low:{form}}{to}{high:{form}}" if is_numeric and low < high else ""
 
 
 def in_parentheses(ends: Sequence[Any] | None, form: str, label: str = "", to: str = " to ") -> str:

@@ -65,14 +65,14 @@ class Trust:
     @classmethod
     def of_words(cls, words: Sequence[str], everything: bool = False) -> Trust:
         """Returns trust in the names of the user's own overrides (`key=value`)."""
-        found: list[Any] = []
+        values: list[Any] = []
         for word in words:
             value = word.partition("=")[2]
             try:
-                found.append(read_yaml(value))
+                values.append(read_yaml(value))
             except Exception:  # not YAML; the code that applies it reports this
-                found.append(value)
-        return cls.of(found, everything)
+                values.append(value)
+        return cls.of(values, everything)
 
     def check(self, content: Any, origin: str) -> None:
         """Refuses content that names code, or that would expose data that only this user has.
@@ -97,14 +97,14 @@ class Trust:
                 continue
             self.refuse(origin, key, repr(value), _SWITCHES[_switch(key)])
 
-    def refuse(self, origin: str, key: str, what: str, why: str) -> None:
+    def refuse(self, origin: str, key: str, value: str, why: str) -> None:
         """Raises the refusal.
 
         Raises:
             ConfigError: Always.
         """
         raise ConfigError(
-            f"{origin}: {key} is {what}, which {why}; a file that comes with weights may not. If you know where it is from, "
+            f"{origin}: {key} is {value}, which {why}; a file that comes with weights may not. If you know where it is from, "
             f"pass {FLAG} (in Python: trust_code=True), or name it in a configuration of your own with --config"
         )
 
@@ -156,5 +156,5 @@ def _switches(content: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def _switch(key: str) -> str:
     """Returns the name of a key, or of an entry of the list there, in `_SWITCHES`."""
-    whole = ".".join(key.split("[")[0].split(".")[:2])
-    return whole if whole in _SWITCHES else key.rsplit(".", 1)[-1]
+    section_key = ".".join(key.split("[")[0].split(".")[:2])
+    return section_key if section_key in _SWITCHES else key.rsplit(".", 1)[-1]

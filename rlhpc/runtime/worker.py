@@ -100,7 +100,7 @@ class Worker:
     def told_to_leave(self) -> bool:
         """True if this rank has to leave the run and may finish work first (`before_leaving`)."""
         context = installed()
-        return context is not None and context.farewell.told
+        return context is not None and context.farewell.has_notice
 
     # -- channels -------------------------------------------------------------------------------------------------
 

@@ -171,13 +171,13 @@ class WorkerGroup:
         Returns:
             These ranks.
         """
-        known = {record["incarnation"] for record in self._records}
-        records = Session.current().membership.newcomers(self.name, known)
+        incarnations = {record["incarnation"] for record in self._records}
+        records = Session.current().membership.newcomers(self.name, incarnations)
         if records:
             Session.current().ranks.announce(Session.current().service)
         ranks = {record["rank"] for record in records}
-        kept = [record for record in self._records if record["rank"] not in ranks]
-        self._records = sorted([*kept, *records], key=lambda record: int(record["rank"]))
+        retained = [record for record in self._records if record["rank"] not in ranks]
+        self._records = sorted([*retained, *records], key=lambda record: int(record["rank"]))
         return sorted(ranks)
 
     def took_in(self, rank: int) -> None:
@@ -236,8 +236,8 @@ class WorkerGroup:
                 raise ConfigError(f"group {self.name or self._cls.__name__!r} is not running: call launch() first")
             client = _client()
             client._check()
-            there = [record for record in self._records if not client.has_left(record)]
-            records = there if ranks is None else [record for record in there if record["rank"] in ranks]
+            present = [record for record in self._records if not client.has_left(record)]
+            records = present if ranks is None else [record for record in present if record["rank"] in ranks]
             # The requested ranks may have left in the meantime: then there is no answer.
             return client.call(records, name, args, kwargs) if records else Handle(client, self.name, name, [])
 

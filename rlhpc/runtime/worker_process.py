@@ -46,16 +46,16 @@ def ignore_job_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def before_sigterm(act: Callable[[], None], told: Callable[[], bool] = lambda: False) -> None:
-    """Makes SIGTERM end this process at once, whatever its main thread is doing, after calling `act`; unless `told` returns
-    that the process ends by itself.
+def before_sigterm(act: Callable[[], None], ends_itself: Callable[[], bool] = lambda: False) -> None:
+    """Makes SIGTERM end this process at once, whatever its main thread is doing, after calling `act`; unless `ends_itself`
+    returns that the process ends by itself.
     """
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writer, False)
     ending = threading.Lock()
 
     def end(*_: Any) -> None:
-        if told():
+        if ends_itself():
             return
         if ending.acquire(blocking=False):
             with contextlib.suppress(Exception):
@@ -203,9 +203,9 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
     farewell = farewell or Farewell()
     farewell.wake = door.interrupt
 
-    def tell_driver(what: str, name: str = spec.name, incarnation: str = spec.incarnation) -> None:
-        told = {"note": what, "name": name, "incarnation": incarnation}
-        service.peers.post(driver, b"NOTE", [pickle.dumps(told)])
+    def tell_driver(event: str, name: str = spec.name, incarnation: str = spec.incarnation) -> None:
+        message = {"note": event, "name": name, "incarnation": incarnation}
+        service.peers.post(driver, b"NOTE", [pickle.dumps(message)])
 
     farewell.announce = lambda: tell_driver("leaving")
     ctx = context.Context(
@@ -235,7 +235,7 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
                 logging.getLogger(__name__).exception("%s.close() failed; this rank ends all the same", spec.name)
 
     while True:
-        if farewell.told:
+        if farewell.has_notice:
             farewell.say()
         if farewell.over:
             close()
@@ -359,8 +359,8 @@ def main() -> None:
                 spec = _joined(int(parent), farewell)
             case [parent]:
                 spec = _spawned(int(parent))
-            case given:
-                raise RlhpcError(f"a rank's process was started with {given}")
+            case arguments:
+                raise RlhpcError(f"a rank's process was started with {arguments}")
     except (RlhpcError, EOFError) as error:
         print(f"rlhpc: error: {error}", file=sys.stderr, flush=True)
         os._exit(1)

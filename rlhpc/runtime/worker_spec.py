@@ -190,25 +190,26 @@ def read_specs(stream: int) -> list[WorkerSpec]:
     return specs
 
 
-def end_with_input(stream: int, leave: Callable[[], None], told: Callable[[], bool] = lambda: True) -> None:
+def end_with_input(stream: int, leave: Callable[[], None], ends_itself: Callable[[], bool] = lambda: True) -> None:
     """Ends this process as soon as its input ends, because the driver or srun has ended; calls `leave` before.
 
     Args:
         stream: The input.
         leave: See above.
-        told: Called when the input contains `LEAVE`: returns whether this process ends by itself. Otherwise it ends at once.
+        ends_itself: Called when the input contains `LEAVE`: returns whether this process ends by itself. Otherwise it ends
+            at once.
     """
 
     def watch() -> None:
         why = b"the driver of this run is gone; this rank ends\n"
         while True:
             try:
-                said = os.read(stream, 4096)
+                data = os.read(stream, 4096)
             except OSError:
                 break
-            if not said:
+            if not data:
                 break
-            if LEAVE in said and not told():
+            if LEAVE in data and not ends_itself():
                 why = b"this rank was told to leave, and has nothing under way; it ends\n"
                 break
         with contextlib.suppress(OSError):  # a full disk

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.comm.collectives import ServiceStore
-from rlhpc.runtime.comm.device_memory import own
+from rlhpc.runtime.comm.device_memory import current_device
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.registry import MEMBERS
@@ -109,7 +109,7 @@ class WeightProcessGroup:
 
     def memory(self, size: int) -> torch.Tensor:
         """Allocates memory for a bucket, uint8."""
-        device = own() if self.kind == "nccl" else None
+        device = current_device() if self.kind == "nccl" else None
         return torch.empty(size, dtype=torch.uint8) if device is None else device.empty(size)
 
     def broadcast(self, flat: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rlhpc.runtime.comm import device_memory as crossings
-from rlhpc.runtime.comm.device_memory import Crossing, own
+from rlhpc.runtime.comm.device_memory import Crossing, current_device
 from rlhpc.runtime.comm.payload import Origin
 from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import ConfigError
@@ -59,7 +59,7 @@ class End(NamedTuple):
     @classmethod
     def of(cls, context: Context, member: RankAddress) -> End:
         """Returns the device of this process."""
-        device = own()
+        device = current_device()
         card, reads = ("", ()) if device is None else (device.address, device.reads)
         return cls(context.member(*member)["incarnation"], context.host, card, bool(card) and _has_nccl(), reads)
 
@@ -177,7 +177,7 @@ class Sending:
         """
         context = current()
         self._receivers, self._all_started = tuple(receivers), all_started
-        if self._requested == HOST or (own() is None and self._requested in (AUTO, SEVERAL)):
+        if self._requested == HOST or (current_device() is None and self._requested in (AUTO, SEVERAL)):
             return
         me, ends = End.of(context, self._me), [find_end(context, receiver) for receiver in self._receivers]
         road, why = choose(me, ends, self._requested)
@@ -192,7 +192,7 @@ class Sending:
         """Takes the tensors of a part (`Carries.carry`)."""
         cargo: Cargo | None = None
         if self.road == IPC:
-            device = own()
+            device = current_device()
             if device is not None and all(map(device.holds, tensors)):
                 cargo = current().service.lane.pool.write(tensors, len(self._receivers))
         elif self.road in (NCCL, GLOO) and self._all_started():
@@ -261,7 +261,7 @@ class Receiving:
 
     def tell(self) -> None:
         """Publishes the device of this process, as soon as it computes."""
-        if self._published or self._requested == HOST or (own() is None and self._requested != GLOO):
+        if self._published or self._requested == HOST or (current_device() is None and self._requested != GLOO):
             return
         context = current()
         context.registry.put(WEIGHTS, _named(self._me), End.of(context, self._me)._asdict())

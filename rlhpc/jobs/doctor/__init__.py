@@ -16,7 +16,7 @@ from rlhpc.jobs.doctor.node_probe import space
 from rlhpc.jobs.doctor.probe_jobs import Probed, look_here, plan_jobs, run_probes, wake_up_s
 from rlhpc.jobs.doctor.slurm_facts import Finding, Site, SlurmFacts, render, to_json, worst
 from rlhpc.runtime.allocation import visible_accelerators
-from rlhpc.runtime.cluster_config import Given
+from rlhpc.runtime.cluster_config import SectionSource
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.slurm import ask
 
@@ -26,7 +26,7 @@ _PACKAGES = ("snakemake", "snakemake-executor-plugin-slurm", "snakemake-executor
 _USUAL_CONF = Path("/etc/slurm/slurm.conf")
 
 
-def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: int = 8) -> list[Finding]:
+def examine(section: SectionSource, folder: Path, *, start_s: float = 60.0, most_nodes: int = 8) -> list[Finding]:
     """Runs all checks.
 
     Args:

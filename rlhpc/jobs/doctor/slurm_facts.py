@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from rlhpc.runtime.cluster import read_key
-from rlhpc.runtime.cluster_config import Given, Key
+from rlhpc.runtime.cluster_config import Key, SectionSource
 from rlhpc.runtime.slurm import CommandOutput, ask
 
 Record = Mapping[str, str]
@@ -77,10 +77,10 @@ class Site:
     signal_lead_s: int = 120
 
     @classmethod
-    def of(cls, section: Given) -> Site:
+    def of(cls, section: SectionSource) -> Site:
         """Reads the section `cluster` of a configuration."""
 
-        def group(raw: Given) -> SiteNodeGroup:
+        def group(raw: SectionSource) -> SiteNodeGroup:
             def one(key: Key) -> str | None:
                 value = read_key(raw, key, read_key(section, key))
                 return None if value is None else str(value)

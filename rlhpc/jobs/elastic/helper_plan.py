@@ -13,7 +13,7 @@ from rlhpc.config.constraints import Fail
 from rlhpc.jobs.slurm import minutes_of
 from rlhpc.runtime.allocation import gpus_in
 from rlhpc.runtime.cluster import read_key
-from rlhpc.runtime.cluster_config import Given, Key
+from rlhpc.runtime.cluster_config import Key, SectionSource
 
 #: Share of a step's time in which the actor waits for rollouts: above the first there are too few ranks, and below the second
 #: one rank less is enough.
@@ -263,7 +263,7 @@ class HelperPlan:
         return [f"# helpers: {ranks}{budget}", *(f"#SBATCH --{name}={value}" for name, value in self.options)]
 
 
-def helper_plans(section: Given, placements: Mapping[str, Sequence[HelperPlacement]]) -> tuple[HelperPlan, ...]:
+def helper_plans(section: SectionSource, placements: Mapping[str, Sequence[HelperPlacement]]) -> tuple[HelperPlan, ...]:
     """Returns the plans of a run's helper jobs.
 
     Args:
@@ -273,7 +273,9 @@ def helper_plans(section: Given, placements: Mapping[str, Sequence[HelperPlaceme
     return tuple(_plan(section, raw, placements) for raw in read_key(section, "elastic", ()))
 
 
-def _plan(section: Given, raw: Given, placements: Mapping[str, Sequence[HelperPlacement]]) -> HelperPlan:
+def _plan(
+    section: SectionSource, raw: SectionSource, placements: Mapping[str, Sequence[HelperPlacement]]
+) -> HelperPlan:
     group, per_job = str(read_key(raw, "group", "rollout")), int(read_key(raw, "ranks_per_job", 1))
     group_ranks = placements.get(group) or ()
     configured = read_key(raw, "accelerators_per_rank")
@@ -306,7 +308,7 @@ def _plan(section: Given, raw: Given, placements: Mapping[str, Sequence[HelperPl
     )  # fmt: skip
 
 
-def check_elastic(section: Given, groups: Collection[str], fail: Fail, why_none: str = "") -> None:
+def check_elastic(section: SectionSource, groups: Collection[str], fail: Fail, why_none: str = "") -> None:
     """Checks that each entry can start a job and that its group can admit ranks during the run.
 
     Args:

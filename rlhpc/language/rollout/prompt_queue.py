@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rlhpc.language.rollout.pending_group import PartialGroup
 from rlhpc.language.training.prompt_dispatch import DELIVERED, WORK
-from rlhpc.runtime.channel import Channel, QueueEmpty, Taken
+from rlhpc.runtime.channel import Channel, LeasedItem, QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
 
 #: Seconds between two attempts of a rank to lease prompts that other ranks may have returned to an empty queue.
@@ -117,7 +117,7 @@ class PromptLeases:
         self._rank = rank
         self._work = work
         self._delivered = delivered
-        self._held: dict[tuple[int, int], Taken] = {}
+        self._held: dict[tuple[int, int], LeasedItem] = {}
         self._looked: dict[int, float] = {}
         self.ranks = 1
 

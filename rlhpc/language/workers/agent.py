@@ -21,7 +21,7 @@ from rlhpc.language.agents.services import Relays, Services
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.scoring.groups import AGENT, placed
 from rlhpc.language.training.prompt_dispatch import AGENT_MESSAGES, EPISODES, TICKETS, PromptMap
-from rlhpc.runtime.channel import QueueEmpty, Taken
+from rlhpc.runtime.channel import LeasedItem, QueueEmpty
 from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
@@ -126,7 +126,7 @@ class _LeasedEpisode:
         incarnation: Incarnation of the rollout rank.
     """
 
-    lease: Taken
+    lease: LeasedItem
     incarnation: str
 
     @property

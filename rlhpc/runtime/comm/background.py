@@ -59,14 +59,14 @@ def in_background(lane: str, function: Callable[[], Any]) -> AsyncWork:
 
 def _run(lane: str, work: queue.SimpleQueue[_Work]) -> None:
     try:
-        while (found := _next(lane, work)) is not None:
-            future, function = found
+        while (operation := _next(lane, work)) is not None:
+            future, function = operation
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function())
                 except BaseException as error:
                     future.set_exception(error)
-            del future, function, found  # a waiting thread must not keep the operation alive
+            del future, function, operation  # a waiting thread must not keep the operation alive
     finally:
         if (context := installed()) is not None:
             context.service.peers.close()

@@ -119,8 +119,8 @@ def tune(sock: socket.socket) -> None:
 
 def wake_every(sock: socket.socket, seconds: float) -> None:
     """Sets the kernel's own timeout: with Python's the socket would not block, and each piece would cost one more call."""
-    whole = int(seconds)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
+    floor_s = int(seconds)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", floor_s, int((seconds - floor_s) * 1e6)))
 
 
 log = logging.getLogger(__name__)
@@ -219,13 +219,13 @@ class BulkServer:
         sock.sendall(MAGIC + challenge)
         deadline = time.monotonic() + _HANDSHAKE_S
 
-        def late() -> None:
+        def check_deadline() -> None:
             if time.monotonic() > deadline:
                 raise ConnectionError("it did not say who it is")
 
-        said = link.exactly(_NONCE + PROOF, late)
-        transcript = challenge + said[:_NONCE]
-        if not hmac.compare_digest(said[_NONCE:], link.proof(b"client", transcript)):
+        greeting = link.exactly(_NONCE + PROOF, check_deadline)
+        transcript = challenge + greeting[:_NONCE]
+        if not hmac.compare_digest(greeting[_NONCE:], link.proof(b"client", transcript)):
             self.refused += 1
             raise ConnectionError("it does not know the generation's secret")
         name = self._name.encode()
@@ -327,14 +327,14 @@ class BulkClient:
     Attributes:
         peer: The other process's name.
         in_step: Whether the next request may be sent: the previous one has its complete reply.
-        begun: Whether bytes were already arriving when it fell out of step.
+        is_receiving: Whether bytes were already arriving when it fell out of step.
 
     Raises:
         ChannelError: The process cannot be reached, or failed to authenticate.
     """
 
     def __init__(self, endpoint: str, keys: CurveKeys, check: Callable[[], None]) -> None:
-        self.in_step, self.begun = True, False
+        self.in_step, self.is_receiving = True, False
         self.peer, _, where = endpoint.rpartition("@")
         self._where, self._check = where, check
         address, _, port = where.rpartition(":")
@@ -355,19 +355,19 @@ class BulkClient:
         tune(sock)
         link, deadline = BulkConnection(sock, keys, b"c", b"s"), time.monotonic() + _HANDSHAKE_S
 
-        def late() -> None:
+        def check_deadline() -> None:
             self._check()
             if time.monotonic() > deadline:
                 raise ConnectionError("it said nothing")
 
-        said = link.exactly(len(MAGIC) + _NONCE, late)
-        if not said.startswith(MAGIC):
+        greeting = link.exactly(len(MAGIC) + _NONCE, check_deadline)
+        if not greeting.startswith(MAGIC):
             raise ConnectionError("it speaks another protocol")
         challenge = secrets.token_bytes(_NONCE)
-        transcript = said[len(MAGIC) :] + challenge
+        transcript = greeting[len(MAGIC) :] + challenge
         sock.sendall(challenge + link.proof(b"client", transcript))
-        proof, size = link.exactly(PROOF, late), link.exactly(SIZE.size, late)
-        name = link.exactly(SIZE.unpack(size)[0], late)
+        proof, size = link.exactly(PROOF, check_deadline), link.exactly(SIZE.size, check_deadline)
+        name = link.exactly(SIZE.unpack(size)[0], check_deadline)
         if not hmac.compare_digest(proof, link.proof(b"server", transcript + name)):
             raise ConnectionError("it does not know the generation's secret")
         if name.decode() != self.peer:
@@ -402,9 +402,9 @@ class BulkClient:
             if reply[:1] == _WITHDRAWN:
                 raise Withdrawn(path)
             raise ChannelError(f"{self.peer} at {self._where}: {reply[1:].decode()}")
-        self.begun = True
+        self.is_receiving = True
         self._link.fill(target, self._check)
-        self.in_step, self.begun = True, False
+        self.in_step, self.is_receiving = True, False
         return True
 
     def release(self, path: str, reader: int) -> None:

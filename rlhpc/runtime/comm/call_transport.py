@@ -16,7 +16,7 @@ import zmq
 
 from rlhpc.runtime.comm import unix_sockets
 from rlhpc.runtime.comm.service import Service
-from rlhpc.runtime.comm.zmq_sockets import TcpPort, choose, divided, make_socket, whole
+from rlhpc.runtime.comm.zmq_sockets import TcpPort, choose, divided, join_pieces, make_socket
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.host import host_id, process_id
 
@@ -60,10 +60,10 @@ def _received(socket: zmq.Socket[Any]) -> list[list[bytes]]:
     messages: list[list[bytes]] = []
     while True:
         try:
-            who, *message = socket.recv_multipart(zmq.NOBLOCK)
+            sender, *message = socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return messages
-        messages.append([who, *whole(message)])
+        messages.append([sender, *join_pieces(message)])
 
 
 class CallDoor:

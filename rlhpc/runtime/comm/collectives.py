@@ -158,11 +158,11 @@ class ServiceStore(dist.Store):
         else:
             while True:
                 self._context.check()
-                left = deadline - time.monotonic()
-                value = self._context.service.held.wait(self._full(key), max(0.0, min(left, _LOOK_S)))
+                remaining_s = deadline - time.monotonic()
+                value = self._context.service.held.wait(self._full(key), max(0.0, min(remaining_s, _LOOK_S)))
                 if value is not None:
                     return value
-                if left <= 0:
+                if remaining_s <= 0:
                     break
         raise DeadlineExceeded(f"{self._context.name} waited {limit:.0f} s for the ranks of {self._group!r} "
                                f"to form their process group (key {key})")  # fmt: skip

@@ -116,28 +116,28 @@ class Device(Protocol):
         """
 
 
-_own: Device | None = None
+_current_device: Device | None = None
 
 
 def use(device: Device | None) -> None:
     """Makes a device this process's own; for kinds that torch does not call `cuda`."""
-    global _own
-    _own = device
+    global _current_device
+    _current_device = device
 
 
-def own() -> Device | None:
+def current_device() -> Device | None:
     """Returns the device that this process computes on; None until the process has initialized one."""
-    global _own
-    if _own is None:
+    global _current_device
+    if _current_device is None:
         module: Any = sys.modules.get("torch.cuda")
         if module is not None and module.is_initialized():
-            _own = CudaDevice()
-    return _own
+            _current_device = CudaDevice()
+    return _current_device
 
 
 def address() -> str:
     """Returns the address of the accelerator that this process computes on; empty for none."""
-    device = own()
+    device = current_device()
     return "" if device is None else device.address
 
 
@@ -270,12 +270,12 @@ class CudaDevice:
     def __init__(self) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self.budget = int(torch.cuda.get_device_properties(self._device).total_memory) // _SHARE
-        own = self._device.index
-        self.address = _address(own)
+        index = self._device.index
+        self.address = _address(index)
         # Torch opens memory in the address space of this device, and has the driver make the other its peer. It is asked of
         # those alone that this process sees.
-        peers = [one for one in range(torch.cuda.device_count()) if one != own]
-        self.reads = (self.address, *(_address(o) for o in peers if torch.cuda.can_device_access_peer(own, o)))
+        peers = [one for one in range(torch.cuda.device_count()) if one != index]
+        self.reads = (self.address, *(_address(o) for o in peers if torch.cuda.can_device_access_peer(index, o)))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Implements `Device.holds`."""
@@ -287,8 +287,8 @@ class CudaDevice:
 
     def export(self, memory: torch.Tensor) -> bytes:
         """Implements `Device.export`."""
-        found: Any = memory.untyped_storage()._share_cuda_()
-        _, handle, size, offset, counter, number, *_ = found
+        shared: Any = memory.untyped_storage()._share_cuda_()
+        _, handle, size, offset, counter, number, *_ = shared
         torch.UntypedStorage._release_ipc_counter_cuda(counter, number)
         return pickle.dumps((handle, size, offset))
 
@@ -366,7 +366,7 @@ class DeviceMappings:
         """
         import torch
 
-        device = own()
+        device = current_device()
         if device is None or crossing.address not in device.reads:
             raise NotReadable
         self.settle()
@@ -397,13 +397,13 @@ class DeviceMappings:
             return self._opened[crossing.path]
         self._sweep()
         lease = map_segment(crossing.path, mmap.MAP_SHARED)
-        found = self._local(crossing.path)
-        if found is None:
+        buffer = self._local(crossing.path)
+        if buffer is None:
             try:
-                found = device.open(crossing.memory), device.open_event(crossing.event)
+                buffer = device.open(crossing.memory), device.open_event(crossing.event)
             except RuntimeError as error:
                 raise NotReadable(str(error) or type(error).__name__) from None
-        opened = self._opened[crossing.path] = _Opened(device, lease, *found)
+        opened = self._opened[crossing.path] = _Opened(device, lease, *buffer)
         return opened
 
     def settle(self) -> None:
@@ -437,7 +437,7 @@ class DeviceMappings:
 log = logging.getLogger(__name__)
 
 #: Buffers of a process; beyond them messages take the host's road.
-_MOST = 64
+_MAX_BUFFERS = 64
 _counter = itertools.count()
 
 
@@ -484,7 +484,7 @@ class DevicePool:
 
     def reaches(self, host: str, address: str) -> bool:
         """Returns whether this process can send tensors to a process of that host that computes on that accelerator."""
-        device = None if self._shut or not address or host != self._endpoint["host"] else own()
+        device = None if self._shut or not address or host != self._endpoint["host"] else current_device()
         return device is not None and device.address == address
 
     def write(self, tensors: Sequence[Any], readers: int = 1, holders: Sequence[str] = ()) -> Crossing | None:
@@ -493,7 +493,7 @@ class DevicePool:
         Returns:
             None if there is no capacity: all buffers are lent, or the budget is spent.
         """
-        device = own()
+        device = current_device()
         if device is None or readers > MAX_READERS:
             return None
         parts, size = layout_tensors([(_name(one.dtype), tuple(one.shape), one.element_size()) for one in tensors])
@@ -577,9 +577,9 @@ class DevicePool:
         if fitting:
             return min(fitting, key=lambda buffer: buffer.capacity)
         capacity = capacity_of(size)
-        while free and (len(self._buffers) >= _MOST or self.bytes + capacity > device.budget):
+        while free and (len(self._buffers) >= _MAX_BUFFERS or self.bytes + capacity > device.budget):
             self._drop(free.pop(0))
-        if len(self._buffers) >= _MOST or self.bytes + capacity > device.budget:
+        if len(self._buffers) >= _MAX_BUFFERS or self.bytes + capacity > device.budget:
             return None
         return self._make(device, capacity)
 

@@ -103,16 +103,16 @@ def _guarded(kind: Any, make: Callable[..., None]) -> Callable[..., None]:
             settings._timeout = timeout
         devices = []
         for interface in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
-            with _opened() as found:
+            with _opened() as sockets:
                 # lazy ones connect at a pair's first message, and would need their ports for good
                 devices.append(
                     kind.create_device(interface=interface, lazy_init=False)
                     if interface
                     else kind.create_default_device(lazy_init=False)
                 )
-            if not found:
+            if not sockets:
                 log.warning("cannot tell which socket gloo listens on: its port stays open")
-            listening += found
+            listening += sockets
         settings._devices, settings._threads = devices, 2 * len(devices)
         try:
             make(self, store, rank, size, settings)
@@ -144,8 +144,8 @@ def _meet(store: Any, size: int) -> bytes:
         token = secrets.token_hex(16)
         store.set(key, token)
         return token.encode()
-    told: bytes = store.get(key)  # once it is there
-    return told
+    token_bytes: bytes = store.get(key)  # once it is there
+    return token_bytes
 
 
 @contextmanager
@@ -155,18 +155,18 @@ def _opened() -> Iterator[list[int]]:
     Other threads may open sockets at the same time. An epoll as new as gloo's socket watches that socket and one pipe only; an
     event loop of Python watches a pair of sockets instead, and ZeroMQ's is older.
     """
-    found: list[int] = []
+    listening: list[int] = []
     before = _descriptors()
-    yield found
+    yield listening
     after = _descriptors()
-    new = {fd: what for fd, what in after.items() if before.get(fd) != what}
-    for fd, what in new.items():
-        if what == "anon_inode:[eventpoll]":
+    new = {fd: description for fd, description in after.items() if before.get(fd) != description}
+    for fd, description in new.items():
+        if description == "anon_inode:[eventpoll]":
             watched = _watched(fd)
             sockets = [other for other in watched if other in new and _listens(other)]
             pipes = [other for other in watched if other in new and new[other].startswith("pipe:")]
             if len(sockets) == len(pipes) == 1 and len(watched) == 2:
-                found += sockets
+                listening += sockets
 
 
 def _descriptors() -> dict[int, str]:
@@ -214,20 +214,20 @@ def _prove(group: Any, rank: int, size: int, token: bytes, context: Context) -> 
     def proof(source: int, to: int) -> bytes:
         return hmac.digest(key, b"%d to %d of %d" % (source, to, size), "sha256")
 
-    others = [(rank + step) % size for step in range(1, size)]
+    peers = [(rank + step) % size for step in range(1, size)]
     deadline = time.monotonic() + PROOF_S
     received: dict[int, torch.Tensor] = {}
     works: list[tuple[int, Any, torch.Tensor | None]] = []
-    at = others[0]
+    at = peers[0]
     try:
-        for at in others:
+        for at in peers:
             sent = torch.frombuffer(bytearray(proof(rank, at)), dtype=torch.uint8)
             received[at] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
             works.append((at, group.send([sent], at, _TAG), sent))  # the tensor must live until it has been sent
             works.append((at, group.recv([received[at]], at, _TAG), None))
         for at, work, _ in works:  # noqa: B007 - the error names the one that it came to
             work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        wrong = [at for at in others if not hmac.compare_digest(bytes(received[at].tolist()), proof(at, rank))]
+        wrong = [at for at in peers if not hmac.compare_digest(bytes(received[at].tolist()), proof(at, rank))]
         reason = "what it sent is not a proof"
     except RuntimeError as error:
         wrong, reason = [at], str(error).partition("\n")[0]

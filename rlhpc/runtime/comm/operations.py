@@ -57,7 +57,7 @@ class HeldValues:
             if op == b"del":
                 return [b"1" if held.pop(key, None) is not None else b"0"]
             if op == b"count":
-                return [str(sum(known.startswith(key) for known in held)).encode()]
+                return [str(sum(stored_key.startswith(key) for stored_key in held)).encode()]
         raise ValueError(f"no store operation {op!r}")
 
     def _tell(self, key: bytes) -> None:
@@ -114,12 +114,12 @@ class DeviceChannel:
 
     def to(self, takers: Iterable[Taker]) -> DevicePool | None:
         """Returns the pool to send from to these consumers; None if it does not reach all of them, as far as is known."""
-        found = False
+        has_consumer = False
         for host, device in takers:
             if not device or not self.pool.reaches(host, device):
                 return None
-            found = True
-        return self.pool if found else None
+            has_consumer = True
+        return self.pool if has_consumer else None
 
     def settle(self) -> None:
         """Releases buffers that have been copied; called before this process waits."""
@@ -178,7 +178,7 @@ class Home(Protocol):
     lane: DeviceChannel
     aborted: int
 
-    def members_changed(self, epoch: int, ended: Iterable[str] = ()) -> None: ...
+    def members_changed(self, epoch: int, processes: Iterable[str] = ()) -> None: ...
     @property
     def doing(self) -> Callable[[], Any]: ...
     @property
@@ -210,7 +210,7 @@ def _get(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
         if not wait and not state.count(key):
             answer(Refusal("empty"))
         else:
-            state.get(key, (owner, answer.who), target, answer)
+            state.get(key, (owner, answer.connection_name), target, answer)
 
 
 def _ack(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
@@ -240,7 +240,7 @@ def _cancel(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
         for state in service.channels.values():
             for item in state.cancel(matches):
                 discard(item.segment) if item.segment else None
-            state.consumer_died(answer.who)  # an answer that crossed this: its items go back to the front
+            state.consumer_died(answer.connection_name)  # an answer that crossed this: its items go back to the front
 
 
 def _store(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:

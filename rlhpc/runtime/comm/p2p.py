@@ -68,8 +68,8 @@ def _begin(
     pending = peers.begin(choose(record), b"PUT", frames, whom, context.wait_deadline)
 
     def arrived(timeout: float) -> bool:
-        left = functools.partial(context.has_left, dst_group, dst_rank)
-        outlook = PutEstimate(*pickle.loads(peers.reply_to(pending, timeout, left)[0]))
+        has_left = functools.partial(context.has_left, dst_group, dst_rank)
+        outlook = PutEstimate(*pickle.loads(peers.reply_to(pending, timeout, has_left)[0]))
         if outlook.host:
             context.service.lane.takers[dst_group, dst_rank] = outlook.taker
         return outlook.waiting
@@ -79,8 +79,8 @@ def _begin(
 
 def _taker(context: Context, group: str, rank: int) -> Taker:
     """Returns the known location of a rank; a rank that was restarted on another host has an unknown location."""
-    found = context.service.lane.takers.get((group, rank), Taker())
-    return found if found.host == context.member(group, rank)["host"] else Taker()
+    taker = context.service.lane.takers.get((group, rank), Taker())
+    return taker if taker.host == context.member(group, rank)["host"] else Taker()
 
 
 def send(
@@ -247,34 +247,34 @@ def begin_broadcast(
     readers = readers_of(context, targets)
     if not readers:
         return lambda: None
-    far = all(context.member(*together[0])["host"] != context.host for together in readers)
+    far = all(context.member(*sharers[0])["host"] != context.host for sharers in readers)
     takers = [_taker(context, *target) for target in targets]
     # Ranks of another host that share a copy free it together: the end of one of them frees nothing.
     holders = [process_key(context.member(*them[0])["data"]) if len(them) == 1 else "" for them in readers]
     packed = context.service.pack(obj, len(readers), lend=far, takers=takers, holders=holders)
     key = _key("b", group, rank)
     under_way: list[Callable[[float], bool | None]] = []
-    begun = 0
+    num_started = 0
 
     def finish() -> None:
         reached: set[int] = set()
         try:
             packed.settle(_all_arrived(under_way, context.wait_deadline, reached), context.check)
         finally:
-            packed.discard(begun)
+            packed.discard(num_started)
             for number in range(len(targets) if segment else 0):
                 if number not in reached:
                     discard(str(segment), number)
 
     try:
         # Send to all before waiting for one: waking them one after the other would take as long again.
-        for reader, together in enumerate(readers):
-            name = secrets.token_hex(8) if len(together) > 1 else ""
-            keys = tuple(process_key(context.member(*target)["data"]) for target in together) if name else ()
-            for index, target in enumerate(together):
-                share = Share(name, index, len(together), keys) if name else None
+        for reader, sharers in enumerate(readers):
+            name = secrets.token_hex(8) if len(sharers) > 1 else ""
+            keys = tuple(process_key(context.member(*target)["data"]) for target in sharers) if name else ()
+            for index, target in enumerate(sharers):
+                share = Share(name, index, len(sharers), keys) if name else None
                 under_way.append(_unless_left(context, target, _begin_to(context, packed, key, target, reader, share)))
-                begun = reader + 1
+                num_started = reader + 1
     except BaseException:
         with contextlib.suppress(RlhpcError):  # the first failure is the one to be seen
             finish()
@@ -318,9 +318,9 @@ def _all_arrived(under_way: list[Callable[[float], bool | None]], deadline: floa
     waiting, failure = True, None
     for number, arrived in enumerate(under_way):
         try:
-            said = arrived(deadline if failure is None else _LAST_CHANCE_S)
-            if said is not None:
-                waiting = said and waiting
+            was_waiting = arrived(deadline if failure is None else _LAST_CHANCE_S)
+            if was_waiting is not None:
+                waiting = was_waiting and waiting
                 reached.add(number)
         except BaseException as error:
             failure = failure or error
@@ -333,14 +333,14 @@ def readers_of(context: Context, targets: list[tuple[str, int]]) -> list[list[tu
     """Returns the readers of a segment of this process: each receiver on this host is one reader, those on another host are
     one reader together.
     """
-    alone, together = [], dict[str, list[tuple[str, int]]]()
+    alone, by_host = [], dict[str, list[tuple[str, int]]]()
     for target in targets:
         host = context.member(*target)["host"]
         if host == context.host:
             alone.append([target])
         else:
-            together.setdefault(host, []).append(target)
-    return [*together.values(), *alone]
+            by_host.setdefault(host, []).append(target)
+    return [*by_host.values(), *alone]
 
 
 def clear_inbox(service: Service) -> None:

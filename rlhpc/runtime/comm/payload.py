@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhpc.runtime.comm.device_memory import Crossing, DevicePool, own
+from rlhpc.runtime.comm.device_memory import Crossing, DevicePool, current_device
 from rlhpc.runtime.comm.serialization import Apart, Buffer, dumps, loads, owned
 from rlhpc.runtime.comm.shared_memory import AND, HEADER, Mappings, SegmentPool, discard
 from rlhpc.runtime.comm.zero_copy import LEND_LIMIT, PREFIX, Loan, Loans
@@ -165,7 +165,7 @@ class Packed:
 
     def _cross(self, obj: Any, lane: DevicePool, readers: int, holders: Sequence[str]) -> list[Any] | None:
         """Pickles without the tensors on the accelerator; returns the buffers, or None if no tensor can stay there."""
-        device = own()
+        device = current_device()
         if device is None:
             return None
         apart = Apart(device.holds)

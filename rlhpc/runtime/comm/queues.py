@@ -156,19 +156,19 @@ class ChannelState:
         self._serve(key, queue)
         return True
 
-    def get(self, key: str, who: tuple[str, ...], target: float | None, answer: Answer | None) -> bool:
+    def get(self, key: str, owners: tuple[str, ...], target: float | None, answer: Answer | None) -> bool:
         """Delivers one item (`target` None) or a batch of weight `target`; without an `answer` an empty queue refuses.
 
         Args:
             key: Of the queue.
-            who: Names under which the end of the consumer may be reported; empty if the items need no acknowledgement.
+            owners: Names under which the end of the consumer may be reported; empty if the items need no acknowledgement.
             target: See above.
             answer: Called with the items.
         """
         if answer is None:
             return False
         queue = self.queue(key)
-        queue.getters.append((who, target, answer))
+        queue.getters.append((owners, target, answer))
         self._serve(key, queue)
         return True
 
@@ -210,7 +210,7 @@ class ChannelState:
                 answer([])
             if not queue.getters:
                 return
-            who, target, answer = queue.getters[0]
+            owners, target, answer = queue.getters[0]
             items = self._take(queue, target)
             if items is None:
                 return
@@ -218,8 +218,8 @@ class ChannelState:
             for item in items:
                 queue.nbytes -= item.nbytes
                 self.nbytes -= item.nbytes
-                if who:
-                    self.unacknowledged[item.number] = (key, who, item)
+                if owners:
+                    self.unacknowledged[item.number] = (key, owners, item)
             if not answer(items):
                 self._put_back(key, items)
 
@@ -236,20 +236,20 @@ class ChannelState:
         for number in numbers:
             self.unacknowledged.pop(number, None)
 
-    def consumer_died(self, who: str) -> int:
-        """Puts the items that `who` had not acknowledged back to the front; returns how many."""
-        lost: dict[str, list[Item]] = {}
+    def consumer_died(self, consumer: str) -> int:
+        """Puts the items that `consumer` had not acknowledged back to the front; returns how many."""
+        requeued: dict[str, list[Item]] = {}
         for key, owner, item in list(self.unacknowledged.values()):
-            if who in owner:
-                lost.setdefault(key, []).append(item)
+            if consumer in owner:
+                requeued.setdefault(key, []).append(item)
         for queue in self.queues.values():
-            queue.getters = deque(g for g in queue.getters if who not in g[0])
-        for key, items in lost.items():
+            queue.getters = deque(g for g in queue.getters if consumer not in g[0])
+        for key, items in requeued.items():
             self._put_back(key, sorted(items, key=lambda item: item.number))
             self._serve(key, self.queue(key))
         for key in list(self.queues):
             self._drop_idle(key)
-        return sum(map(len, lost.values()))
+        return sum(map(len, requeued.values()))
 
     def cancel(self, matches: Callable[[Answer], bool]) -> list[Item]:
         """Forgets a waiter that gave up; returns the items of cancelled puts."""
@@ -286,7 +286,7 @@ class RemoteAnswer:
         self.outlook: PutEstimate | None = None
 
     @property
-    def who(self) -> str:
+    def connection_name(self) -> str:
         """The connection's name: when the connection closes, items that were not acknowledged over it return to the queue."""
         return self.peer.name if isinstance(self.peer, UnixConnection) else self.peer.hex()
 

@@ -79,11 +79,12 @@ class Above:
         bulk: Endpoint where it serves data.
 
     Attributes:
-        lost: Whether it has ended, or has not received the data in time: the owner is asked instead.
+        is_lost: Whether it has ended, or has not received the data in time: the owner is asked instead.
     """
 
     def __init__(self, bulk: str) -> None:
-        self.bulk, self.lost = bulk, False
+        self.bulk = bulk
+        self.is_lost = False
 
 
 class Fetching:
@@ -155,23 +156,23 @@ class Fetching:
                 raise
             return here.path
 
-        found = once_for_all(self._scratch.shm, share, receive_for_all, self._check)
-        view = self._mappings.lease(found, share.number, own=own)
+        shared_path = once_for_all(self._scratch.shm, share, receive_for_all, self._check)
+        view = self._mappings.lease(shared_path, share.number, own=own)
         if lock and own:
-            self._mappings.lock(found)
+            self._mappings.lock(shared_path)
         return view
 
     def _from_above(self, above: Above, name: str, target: memoryview) -> bool:
         """Returns whether the data came from a process that forwards it."""
         end = time.monotonic() + _PATIENCE_S
         try:
-            while not above.lost:
+            while not above.is_lost:
                 if self._peers.fetch(above.bulk, name, 0, target, offered=True):
                     return True
-                above.lost = time.monotonic() > end
+                above.is_lost = time.monotonic() > end
                 self._check()
         except Withdrawn:  # this process came late, and will catch up
             return False
         except ChannelError:
-            above.lost = True
+            above.is_lost = True
         return False

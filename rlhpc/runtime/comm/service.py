@@ -37,10 +37,10 @@ from rlhpc.runtime.comm.zmq_sockets import (
     TcpPort,
     ZapDoor,
     divided,
+    join_pieces,
     make_socket,
     readable,
     shut_where_crowded,
-    whole,
 )
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.host import host_id, process_id
@@ -61,7 +61,7 @@ class Traffic:
         router: For processes of other hosts, if there are any.
         bulk: For large data of other hosts.
         handle: Called with each message and its sender.
-        gone: Called with the name of a connection that has closed.
+        on_close: Called with the name of a connection that has closed.
     """
 
     def __init__(
@@ -73,10 +73,11 @@ class Traffic:
         bulk: BulkServer | None,
         *,
         handle: Callable[[Peer, list[bytes]], None],
-        gone: Callable[[str], None],
+        on_close: Callable[[str], None],
     ) -> None:
         self._listener, self._token, self._zap, self._router, self._bulk = listener, token, zap, router, bulk
-        self._handle, self._gone = handle, gone
+        self._handle = handle
+        self._on_close = on_close
         self._outbox: collections.deque[tuple[Peer, list[Any]]] = collections.deque()
         self._connections: dict[int, UnixConnection] = {}
         self._doors: dict[int, TcpPort] = {}
@@ -146,15 +147,15 @@ class Traffic:
             self._epoll.unregister(fd)
             del self._connections[fd]
             connection.sock.close()
-            self._gone(connection.name)
+            self._on_close(connection.name)
 
     def _exchange(self) -> None:
         """Receives messages of other hosts, and sends all queued ones."""
         router = self._router
         while True:
             while router and readable(router):
-                identity, *rest = router.recv_multipart()
-                self._handle(identity, whole(rest))
+                identity, *body = router.recv_multipart()
+                self._handle(identity, join_pieces(body))
             # Sending also notices what has arrived, and the descriptor then no longer signals it: check again.
             if not self._outbox:
                 return
@@ -251,7 +252,7 @@ class Service:
         self.origin = Origin(host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self.endpoint["bulk"])
         self.doing = doing
         self._traffic = Traffic(
-            listener, token_of(keys), zap, router, self._bulk, handle=self._handle, gone=self.consumer_died
+            listener, token_of(keys), zap, router, self._bulk, handle=self._handle, on_close=self.consumer_died
         )
         self._on_tick, self._tick_s, self._on_broken = on_tick, tick_s, on_broken
         self.on_note, self.on_join = on_note, on_join
@@ -341,26 +342,26 @@ class Service:
         began = time.monotonic()
         try:
             while answer.items is None and not self._stopping:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
                     return
                 if self._leader == self._thread.ident:
                     self._traffic.wake()  # ask the service thread to step aside
-                if self._loop.acquire(timeout=min(0.002, left)):
+                if self._loop.acquire(timeout=min(0.002, remaining_s)):
                     try:
                         self._leader = threading.get_ident()
                         while answer.items is None and not self._stopping:
-                            left = deadline - time.monotonic()
-                            if left <= 0:
+                            remaining_s = deadline - time.monotonic()
+                            if remaining_s <= 0:
                                 break
-                            if not self._iterate(min(0.2, left)):
+                            if not self._iterate(min(0.2, remaining_s)):
                                 self.check()
                     finally:
                         self._leader = None
                         self._loop.release()
                         self._call_followers()
                 else:
-                    self._follow(answer, min(0.2, left))
+                    self._follow(answer, min(0.2, remaining_s))
         finally:
             with self.lock:
                 self._guests -= 1
@@ -398,19 +399,19 @@ class Service:
                 for item in state.cancel(lambda a: a is answer):
                     discard(item.segment) if item.segment else None
 
-    def consumer_died(self, who: str) -> None:
+    def consumer_died(self, consumer: str) -> None:
         """Puts items that a dead consumer had not acknowledged back into the queues."""
-        self._refusals.pop(who, None)
+        self._refusals.pop(consumer, None)
         with self.lock:
             for state in self.channels.values():
-                state.consumer_died(who)
+                state.consumer_died(consumer)
         self._traffic.wake()
 
-    def members_changed(self, epoch: int, ended: Iterable[str] = ()) -> None:
+    def members_changed(self, epoch: int, processes: Iterable[str] = ()) -> None:
         """Registers that ranks have come, or have ended (`host.process_key`); the driver counts these changes by `epoch`."""
         self.epoch = max(self.epoch, epoch)
-        for process in ended:
-            self.peers.ended.add(process)
+        for process in processes:
+            self.peers.ended_processes.add(process)
             self.consumer_died(process)
             self.pool.forget_process(process)
             self.loans.forget_process(process)
@@ -519,7 +520,7 @@ class Service:
     def _handle(self, peer: UnixConnection | bytes, message: list[bytes]) -> None:
         number, op, *frames = message
         answer = RemoteAnswer(self.reply, peer, number)
-        if number and (refusal := self._refusals.pop(answer.who, None)):
+        if number and (refusal := self._refusals.pop(answer.connection_name, None)):
             self.reply(peer, [number, b"error", refusal])
             return
         try:
@@ -531,4 +532,4 @@ class Service:
             elif (
                 op == b"PUT"
             ):  # the first cause, for the sender's next request, which `Peers.confirm` makes at the latest
-                self._refusals.setdefault(answer.who, b"an item put before was refused: " + text)
+                self._refusals.setdefault(answer.connection_name, b"an item put before was refused: " + text)

@@ -41,7 +41,7 @@ from rlhpc.runtime.scratch import Scratch
 
 #: The first page: one byte per reader.
 HEADER = mmap.PAGESIZE
-FREE, WRITTEN, USED, KEPT = b"\0", b"\1", b"\2", b"\3"
+FREE, WRITTEN, USED, RETAINED = b"\0", b"\1", b"\2", b"\3"
 ALIGN = 64
 #: Separator of the paths that a message claims, if it has both a segment and a buffer on an accelerator.
 AND = "\n"
@@ -89,7 +89,7 @@ def layout(buffers: Sequence[Any]) -> tuple[list[tuple[int, int]], int]:
 def await_readers(page: mmap.mmap, readers: int, keep: bool = False) -> None:
     """Sets the marks of readers that will come, numbered from 0; called by the writer, while no process reads."""
     tracks = b"\1" if readers <= MAX_TRACKED else FREE
-    page[_TRACKS:HEADER] = tracks + (KEPT if keep else FREE)
+    page[_TRACKS:HEADER] = tracks + (RETAINED if keep else FREE)
     page[:readers] = WRITTEN * readers
 
 
@@ -191,7 +191,7 @@ def _segments(folder: Path) -> Iterator[tuple[str, str, bytes, bool]]:
             with contextlib.suppress(OSError), open(entry.path, "rb") as file:
                 page = file.read(HEADER).ljust(HEADER, FREE)
                 states = page[:MAX_TRACKED] if page[_TRACKS] else page[:_TRACKS]
-                yield entry.path, name[1], states, page[-1:] == KEPT
+                yield entry.path, name[1], states, page[-1:] == RETAINED
 
 
 def bytes_in_use(folder: Path) -> int:
@@ -331,12 +331,12 @@ class Mappings:
 
     def _map(self, path: str) -> mmap.mmap:
         with self._lock:
-            found = self._mapped.get(path)
-            if found is None:
+            memory = self._mapped.get(path)
+            if memory is None:
                 if len(self._mapped) >= self._sweep_at:
                     self._sweep()
-                found = self._mapped[path] = map_segment(path, mmap.MAP_SHARED | POPULATE)
-            return found
+                memory = self._mapped[path] = map_segment(path, mmap.MAP_SHARED | POPULATE)
+            return memory
 
     def _sweep(self) -> None:
         """Unmaps segments that their writers have removed, so that their memory is freed once it has no users."""
@@ -353,7 +353,7 @@ log = logging.getLogger(__name__)
 
 _IOV_MAX = 512
 #: Segments checked before a new one is made: the oldest in use are the likeliest to be free.
-_LOOKS = 16
+_MAX_CHECKED = 16
 #: Maximum of segments in use that a pool tracks; further ones are forgotten as soon as their reader has come.
 _MAX_BUSY = 4096
 #: Two bytes of a segment's first page are no reader's.
@@ -383,7 +383,7 @@ class SegmentPool:
         self._by_path: dict[str, ShmSegment] = {}
         self._warned = False
         #: The latest processes that have ended: data written for one comes too late.
-        self._ended: dict[str, None] = {}
+        self._ended_processes: dict[str, None] = {}
 
     def write(
         self, buffers: Sequence[Any], readers: int = 1, *, keep: bool = False, holders: Sequence[str] = ()
@@ -435,7 +435,7 @@ class SegmentPool:
                 self._busy.append(segment)
             self._by_path[segment.path] = segment
             for slot, holder in enumerate(holders):
-                if holder in self._ended:
+                if holder in self._ended_processes:
                     segment.memory[slot : slot + 1] = FREE
 
     def memory(self, path: str) -> mmap.mmap | None:
@@ -462,9 +462,9 @@ class SegmentPool:
         These segments are not reused: if the process is alive after all, its data stays unchanged.
         """
         with self._lock:
-            self._ended[process] = None
-            if len(self._ended) > _MAX_ENDED:
-                del self._ended[next(iter(self._ended))]
+            self._ended_processes[process] = None
+            if len(self._ended_processes) > _MAX_ENDED:
+                del self._ended_processes[next(iter(self._ended_processes))]
             for segment in list(self._by_path.values()):
                 slots = [slot for slot, holder in enumerate(segment.holders) if holder == process]
                 for slot in slots:
@@ -497,7 +497,7 @@ class SegmentPool:
     def _take(self, capacity: int) -> ShmSegment | None:
         """Returns a free segment of this size."""
         with self._lock:
-            for _ in range(len(self._busy) if len(self._busy) > _MAX_BUSY else min(_LOOKS, len(self._busy))):
+            for _ in range(len(self._busy) if len(self._busy) > _MAX_BUSY else min(_MAX_CHECKED, len(self._busy))):
                 if self._idle.get(capacity):
                     break
                 self._look()

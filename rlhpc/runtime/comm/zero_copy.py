@@ -50,7 +50,7 @@ class Loan:
         self.segment: str | None = None
         self.pending, self._readers, self.holders = set(range(readers)), readers, holders
         self._changed = changed
-        self._reading, self._begun, self._broken, self._moved = 0, False, False, 0.0
+        self._reading, self._has_started, self._broken, self._moved = 0, False, False, 0.0
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[list[memoryview] | None]:
@@ -59,7 +59,7 @@ class Loan:
             views = self._views
             if views is not None:
                 self._reading += 1
-                self._begun = True
+                self._has_started = True
         try:
             yield views
         except OSError:
@@ -73,13 +73,13 @@ class Loan:
 
     def pieces(self, views: list[memoryview], start: int, count: int) -> list[memoryview]:
         """Returns the `count` bytes from `start` on of the equivalent segment, as views of the buffers."""
-        found = []
+        pieces = []
         for (offset, length), view in zip(self.spans, views, strict=True):
             for at, piece in ((offset, view), (offset + length, _PADDING[: -length % 64])):
                 first, last = max(start - at, 0), min(start + count - at, len(piece))
                 if first < last:
-                    found.append(piece[first:last])
-        return found
+                    pieces.append(piece[first:last])
+        return pieces
 
     def settle(self, handed: bool, pool: SegmentPool, check: Callable[[], None]) -> None:
         """Ends the loan: afterwards the buffers belong to the caller alone.
@@ -92,11 +92,11 @@ class Loan:
         self._moved = time.monotonic()
         while True:
             with self._changed:
-                patience = _PATIENCE_S if handed or self._begun else self.size / _COPY_RATE / 2
-                left = 0.0 if self._broken else self._moved + patience - time.monotonic()
-                if not self.pending or not (self._reading or left > 0):
+                patience = _PATIENCE_S if handed or self._has_started else self.size / _COPY_RATE / 2
+                remaining_s = 0.0 if self._broken else self._moved + patience - time.monotonic()
+                if not self.pending or not (self._reading or remaining_s > 0):
                     break
-                self._changed.wait(_LOOK_S if self._reading else min(left, _LOOK_S))
+                self._changed.wait(_LOOK_S if self._reading else min(remaining_s, _LOOK_S))
             check()
         with self._changed:
             views, self._views = self._views, None
@@ -164,7 +164,7 @@ class Offers:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._held: collections.OrderedDict[str, tuple[memoryview, int]] = collections.OrderedDict()
-        self._gone: collections.deque[str] = collections.deque(maxlen=_REMEMBERED)
+        self._withdrawn: collections.deque[str] = collections.deque(maxlen=_REMEMBERED)
 
     def put(self, name: str, memory: memoryview, times: int) -> None:
         """Offers memory that does not change, until it has been read a number of times. A reader may keep it longer."""
@@ -173,7 +173,7 @@ class Offers:
             self._held[name] = memory, times
             while len(self._held) > _MOST:
                 withdrawn.append(self._held.popitem(last=False))
-                self._gone.append(withdrawn[-1][0])
+                self._withdrawn.append(withdrawn[-1][0])
             self._changed.notify_all()
         # Only now may memory return to its pool, which has separate locks.
 
@@ -186,7 +186,7 @@ class Offers:
         end = time.monotonic() + timeout
         with self._changed:
             while name not in self._held:
-                if name in self._gone:
+                if name in self._withdrawn:
                     raise Withdrawn(name)
                 if not self._changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
                     return None
@@ -201,5 +201,5 @@ class Offers:
                 self._held[name] = memory, times - 1
             elif memory is not None:
                 last = self._held.pop(name)
-                self._gone.append(name)
+                self._withdrawn.append(name)
         del last, memory

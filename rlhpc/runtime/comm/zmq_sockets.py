@@ -73,13 +73,13 @@ def divided(frames: Sequence[Any]) -> Sequence[Any]:
     return pieces
 
 
-def whole(frames: list[bytes]) -> list[bytes]:
+def join_pieces(frames: list[bytes]) -> list[bytes]:
     """Joins the frames that `divided` split into pieces."""
     if not frames or frames[0] != _DIVIDED:
         return frames
-    rest, joined = iter(frames[2:]), []
+    pieces, joined = iter(frames[2:]), []
     for length in struct.unpack(_LENGTHS % (len(frames[1]) // 8), frames[1]):
-        joined.append(b"".join(itertools.islice(rest, -(-length // PIECE))))
+        joined.append(b"".join(itertools.islice(pieces, -(-length // PIECE))))
     return joined
 
 
@@ -103,13 +103,13 @@ class TcpPort:
         socket.bind(self.endpoint)
         self.is_shut = False
 
-    def shut(self, wanted: bool) -> None:
-        if wanted and not self.is_shut:
-            nothing = ctypes.create_string_buffer(_DROP, len(_DROP))
-            self.listener.setsockopt(SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(nothing)))
-        elif self.is_shut and not wanted:
+    def shut(self, should_shut: bool) -> None:
+        if should_shut and not self.is_shut:
+            drop_all = ctypes.create_string_buffer(_DROP, len(_DROP))
+            self.listener.setsockopt(SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop_all)))
+        elif self.is_shut and not should_shut:
             self.listener.setsockopt(SOL_SOCKET, _SO_DETACH_FILTER, 0)
-        self.is_shut = wanted
+        self.is_shut = should_shut
 
 
 def shut_where_crowded(doors: Collection[TcpPort]) -> None:
@@ -176,7 +176,7 @@ class _ZmqClient:
 
     def receive(self, timeout: float) -> list[bytes] | None:
         with _until_the_end():
-            return whole(self._socket.recv_multipart()) if self._socket.poll(int(timeout * 1000)) else None
+            return join_pieces(self._socket.recv_multipart()) if self._socket.poll(int(timeout * 1000)) else None
 
     def close(self) -> None:
         self._socket.close()
@@ -197,7 +197,7 @@ class Peers:
         self._context, self._keys, self._check = context, keys, check
         self._local = threading.local()
         #: Keys of processes (`host.process_key`) whose end the driver has reported.
-        self.ended = set[str]()
+        self.ended_processes = set[str]()
 
     @property
     def _clients(self) -> dict[str, unix_sockets.Client | _ZmqClient]:
@@ -218,7 +218,7 @@ class Peers:
                 clients[endpoint] = _ZmqClient(self._context, endpoint, self._keys)
         return clients[endpoint]
 
-    def _gone(self, endpoint: str, whom: str) -> ChannelError:
+    def _unreachable(self, endpoint: str, whom: str) -> ChannelError:
         self._clients.pop(endpoint).close()
         self._grieve()
         return ChannelError(f"the process behind {endpoint} died while this one waited for {whom}")
@@ -255,7 +255,7 @@ class Peers:
         try:
             client.send(frames, check)
         except OSError:
-            raise self._gone(endpoint, whom) from None
+            raise self._unreachable(endpoint, whom) from None
         except DeadlineExceeded:
             self._unconfirmed.pop(endpoint, None)  # the caller knows that something is wrong there
             raise
@@ -300,7 +300,7 @@ class Peers:
             endpoint, process = self._unconfirmed.popitem()
             try:
                 pending = self.begin(endpoint, b"SYNC", [], f"{endpoint} to confirm what was put", timeout)
-                self.reply_to(pending, timeout, lambda process=process: process in self.ended)  # type: ignore[misc]
+                self.reply_to(pending, timeout, lambda process=process: process in self.ended_processes)  # type: ignore[misc]
             except ChannelError:
                 if endpoint in self._clients:  # else the connection has ended
                     raise
@@ -327,13 +327,13 @@ class Peers:
         self._send(endpoint, [number, op, *frames], timeout, whom)
         return Pending(endpoint, number, whom)
 
-    def reply_to(self, pending: Pending, timeout: float, gone: Callable[[], bool] = lambda: False) -> list[bytes]:
+    def reply_to(self, pending: Pending, timeout: float, has_ended: Callable[[], bool] = lambda: False) -> list[bytes]:
         """Waits for the reply to a request; raises as `request` does.
 
         Args:
             pending: The request.
             timeout: Seconds.
-            gone: Whether the other side is known to have ended: the end of one on another host closes no connection.
+            has_ended: Whether the other side is known to have ended: the end of one on another host closes no connection.
         """
         endpoint, number, whom = pending
         client = self._client(endpoint)
@@ -343,8 +343,8 @@ class Peers:
                 reply = client.receive(max(0.0, min(0.2, deadline - time.monotonic())))
                 if reply is None:
                     self._check()
-                    if gone():
-                        raise self._gone(endpoint, whom)
+                    if has_ended():
+                        raise self._unreachable(endpoint, whom)
                     if time.monotonic() > deadline:
                         self._cancel(endpoint, number)
                         raise DeadlineExceeded(f"waited {timeout:.1f} s for {whom}")
@@ -352,7 +352,7 @@ class Peers:
                     break
                 # else: the late answer to a request that was given up; its items went back with the CANCEL
         except (ConnectionError, BrokenPipeError):
-            raise self._gone(endpoint, whom) from None
+            raise self._unreachable(endpoint, whom) from None
         self._unconfirmed.pop(endpoint, None)
         if reply[1] == b"ok":
             return reply[2:]
@@ -389,7 +389,7 @@ class Peers:
             try:
                 return client.fetch(path, start, target, offered=offered)
             except OSError as error:
-                if not fresh and not client.begun:
+                if not fresh and not client.is_receiving:
                     continue  # it was idle, and a firewall between the hosts may have forgotten it
                 self._grieve()
                 raise ChannelError(

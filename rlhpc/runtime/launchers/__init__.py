@@ -25,7 +25,7 @@ class Member:
     Attributes:
         state: "starting", "ready", "stopping" or "ended". A rank that the run has abandoned is "ended" at once.
         has_exited: Whether its process is known to have ended; until then no successor may be started.
-        told: Reason of its notice to leave, if it got one.
+        leave_reason: Reason of its notice to leave, if it got one.
         leaving: Whether it waits for permission to leave.
     """
 
@@ -36,7 +36,7 @@ class Member:
     record: dict[str, Any] = field(default_factory=dict)
     alive: float = field(default_factory=time.monotonic)
     suspect: bool = False
-    told: str = ""
+    leave_reason: str = ""
     leaving: bool = False
     has_exited: bool = False
 
@@ -75,10 +75,10 @@ class Starter(Protocol):
     def kill(self, members: Sequence[Member]) -> None:
         """Kills the processes of ranks, also of abandoned ranks; reports each when it is gone."""
 
-    def said(self, member: Member) -> str:
+    def early_output(self, member: Member) -> str:
         """Returns the output of a rank that has not opened its log; "" if there is no output."""
 
-    def late(self, members: Sequence[Member]) -> list[str]:
+    def arrival_report(self, members: Sequence[Member]) -> list[str]:
         """Returns the state of ranks that do not arrive, one line each."""
 
     def close(self, clear: bool) -> None:
@@ -121,11 +121,11 @@ class JoinedStarter:
     def kill(self, members: Sequence[Member]) -> None:
         """Does nothing: joined ranks notice the end."""
 
-    def said(self, member: Member) -> str:
+    def early_output(self, member: Member) -> str:
         """Returns "": the process that started the rank has its output."""
         return ""
 
-    def late(self, members: Sequence[Member]) -> list[str]:
+    def arrival_report(self, members: Sequence[Member]) -> list[str]:
         """Returns an empty list: nothing is known about joined ranks."""
         return []
 

@@ -163,13 +163,13 @@ class ForkServer:
 def _end_while_importing(control: socket.socket, token: str) -> None:
     """Has the kernel interrupt the imports when the driver dies, which would otherwise be noticed only after them."""
 
-    def gone(*_: object) -> None:
+    def on_driver_end(*_: object) -> None:
         with contextlib.suppress(BlockingIOError):
             if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 Scratch(token).remove()
                 os._exit(0)
 
-    signal.signal(signal.SIGIO, gone)
+    signal.signal(signal.SIGIO, on_driver_end)
     fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) | os.O_ASYNC)
 

@@ -72,7 +72,7 @@ class ForkServerProcess:
     def __init__(self, preload: Sequence[str] | None) -> None:
         raise_limit()  # the driver's own, which the server and its ranks inherit
         self.scratch = Scratch.create()
-        self.control, theirs = socket.socketpair()
+        self.control, server_end = socket.socketpair()
         # Threads that wait for one another go to sleep soon: on a busy node, spinning takes the core from the one awaited.
         environment = {"GOMP_SPINCOUNT": "1000", **os.environ}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -81,12 +81,12 @@ class ForkServerProcess:
         environment["PYTHONPATH"] = python_path()
         with self.words_file.open("ab") as err:
             self.process = subprocess.Popen(
-                run_module("rlhpc.runtime.launchers.fork_server", str(theirs.fileno()), self.scratch.token,
+                run_module("rlhpc.runtime.launchers.fork_server", str(server_end.fileno()), self.scratch.token,
                            str(os.getpid()), ENTRY, *(() if preload is None else (*PRELOAD, *preload))),
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=environment,
+                pass_fds=[server_end.fileno()], stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=environment,
                 start_new_session=True,
             )  # fmt: skip
-        theirs.close()
+        server_end.close()
 
     @property
     def words_file(self) -> Path:
@@ -126,9 +126,11 @@ class ForkedStarter:
             else:
                 self._hear(event)
         started, self._state = self._state == "serving", "ended"
-        lost = self._reports.all_ended(list(self._members.values()))
-        if lost:
-            self._lost(lost[0], "and its workers with it" if started else "before it had started a rank")
+        unexpected = self._reports.all_ended(list(self._members.values()))
+        if unexpected:
+            self._fail_server_lost(
+                unexpected[0], "and its workers with it" if started else "before it had started a rank"
+            )
 
     def _hear(self, event: dict[str, Any]) -> None:
         """Passes on a report of one start of a rank, which is never taken for a report of its successor."""
@@ -143,17 +145,17 @@ class ForkedStarter:
         elif event["event"] == "exit":
             self._reports.exited(member, event["status"])
 
-    def _lost(self, member: Member, what: str) -> None:
+    def _fail_server_lost(self, member: Member, moment: str) -> None:
         """Fails because the server has ended, which no rank has caused."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.server.process.wait(1.0)  # it may be dying: afterwards its output is complete
-        kept, words = self._log_dir / "forkserver.err", self.said(member)
+        path, words = self._log_dir / "forkserver.err", self.early_output(member)
         with contextlib.suppress(OSError):
-            kept.write_text(words)
+            path.write_text(words)
         node = member.spec.node
         self._reports.fail(WorkerFailed(
-            f"the fork server of node {node} died, {what} (log {kept}){tail(str(self.server.words_file))}", node=node,
-            log_path=str(kept),
+            f"the fork server of node {node} died, {moment} (log {path}){tail(str(self.server.words_file))}", node=node,
+            log_path=str(path),
         ))  # fmt: skip
 
     def prepare(self, spec: WorkerSpec, node: Node, fork: bool) -> None:
@@ -172,7 +174,7 @@ class ForkedStarter:
         self._members.update({member.spec.identity: member for member in members})
         if self._state == "ended":
             self._reports.all_ended(members)
-            self._lost(members[0], "and can start no more ranks")
+            self._fail_server_lost(members[0], "and can start no more ranks")
             return
         for member in members:
             self._tell(op="start", spec=pickle.dumps(member.spec))
@@ -186,12 +188,12 @@ class ForkedStarter:
     def kill(self, members: Sequence[Member]) -> None:
         self._signal(members, signal.SIGKILL)
 
-    def said(self, member: Member) -> str:
+    def early_output(self, member: Member) -> str:
         with contextlib.suppress(OSError):
             return self.server.words_file.read_text(errors="replace")
         return ""
 
-    def late(self, members: Sequence[Member]) -> list[str]:
+    def arrival_report(self, members: Sequence[Member]) -> list[str]:
         return []
 
     def cut_short(self) -> bool:

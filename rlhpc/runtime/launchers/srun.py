@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rlhpc.runtime.scratch import Scratch
     from rlhpc.runtime.worker_spec import WorkerSpec
 
-_ENDED = re.compile(r"^srun: error: (\S+?): tasks? ([\d,\- ]+): (.*)$")
+_TASK_ENDED = re.compile(r"^srun: error: (\S+?): tasks? ([\d,\- ]+): (.*)$")
 _SIGNALS = {signal.strsignal(number): number for number in range(1, 32)}
 _KEPT_LINES = 40
 #: How long a step that kills a rank may take; after a failure no other is tried for so long.
@@ -91,7 +91,7 @@ class SteppedStarter:
                 name = f"{spec.group}-{planned.component}" if self._components > 1 else spec.group
                 step = JobStep(
                     planned, [of[rank] for rank in planned.ranks], self._log_dir / f"{name}.step.err",
-                    self._exited, self._ended,
+                    self._exited, self._on_step_end,
                 )  # fmt: skip
                 steps.append(step)
         except OSError as error:
@@ -111,23 +111,23 @@ class SteppedStarter:
                 return
         self._reports.exited(member, status)
 
-    def _ended(self, step: JobStep, code: int) -> None:
+    def _on_step_end(self, step: JobStep, code: int) -> None:
         """Registers that srun has ended, and with it all ranks of its step."""
-        lost = self._reports.all_ended(step.members)
-        if not lost:
+        unexpected = self._reports.all_ended(step.members)
+        if not unexpected:
             return
-        spec, words = lost[0].spec, step.last_words or "(it said nothing)"
-        who = f"{spec.group} (ranks {', '.join(str(m.spec.rank) for m in lost)})"
+        spec, words = unexpected[0].spec, step.last_words or "(it said nothing)"
+        ranks_text = f"{spec.group} (ranks {', '.join(str(m.spec.rank) for m in unexpected)})"
         how = f"with exit code {code}" if code else "before its ranks had"
         message = f"srun ended {how}:\n{words}\n  log: {step.log_err}"
-        if lost[0].record:
+        if unexpected[0].record:
             self._reports.fail(WorkerFailed(
-                f"the job step of {who} on node {spec.node} ended; {message}{tail(spec.log_err)}",
+                f"the job step of {ranks_text} on node {spec.node} ended; {message}{tail(spec.log_err)}",
                 group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
             ))  # fmt: skip
         else:
-            words = f"the job step of {who} did not start on node {spec.node}: {message}"
-            for member in lost:  # a group may do without ranks that cannot be started again
+            words = f"the job step of {ranks_text} did not start on node {spec.node}: {message}"
+            for member in unexpected:  # a group may do without ranks that cannot be started again
                 self._reports.fail(StepFailed(words, group=spec.group, rank=member.spec.rank, node=spec.node))
 
     def _steps_only_of(self, members: Sequence[Member]) -> set[JobStep]:
@@ -177,12 +177,12 @@ class SteppedStarter:
         if has_exited or answer.ok:
             self._reports.exited(member, int(signal.SIGKILL))
 
-    def said(self, member: Member) -> str:
+    def early_output(self, member: Member) -> str:
         step = self._steps.get(member.spec.name)
         return step.last_words if step is not None else ""
 
-    def late(self, members: Sequence[Member]) -> list[str]:
-        return [f"srun said: {words}" for words in sorted({self.said(member) for member in members}) if words]
+    def arrival_report(self, members: Sequence[Member]) -> list[str]:
+        return [f"srun said: {words}" for words in sorted({self.early_output(member) for member in members}) if words]
 
     def close(self, clear: bool) -> None:
         """Removes the session's folders on nodes where ranks were killed before they could do so themselves."""
@@ -215,7 +215,7 @@ class JobStep:
     ) -> None:
         self.planned, self.members, self.log_err = planned, list(members), log_err
         self._on_exit, self._on_end = on_exit, on_end
-        self._said: list[str] = []
+        self._output_lines: list[str] = []
         self._killed = False
         self._hosts = log_err.with_suffix(f".{time.time_ns():x}.hosts")
         self._hosts.write_text("".join(f"{host}\n" for host in planned.hosts))
@@ -267,8 +267,8 @@ class JobStep:
         self._on_end(self, code)
 
     def _hear(self, line: str) -> None:
-        self._said = [*self._said[1 - _KEPT_LINES :], line]
-        match = _ENDED.match(line)
+        self._output_lines = [*self._output_lines[1 - _KEPT_LINES :], line]
+        match = _TASK_ENDED.match(line)
         status = task_status(match[3]) if match else None
         if match is None or status is None:
             return
@@ -292,7 +292,7 @@ class JobStep:
     @property
     def _step_id(self) -> str:
         """`<job>.<step>`, which the first rank to arrive reports; "" before."""
-        return next((known for member in self.members if (known := member.record.get("step"))), "")
+        return next((step_id for member in self.members if (step_id := member.record.get("step"))), "")
 
     @property
     def running(self) -> bool:
@@ -301,7 +301,7 @@ class JobStep:
     @property
     def last_words(self) -> str:
         """The last lines that srun printed."""
-        return "\n".join(line for line in self._said if line.strip())
+        return "\n".join(line for line in self._output_lines if line.strip())
 
     def end(self) -> None:
         """Kills the step: srun forwards this as SIGKILL to every task."""

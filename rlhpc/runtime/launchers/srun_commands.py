@@ -81,12 +81,12 @@ def job_steps(
     command = [*cluster.container, *run_module("rlhpc.runtime.worker_process", "step", python=interpreter)]
     steps = []
     for component in sorted(set(components)):
-        mine = [rank for rank in ranks if components[rank.node_rank] == component]
-        if mine:
-            options = _options(mine, cluster)
+        component_ranks = [rank for rank in ranks if components[rank.node_rank] == component]
+        if component_ranks:
+            options = _options(component_ranks, cluster)
             argv = (*_srun(group, component, len(set(components))), *options, *command)
-            names = tuple(hosts[rank.node_rank] for rank in mine)
-            steps.append(SrunStep(group, component, tuple(rank.rank for rank in mine), names, argv))
+            names = tuple(hosts[rank.node_rank] for rank in component_ranks)
+            steps.append(SrunStep(group, component, tuple(rank.rank for rank in component_ranks), names, argv))
     return steps
 
 
@@ -170,8 +170,8 @@ def _options(ranks: Sequence[RankPlacement], cluster: Cluster) -> list[str]:
     """Returns srun's options. A step states all its resources, because srun does not inherit all of them from the job."""
     counts = {rank: sum(r.node_rank == rank for r in ranks) for rank in {r.node_rank for r in ranks}}
     nodes = {rank: cluster.nodes[rank] for rank in counts}
-    known = all(node.cpus for node in nodes.values())
-    cores = min(max(1, nodes[rank].cpus // count) for rank, count in counts.items()) if known else None
+    cores_known = all(node.cpus for node in nodes.values())
+    cores = min(max(1, nodes[rank].cpus // count) for rank, count in counts.items()) if cores_known else None
     # The hostfile determines the number of nodes: srun of 24.11 refuses `--nodes` in addition.
     options = [f"--ntasks={len(ranks)}", f"--cpus-per-task={cores or '?'}", "--mem=0"]
     # A rank picks its own among all accelerators of the node. `none` clears the mask that a step would otherwise inherit

@@ -41,11 +41,11 @@ class ComponentPlacementStrategy:
 
     def place(self, cluster: Cluster) -> list[Placement]:
         """Returns the place of each process of the component on this cluster, in rank order."""
-        who = f"cluster.component_placement.{self.component}"
-        nodes = group_nodes(cluster, self.node_group, who)
+        key = f"cluster.component_placement.{self.component}"
+        nodes = group_nodes(cluster, self.node_group, key)
         if self.by_node:
-            return on_nodes([ranks[0] for ranks in self.processes], nodes, self.node_group, who)
-        return on_accelerators(self.processes, cluster, self.node_group, who)
+            return on_nodes([ranks[0] for ranks in self.processes], nodes, self.node_group, key)
+        return on_accelerators(self.processes, cluster, self.node_group, key)
 
 
 class HybridComponentPlacement:
@@ -66,7 +66,7 @@ class HybridComponentPlacement:
 
     def __init__(self, cfg: Clustered | Mapping[str, Any], cluster: Cluster) -> None:
         self.cluster = cluster
-        parallel = {name: _found(cfg, name, "parallel") for name in self.ENGINES}
+        parallel = {name: _read_path(cfg, name, "parallel") for name in self.ENGINES}
         self._parallel = {name: section for name, section in parallel.items() if section is not None}
         raw = read_key(read_key(cfg, "cluster"), "component_placement")
         if not raw:
@@ -98,11 +98,11 @@ class HybridComponentPlacement:
         nodes = group_nodes(self.cluster, label, f"{at}: node_group {label!r}")
         accelerators = self.cluster.accelerators_of(label)
         by_node = label == "node" or not accelerators
-        total, what = (len(nodes), "node") if by_node else (len(accelerators), "accelerator")
-        processes = parse_placement(name, str(text), total, what, label)
+        total, resource = (len(nodes), "node") if by_node else (len(accelerators), "accelerator")
+        processes = parse_placement(name, str(text), total, resource, label)
         replica = 1
         if name in self._parallel:
-            processes, replica = self._ranks_of_engines(name, f"{at}: {str(text)!r}", what, processes)
+            processes, replica = self._ranks_of_engines(name, f"{at}: {str(text)!r}", resource, processes)
         if by_node and (wide := next((ranks for ranks in processes if len(ranks) > 1), None)):
             raise PlacementError(
                 f"{at}: {str(text)!r}: one process on nodes {wide}; rule: without accelerators each process has one node"
@@ -115,31 +115,32 @@ class HybridComponentPlacement:
         self._strategies[name] = strategy
 
     def _ranks_of_engines(
-        self, name: str, at: str, what: str, processes: list[list[int]]
+        self, name: str, at: str, unit: str, processes: list[list[int]]
     ) -> tuple[list[list[int]], int]:
         """Returns one process for each resource of each process, and the number of them that form an engine.
 
         Raises:
             PlacementError: Engines would differ in size, or from the size in the configuration.
         """
-        key, asked = f"{name}.parallel.tensor", _found(self._parallel[name], "tensor")
+        key, tp_size = f"{name}.parallel.tensor", _read_path(self._parallel[name], "tensor")
         widths = sorted({len(ranks) for ranks in processes})
         if len(widths) > 1:
-            raise PlacementError(f"{at}: processes have {widths} {what}s; rule: all engines are of one size")
-        size = widths[0] if asked is None or widths[0] > 1 else int(asked)
-        if asked is not None and size != asked:
+            raise PlacementError(f"{at}: processes have {widths} {unit}s; rule: all engines are of one size")
+        size = widths[0] if tp_size is None or widths[0] > 1 else int(tp_size)
+        if tp_size is not None and size != tp_size:
             raise PlacementError(
-                f"{at}: each process has {size} {what}s, and {key} is {asked}; rule: each {what} of a process is a rank "
+                f"{at}: each process has {size} {unit}s, and {key} is {tp_size}; rule: each {unit} of a process is a rank "
                 f"of its engine, so write {key}={size}, or leave it out"
             )
         ranks = [[resource] for process in processes for resource in process]
         if size < 1 or len(ranks) % size:
             raise PlacementError(f"{at}: {len(ranks)} ranks are no whole number of engines of {size} ({key})")
         for first in range(0, len(ranks), size):
-            own = [rank[0] for rank in ranks[first : first + size]]
-            if what == "accelerator" and len({*own}) < size:
+            placed_on = [rank[0] for rank in ranks[first : first + size]]
+            if unit == "accelerator" and len({*placed_on}) < size:
                 raise PlacementError(
-                    f"{at}: the {size} ranks of an engine ({key}) are on accelerators {own}; rule: each has one of its own"
+                    f"{at}: the {size} ranks of an engine ({key}) are on accelerators {placed_on}; "
+                    "rule: each has one of its own"
                 )
         return ranks, size
 
@@ -241,7 +242,7 @@ class ModelParallelComponentPlacement(HybridComponentPlacement):
                     )
 
 
-def _found(source: Any, *path: str) -> Any:
+def _read_path(source: Any, *path: str) -> Any:
     """Returns the value at a path in a mapping, a DictConfig or a dataclass; None if it is absent."""
     for key in path:
         if source is None:

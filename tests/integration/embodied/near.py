@@ -24,9 +24,9 @@ FOLDER, ADDRESS = "RLHPC_TEST_LANE", "RLHPC_TEST_LANE_OF_POLICY"
 
 def begin(address: str) -> StandIn | None:
     """Makes the stand-in this process's own."""
-    if FOLDER in os.environ and device_memory.own() is None:
+    if FOLDER in os.environ and device_memory.current_device() is None:
         device_memory.use(StandIn(Path(os.environ[FOLDER]), address))
-    own: Any = device_memory.own()
+    own: Any = device_memory.current_device()
     return own
 
 

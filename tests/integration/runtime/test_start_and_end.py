@@ -22,7 +22,7 @@ from roles_for_tests import Awkward, Greedy, Probe, Spawned
 from rlhpc import Channel, Cluster, DeadlineExceeded, NodePlacementStrategy, Session, WorkerFailed
 from rlhpc.runtime.comm import background
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.os_resources import LEAST
+from rlhpc.runtime.os_resources import MIN_OPEN_FILES
 from tests import warm
 from tests.eventually import wait_until
 
@@ -269,7 +269,9 @@ def test_too_few_descriptors_are_refused_before_anything_is_written(tmp_path: Pa
         preexec_fn=limit, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 2 and not (tmp_path / "runs").exists(), done.stderr
-    assert f"may open {few} files" in done.stderr and str(LEAST) in done.stderr and "Traceback" not in done.stderr
+    assert (
+        f"may open {few} files" in done.stderr and str(MIN_OPEN_FILES) in done.stderr and "Traceback" not in done.stderr
+    )
 
 
 def test_a_driver_with_many_open_files_starts_ranks(launch) -> None:

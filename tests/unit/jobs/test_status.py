@@ -10,7 +10,7 @@ import pytest
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.status import render_status
-from rlhpc.runtime.registry import LEFT, MEMBERS, GenerationFolder
+from rlhpc.runtime.registry import DEPARTED, MEMBERS, GenerationFolder
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_rank_that_the_driver_goes_on_without_has_left(run: RunPaths) -> None:
         registry.put(MEMBERS, f"env-{rank}", {**row, "incarnation": f"first-{rank}"})
     assert [state_of(run, rank) for rank in range(4)] == ["running"] * 4
     for rank in (1, 2):
-        registry.put(LEFT, f"env-{rank}", {"incarnation": f"first-{rank}", "why": "gave no sign of life for 60 s"})
+        registry.put(DEPARTED, f"env-{rank}", {"incarnation": f"first-{rank}", "why": "gave no sign of life for 60 s"})
     assert [state_of(run, rank) for rank in range(4)] == ["running", "left", "left", "running"]
     row = {"group": "env", "rank": 2, "node": "cpu2", "pid": 9000, "state": "running", "host": "cpu2/b"}
     registry.put(MEMBERS, "env-2", {**row, "incarnation": "second-2"})

@@ -20,7 +20,10 @@ def test_who_is_starting_is_waited_for_before_anything_is_decided() -> None:
     ranks.arrived(here, 1, {})
     ranks.settle()
     assert starting.state == ending.state == "starting"
-    timers = [threading.Timer(0.1, ranks.arrived, [starting, 1, {}]), threading.Timer(0.2, ranks.ended, [[ending]])]
+    timers = [
+        threading.Timer(0.1, ranks.arrived, [starting, 1, {}]),
+        threading.Timer(0.2, ranks.processes_ended, [[ending]]),
+    ]
     for timer in timers:
         timer.start()
     ranks.settle(30.0)

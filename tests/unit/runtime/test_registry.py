@@ -75,7 +75,7 @@ def test_the_driver_is_told_of_a_registry_that_was_made_anew(
         happened.set()
 
     eye = RegistryWatch(registry, KEYS, fail)
-    assert eye.mine() and not happened.wait(0.1)
+    assert eye.owns_registry() and not happened.wait(0.1)
     parent = registry.root.parent
     replaced = parent.with_name("away")
     other = GenerationFolder.create(replaced, GenerationFolder.next_local_generation(replaced))
@@ -84,7 +84,7 @@ def test_the_driver_is_told_of_a_registry_that_was_made_anew(
     parent.rename(parent.with_name("old"))
     replaced.rename(parent)
     assert happened.wait(20)
-    assert len(told) == 1 and not eye.mine()
+    assert len(told) == 1 and not eye.owns_registry()
     assert isinstance(told[0], StaleGeneration) and ("made it anew" in str(told[0]) or "was removed" in str(told[0]))
 
 

@@ -13,7 +13,7 @@ from rlhpc.language.engines import Completion
 from rlhpc.language.rollout import prompt_queue as work
 from rlhpc.language.rollout.pending_group import PartialGroup, PendingGroup
 from rlhpc.language.rollout.prompt_queue import Delivery, PromptLeases, PromptTracker
-from rlhpc.runtime.channel import QueueEmpty, Taken
+from rlhpc.runtime.channel import LeasedItem, QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
 
 
@@ -39,11 +39,11 @@ class Queue:
             raise DeadlineExceeded("nothing came")
         return self.items[key].popleft()
 
-    def take_nowait(self, key: str) -> Taken:
+    def take_nowait(self, key: str) -> LeasedItem:
         item = self.get_nowait(key)
-        return Taken(item, item if isinstance(item, int) else item.position)
+        return LeasedItem(item, item if isinstance(item, int) else item.position)
 
-    def done(self, taken: Taken) -> None:
+    def done(self, taken: LeasedItem) -> None:
         self.done_with.append(taken.number)
 
     def empty(self, key: str) -> bool:

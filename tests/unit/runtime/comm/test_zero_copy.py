@@ -69,7 +69,7 @@ def test_it_is_taken_from_who_passes_it_on(between: tuple[Serving, Serving, Abov
     threading.Timer(0.2, lambda: above.offers.put(NAME, memoryview(data), 2)).start()  # it has it only later
     for _ in range(2):
         assert np.array_equal(fetch(), data)
-    assert (owner.server.sent, above.server.sent, asked.lost) == (0, 2 * SIZE, False)
+    assert (owner.server.sent, above.server.sent, asked.is_lost) == (0, 2 * SIZE, False)
     wait_until(lambda: withdrawn(above.offers), 10.0)  # all have it
 
 
@@ -81,7 +81,7 @@ def test_who_comes_late_gets_one_part_from_the_owner_and_asks_again(
     for number in range(offers._MOST):
         above.offers.put(str(number), memoryview(data), 2)
     assert np.array_equal(fetch(), data)
-    assert owner.server.sent == SIZE and not asked.lost
+    assert owner.server.sent == SIZE and not asked.is_lost
 
 
 def test_who_is_dead_is_not_asked_again(between: tuple[Serving, Serving, Above, Fetch], data: np.ndarray) -> None:
@@ -90,7 +90,7 @@ def test_who_is_dead_is_not_asked_again(between: tuple[Serving, Serving, Above, 
     started = time.monotonic()
     for _ in range(3):
         assert np.array_equal(fetch(), data)
-    assert asked.lost and owner.server.sent == 3 * SIZE and time.monotonic() - started < fetching._PATIENCE_S
+    assert asked.is_lost and owner.server.sent == 3 * SIZE and time.monotonic() - started < fetching._PATIENCE_S
 
 
 def test_who_dies_while_it_sends_is_replaced(
@@ -104,7 +104,7 @@ def test_who_dies_while_it_sends_is_replaced(
         link.sock.close()
 
     monkeypatch.setattr(BulkServer, "_send_offer", half)
-    assert np.array_equal(fetch(), data) and asked.lost
+    assert np.array_equal(fetch(), data) and asked.is_lost
 
 
 def test_who_never_gets_it_is_given_up(
@@ -114,7 +114,7 @@ def test_who_never_gets_it_is_given_up(
     monkeypatch.setattr(bulk, "_OFFER_S", 0.05)
     owner, _, asked, fetch = between
     assert np.array_equal(fetch(), data)
-    assert asked.lost and owner.server.sent == SIZE
+    assert asked.is_lost and owner.server.sent == SIZE
 
 
 def test_few_offers_are_held(data: np.ndarray) -> None:
