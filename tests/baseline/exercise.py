@@ -24,8 +24,8 @@ from tests.baseline.runs import RESUMED, RUN, SAVED, BaselineRun
 
 #: Metrics of clocks and of the machine.
 MEASURED = ("time/", "system/", "memory/")
-#: Endings of files whose names are recorded, and whose content is not.
-_UNREAD = (".html", ".out", ".err", ".svg", ".md", ".py")
+#: Endings of files whose names are recorded, and whose content is not: texts, and programs, which hold names of modules.
+_UNREAD = (".html", ".out", ".err", ".svg", ".md", ".py", ".pt2")
 #: Folders of a run whose files have the names of hosts and jobs.
 _MACHINE = ("registry/", "logs/", "submit/", ".driver")
 

@@ -138,7 +138,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 class Slow(CartPoleEnv):
     def __init__(self, **kw):
-        if "forkserver" in " ".join(sys.orig_argv):
+        if "fork_server" in " ".join(sys.orig_argv):
             open(os.environ["MARK"], "w").close()
             time.sleep(600)
         super().__init__(**kw)
