@@ -35,6 +35,8 @@ def main() -> int:
     parser.add_argument("command", choices=("make", "record", "lists"))
     parser.add_argument("names", nargs="*", metavar="NAME", help="of runs (default: all)")
     args = parser.parse_args()
+    if unknown := sorted({*args.names} - {*RUNS}):
+        parser.error(f"no run {', '.join(unknown)}; there are: {', '.join(RUNS)}")
     if args.command == "lists":
         lists.write_all()
         return 0

@@ -124,15 +124,9 @@ def write_row(rows: np.ndarray, i: int, observed: Any) -> None:
     Raises:
         ValueError, TypeError: It has another shape, or numbers that the row's type cannot represent.
     """
-    if (
-        observed.__class__ is np.ndarray
-        and observed.shape == rows.shape[1:]
-        and (observed.dtype is rows.dtype or observed.dtype.kind == rows.dtype.kind == "f")
-    ):
-        rows[i] = observed
-        return
     observed = np.asarray(observed)
-    if observed.dtype != rows.dtype or observed.shape != rows.shape[1:]:
+    converts = observed.dtype == rows.dtype or observed.dtype.kind == rows.dtype.kind == "f"
+    if not converts or observed.shape != rows.shape[1:]:
         if observed.dtype.kind not in "biuf":
             raise TypeError(f"no numbers: {observed.dtype}")
         if observed.size != rows[i].size:

@@ -53,9 +53,7 @@ def step_env(env: Any, env_id: str, action: Any) -> tuple[Any, float, bool, bool
         raise refusal(env_id, f"step() returned {describe(answer)}")
     observation, reward, terminated, truncated, info = answer
     if reward.__class__ is not float:
-        reward = (
-            float(reward) if isinstance(reward, float) else to_number(env_id, "reward", reward)
-        )  # numpy's float64 is one
+        reward = to_number(env_id, "reward", reward)
     if terminated.__class__ is not bool:
         terminated = to_flag(env_id, "terminated", terminated)
     if truncated.__class__ is not bool:
@@ -79,6 +77,8 @@ def success_of(env_id: str, info: Mapping[str, Any]) -> bool | None:
 
 def to_number(env_id: str, name: str, value: Any) -> float:
     """Returns a number, or an array of one number, as a float."""
+    if isinstance(value, float):  # numpy's float64 is one
+        return float(value)
     scalar = to_scalar(value)
     try:
         if isinstance(scalar, numbers.Real):
